@@ -60,24 +60,24 @@ def work(order: Mapping[str, Any]) -> int:
         _say("fatal", why=NO_GPU)
         return 0
     from moectl.bench.open_bench import open_bench
-    from moectl.bench.run_metadata import about
+    from moectl.bench.run_metadata import machine_metadata
 
     done = frozenset(map(tuple, order["done"]))
     rates = DeviceRates(**order["rates"]) if order["rates"] else None
 
-    def begins(rows: Sequence[BenchRow]) -> None:
+    def on_start(rows: Sequence[BenchRow]) -> None:
         _say("begin", keys=[row.key for row in rows])
 
     try:
         for number, data in enumerate(order["benches"]):
             settings = BenchSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
             try:
-                bench = open_bench(settings, None, rates=rates, begins=begins)
+                bench = open_bench(settings, None, rates=rates, on_start=on_start)
             except MoectlError as error:
                 _say("none", bench=number, why=error.what)
                 continue
             rates = bench.rates
-            _say("about", about=about(bench.machine, settings, rates))
+            _say("about", about=machine_metadata(bench.machine, settings, rates))
             for row in bench.measured(done):
                 _say("row", row=row.to_json())
     except MoectlError as error:

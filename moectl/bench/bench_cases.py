@@ -1,4 +1,4 @@
-"""A case: a layer, a routing and a number of tokens, with the inputs and expected result of all backends."""
+"""Cases of a bench: a routing and a number of tokens, with the inputs and expected results of a layer."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from ..run.layer_variants import experts_on
 from ..seeds import seed_of
 from ..torch_dtypes import MODEL_TORCH_DTYPES
 from .bench_targets import BenchTarget
-from .routings import Sets, warm_share
+from .routings import RoutingSource, warm_share
 from .settings import BenchSettings
 
-MANY_SETS, FEW_SETS, FEW_ABOVE = 16, 4, 64
-"""Calls in a graph: `MANY_SETS` up to `FEW_ABOVE` tokens, `FEW_SETS` above."""
+MANY_CALLS, FEW_CALLS, MANY_UP_TO = 16, 4, 64
+"""Calls in a graph: `MANY_CALLS` up to `MANY_UP_TO` tokens, `FEW_CALLS` above."""
 
-CPU_SETS = 3
+CPU_CALLS = 3
 """Routings that calls on a CPU cycle through."""
 
 CHECKED_TOKENS = 32
-"""Tokens compared with the reference, over all calls, but at least one per call; the others are only checked
-to be finite."""
+"""Tokens compared with the reference, summed over the calls of a case, at least one per call. The others must
+only be finite."""
 
-STILL_COLD = 0.05
+MAX_WARM_SHARE = 0.05
 """Largest share of the weights that calls may find in the cache and still count as cold."""
 
-CACHES = 16
+CACHES_FILLED = 16
 """Cache sizes that the copies of a layer fill together: a cache with a policy other than LRU would otherwise
 hold part of every call's weights."""
 
-MOST_COPIES = MANY_SETS
+MAX_COPIES = MANY_CALLS
 """Most copies of a layer: with one per call, no call finds another one's weights in the cache."""
 
 
@@ -46,9 +46,9 @@ class BenchCase:
     """A number of tokens under a routing.
 
     Attributes:
-        routing, tokens: of the row.
-        calls: calls with different routings that are timed together.
-        copies: copies of the weights that calls cycle through.
+        routing, tokens: as in `BenchRow`.
+        calls: number of calls, with different routings, that are timed together.
+        copies: copies of the weights that the calls cycle through.
         warm_share: largest share of the weights that may still be in the cache.
     """
 
@@ -67,52 +67,56 @@ class BenchCase:
         if self.calls == 1:
             return "cold: one call, flushed before it"
         on_copies = f" on {self.copies} copies of the weights" if self.copies > 1 else ""
-        rest = f", at most {self.warm_share:.0%} warm" if self.warm_share >= 0.005 else ""
-        return f"cold: {self.calls} calls{on_copies}, flushed before them{rest}"
+        warm = f", at most {self.warm_share:.0%} warm" if self.warm_share >= 0.005 else ""
+        return f"cold: {self.calls} calls{on_copies}, flushed before them{warm}"
 
 
-def plan_cells(
+def plan_cases(
     target: BenchTarget,
-    routings: dict[str, Sets],
+    routings: dict[str, RoutingSource],
     settings: BenchSettings,
     device: torch.device,
-    room: float,
+    memory: float,
 ) -> list[BenchCase]:
     """The cases of a layer, with as many copies of its weights as it takes to keep calls cold.
 
-    `room` is the memory in bytes that copies for one backend may take. Calls that even several copies do
-    not keep cold, such as those of layers that fit the cache, are timed one at a time.
+    `memory` is the number of bytes that the copies for one backend may take. If even several copies do not
+    keep the calls of a case cold, as with layers that fit into the cache, its calls are timed one at a time.
     """
     cases = [BenchCase(name, tokens, 1) for name in routings for tokens in settings.tokens]
     if device.type != "cuda" or settings.warm:
-        return [replace(cell, calls=_calls(cell.tokens, device, settings.warm)) for cell in cases]
+        return [replace(case, calls=_call_count(case.tokens, device, settings.warm)) for case in cases]
     cache = last_level_cache(device)
-    hits = {cell: _active_experts(target, routings[cell.routing], cell.tokens) for cell in cases}
-    most = max(1, min(MOST_COPIES, int(room / max(1, target.nbytes))))
-    fewest = min(most, max(1, -(-CACHES * cache // max(1, target.nbytes))))
+    active = {case: _active_experts(target, routings[case.routing], case.tokens) for case in cases}
+    most = max(1, min(MAX_COPIES, int(memory / max(1, target.nbytes))))
+    fewest = min(most, max(1, -(-CACHES_FILLED * cache // max(1, target.nbytes))))
     shares = {
-        copies: {cell: warm_share(hits[cell], copies, target.problem.expert_bytes(), cache) for cell in cases}
+        copies: {
+            case: warm_share(active[case], copies, target.problem.expert_bytes(), cache) for case in cases
+        }
         for copies in range(fewest, most + 1)
     }
-    copies = next((n for n, warm in shares.items() if max(warm.values()) <= STILL_COLD), fewest)
+    copies = next((n for n, warm in shares.items() if max(warm.values()) <= MAX_WARM_SHARE), fewest)
     return [
-        replace(cell, calls=len(hits[cell]), copies=copies, warm_share=share) if share <= STILL_COLD else cell
-        for cell, share in shares[copies].items()
+        replace(case, calls=len(active[case]), copies=copies, warm_share=share)
+        if share <= MAX_WARM_SHARE
+        else case
+        for case, share in shares[copies].items()
     ]
 
 
-def _calls(tokens: int, device: torch.device, warm: bool) -> int:
+def _call_count(tokens: int, device: torch.device, warm: bool) -> int:
     if device.type != "cuda":
-        return 1 if warm else CPU_SETS
-    return MANY_SETS if tokens <= FEW_ABOVE else FEW_SETS
+        return 1 if warm else CPU_CALLS
+    return MANY_CALLS if tokens <= MANY_UP_TO else FEW_CALLS
 
 
-def _active_experts(target: BenchTarget, sets: Sets, tokens: int) -> list[list[int]]:
+def _active_experts(target: BenchTarget, source: RoutingSource, tokens: int) -> list[list[int]]:
     """The experts of this rank that each call of a case activates."""
-    calls = _calls(tokens, torch.device("cuda"), warm=False)
+    calls = _call_count(tokens, torch.device("cuda"), warm=False)
     return [
         torch.unique(ids[ids >= 0]).tolist()
-        for ids in (target.experts.local_ids(r.ids) for r in sets(tokens, calls))
+        for ids in (target.experts.local_ids(r.ids) for r in source(tokens, calls))
     ]
 
 
@@ -121,11 +125,12 @@ class CaseInputs:
     """A case's inputs on the device, and the reference's result for some tokens of each call.
 
     Attributes:
-        inputs: one per call, with ids counted from the rank's first expert.
+        inputs: one per call, with ids numbered from the rank's first expert.
         bias: the router's correction bias, for kernels that route by themselves; or None.
-        work: the mean over calls.
-        samples: per call the tokens that are compared; `expected`: ``[len(sample), hidden]`` fp32.
-        agrees: ids follow from the logits (`BenchRouting.agrees`).
+        work: bytes and FLOPs of a call, the mean over the calls.
+        samples: indices of the tokens of each call that are compared.
+        expected: the reference's rows for `samples`, ``[len(sample), hidden]`` fp32 for each call.
+        agrees: whether all ids follow from the logits (`BenchRouting.agrees`).
     """
 
     inputs: Sequence[LayerInputs]
@@ -138,18 +143,21 @@ class CaseInputs:
 
 def make_case(
     target: BenchTarget,
-    cell: BenchCase,
-    sets: Sets,
+    case: BenchCase,
+    source: RoutingSource,
     settings: BenchSettings,
     device: torch.device,
-    judged: bool = True,
+    with_reference: bool = True,
 ) -> CaseInputs:
-    """The inputs of `cell` (a warm bench's calls share them); with the reference's result if `judged`."""
+    """The inputs of `case`, and the reference's results unless `with_reference` is False.
+
+    With `BenchSettings.warm` all calls share the same inputs.
+    """
     problem, dtype = target.problem, MODEL_TORCH_DTYPES[target.problem.dtype]
-    distinct = 1 if settings.warm else cell.calls
-    drawn = sets(cell.tokens, distinct)
-    generator = torch.Generator(device).manual_seed(seed_of("tokens", settings.seed, cell.tokens))
-    x = torch.randn(cell.tokens, problem.dims.hidden, generator=generator, device=device).to(dtype)
+    distinct = 1 if settings.warm else case.calls
+    routings = source(case.tokens, distinct)
+    generator = torch.Generator(device).manual_seed(seed_of("tokens", settings.seed, case.tokens))
+    x = torch.randn(case.tokens, problem.dims.hidden, generator=generator, device=device).to(dtype)
     inputs = [
         LayerInputs(
             x if routed.x is None else routed.x.to(device).to(dtype),
@@ -157,31 +165,32 @@ def make_case(
             routed.weights.to(device),
             routed.logits.to(device),
         )
-        for routed in drawn
+        for routed in routings
     ]
-    inputs = inputs * (cell.calls if settings.warm else 1)
-    samples = [tokens.to(device) for tokens in spread(cell.tokens, len(inputs))]
+    inputs = inputs * (case.calls if settings.warm else 1)
+    samples = [tokens.to(device) for tokens in sample_tokens(case.tokens, len(inputs))]
     sampled = list(zip(inputs, samples, strict=True))
     x, ids, weights = (
         torch.cat([getattr(call, name)[tokens] for call, tokens in sampled])
         for name in ("x", "ids", "weights")
     )
     reference = experts_on(target.experts, device)
-    expected = moe_reference(x, ids, weights, reference, problem) if judged else x.float()
-    parts = torch.split(expected, [len(tokens) for tokens in samples])
+    expected = moe_reference(x, ids, weights, reference, problem) if with_reference else x.float()
+    expected_rows = torch.split(expected, [len(tokens) for tokens in samples])
     router = target.experts.router
     bias = None
     if problem.routing.correction_bias:
-        by_router = cell.routing == "router" and router is not None and router.correction_bias is not None
+        by_router = case.routing == "router" and router is not None and router.correction_bias is not None
         bias = router.correction_bias if by_router and router else torch.zeros(problem.experts)
         assert bias is not None
         bias = bias.to(device).float()
     works = [work_of(problem, call.ids) for call in inputs[:distinct]]
-    return CaseInputs(inputs, bias, mean_work(works), samples, parts, all(routed.agrees for routed in drawn))
+    agrees = all(routed.agrees for routed in routings)
+    return CaseInputs(inputs, bias, mean_work(works), samples, expected_rows, agrees)
 
 
 def mean_work(works: Sequence[LayerWork]) -> LayerWork:
-    """The mean over routings, as a time averaged over routings must be compared with it."""
+    """The mean over routings, to which a time averaged over routings is compared."""
     n = len(works)
     return LayerWork(
         sum(w.weight_bytes for w in works) // n,
@@ -191,19 +200,20 @@ def mean_work(works: Sequence[LayerWork]) -> LayerWork:
     )
 
 
-def spread(tokens: int, calls: int) -> list[Tensor]:
-    """The tokens of each call that are compared: dealt out along the batch, including its first and last."""
-    each = min(tokens, -(-CHECKED_TOKENS // calls))
-    places = torch.linspace(0, tokens - 1, each * calls).round().long()
-    return [torch.unique(places[call::calls]) for call in range(calls)]
+def sample_tokens(tokens: int, calls: int) -> list[Tensor]:
+    """The tokens of each call that are compared: spread over the batch, with its first and its last."""
+    per_call = min(tokens, -(-CHECKED_TOKENS // calls))
+    samples = torch.linspace(0, tokens - 1, per_call * calls).round().long()
+    return [torch.unique(samples[call::calls]) for call in range(calls)]
 
 
 @dataclass(frozen=True)
 class CheckedOutputs:
-    """The outputs of all calls against the reference.
+    """The outputs of all calls, compared with the reference.
 
     Attributes:
-        check: over the compared tokens; `worst_token` belongs to call number `call`.
+        check: the verdict on the compared tokens.
+        call: number of the call that the check's `worst_token` belongs to.
         tokens: number of tokens compared.
     """
 
@@ -212,19 +222,19 @@ class CheckedOutputs:
     tokens: int
 
 
-def judge(outputs: Sequence[Tensor], case: CaseInputs, tolerance: Tolerance) -> CheckedOutputs:
-    """Checks the samples of `outputs`, those of the last calls; any non-finite value fails."""
+def check_outputs(outputs: Sequence[Tensor], case: CaseInputs, tolerance: Tolerance) -> CheckedOutputs:
+    """Compares samples of `outputs`, those of the last calls, with the reference; NaN or infinity fails."""
     first = len(case.inputs) - len(outputs)
     samples, expected = case.samples[first:], case.expected[first:]
-    places = [(call, int(t)) for call, tokens in enumerate(samples, first) for t in tokens]
+    compared = [(call, int(t)) for call, tokens in enumerate(samples, first) for t in tokens]
     for call, y in enumerate(outputs, first):
-        bad = torch.nonzero(~torch.isfinite(y).all(1)).flatten()
-        if len(bad):
+        nonfinite = torch.nonzero(~torch.isfinite(y).all(1)).flatten()
+        if len(nonfinite):
             nan = float("nan")
             return CheckedOutputs(
-                CheckResult(nan, nan, int(bad[0]), nan, tolerance, False), call, len(places)
+                CheckResult(nan, nan, int(nonfinite[0]), nan, tolerance, False), call, len(compared)
             )
     got = torch.cat([y[tokens] for y, tokens in zip(outputs, samples, strict=True)])
     result = check(got, torch.cat(list(expected)), tolerance)
-    call, token = places[result.worst_token]
-    return CheckedOutputs(replace(result, worst_token=token), call, len(places))
+    call, token = compared[result.worst_token]
+    return CheckedOutputs(replace(result, worst_token=token), call, len(compared))

@@ -11,17 +11,17 @@ from ..errors import UsageError
 from ..files.records import from_cells, to_cells
 
 Key = tuple[str, str, str, str, int, str, str]
-"""Model, layers, scheme, backend, tokens, routing and parallel: equal keys, same case."""
+"""Model, layers, scheme, backend, tokens, routing and parallel of a row."""
 
-CELL = ("model", "layers", "scheme", "backend", "tokens", "routing", "parallel")
-"""Fields of a row that make up its key."""
+KEY_FIELDS = ("model", "layers", "scheme", "backend", "tokens", "routing", "parallel")
+"""Fields that make up a row's key."""
 
-TIMES = ("median_us", "q1_us", "q3_us", "fastest_us")
-"""Fields of a row that are times of a call."""
+TIME_FIELDS = ("median_us", "q1_us", "q3_us", "fastest_us")
+"""Fields of a row that are times of a call, in microseconds."""
 
 NOISY_SPREAD = 0.1
 """Distance between the quartiles, as a share of the median, above which a time counts as noisy. Of 224 rows
-taken on a GPU with settled clocks half are below 0.008 and nine in ten below 0.045. At this limit the
+measured on a GPU with stable clocks half are below 0.008 and 90% below 0.045. At this limit the
 standard error of a median over 11 rounds is 2.8%, and two such runs must differ by 17% for `moectl compare`
 to call one slower."""
 
@@ -32,12 +32,13 @@ class PreparationCosts:
 
     Attributes:
         read_s: reading the stored layer, or drawing a random one, in seconds.
-        repack_s: repacking it for the backend, without reading it: what an engine pays at every start.
-        first_s: cold start: both, the first time in this process, with compilation and loading of libraries.
+        repack_s: repacking it for the backend, without reading: what an engine pays at every start.
+        first_s: cold start: reading and repacking for the first time in this process, which includes
+            compilation and loading of libraries.
         load_s: warm load: copying the prepared weights from host memory to the device.
         weight_bytes: size of the prepared weights.
-        held_bytes: device memory resident once the layer is ready, with what a library derived.
-        peak_bytes: peak device memory while they were repacked, including the weights.
+        held_bytes: device memory resident once the layer is ready, including tensors that a library derived.
+        peak_bytes: peak device memory during repacking, including the weights.
     """
 
     read_s: float | None = None
@@ -54,26 +55,26 @@ class BenchRow:
     """One backend on one layer at one number of tokens and one routing.
 
     Attributes:
-        model, layers, layer: the model, its group of equal layers, and the number of the one measured.
-        tactic: what the backend reports that it launches, or who chooses that; empty if there is no choice
-            or nothing ran.
-        parallel: ``1``, or how the layer is sharded, as ``tp2 ep4``: the first rank is measured.
-        caches: how cold the weights were, in words.
+        model, layers, layer: the model, a group of identical layers, and the number of the one measured.
+        tactic: the launch that the backend reports, or who selects it; empty if there is no choice or nothing
+            ran.
+        parallel: ``1``, or the sharding of the layer, such as ``tp2 ep4``; the first rank is measured.
+        caches: how cold the weights were, as a phrase.
         experts: active experts of a call, the mean over routings.
-        ok: whether the result was right; None when there was none.
-        error_rms, error_max: against the fp32 reference, relative (`kernels.tolerance`).
+        ok: whether the result was right; None without a result.
+        error_rms, error_max: relative errors against the fp32 reference (`kernels.tolerance`).
         checked_tokens: tokens of all calls that were compared with the reference; the others must be finite.
-        reason: why there is no time; empty where there is one.
-        refused: the backend does not support the layer and rejected it before anything ran: not a failure.
-        median_us, q1_us, q3_us, fastest_us: of a call, over `rounds` interleaved measurements of `calls`
-            calls each: the other backends of the case are timed in between.
+        reason: why there is no time; empty if there is one.
+        refused: the backend does not support the layer, so nothing ran; this is not a failure.
+        median_us, q1_us, q3_us, fastest_us: times of a call over `rounds` interleaved measurements of `calls`
+            calls each; the other backends of the case are timed in between.
         method: how a measurement was made.
         bytes, flops: the least a call must move and compute (`LayerWork`).
-        gb_per_s, tflop_per_s: the rates that these amount to in the median time.
-        floor_us, bound: roofline time on this device, and what bounds it.
+        gb_per_s, tflop_per_s: the resulting rates at the median time.
+        floor_us, bound: roofline time on this device, and its bottleneck.
         floor_percent: the roofline time as a share of the median, in percent.
         sm_mhz, memory_mhz: lowest clocks while the case was timed; None if unknown.
-        throttled: why the driver throttled the clocks meanwhile; empty if it did not, or if unknown.
+        throttled: why the driver throttled the clocks during the case; empty if it did not, or if unknown.
     """
 
     model: str
@@ -115,7 +116,7 @@ class BenchRow:
 
     @property
     def key(self) -> Key:
-        """The values of the fields `CELL`."""
+        """The values of `KEY_FIELDS`."""
         return (
             self.model,
             self.layers,
@@ -128,12 +129,12 @@ class BenchRow:
 
     @property
     def timed(self) -> bool:
-        """True when there is a time; only right results have one."""
+        """True if there is a time; only right results have one."""
         return self.median_us is not None
 
     @property
     def failed(self) -> bool:
-        """True when there is no time although the backend supports the layer."""
+        """True if there is no time although the backend supports the layer."""
         return not self.timed and not self.refused
 
     @property
@@ -150,7 +151,7 @@ class BenchRow:
 
     @property
     def noisy(self) -> bool:
-        """True when the rounds differ by more than `NOISY_SPREAD`: other work may have run, too."""
+        """True if the rounds spread by more than `NOISY_SPREAD`: other work may have run at the same time."""
         return self.spread is not None and self.spread > NOISY_SPREAD
 
     def to_json(self) -> dict[str, Any]:
@@ -159,14 +160,14 @@ class BenchRow:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str) -> BenchRow:
-        """The row that flat `data` describes; UsageError if it does not describe one."""
+        """The row in flat `data`; UsageError if it is not one."""
         row = from_cells(cls, data, where, "row of a bench", UsageError)
-        for name in TIMES:
+        for name in TIME_FIELDS:
             value = getattr(row, name)
             if value is not None and value <= 0:
                 raise UsageError(f"{where}: {name} must be above 0, got {value:g}")
         if row.timed and not row.ok:
-            raise UsageError(f"{where} has a time, which only right results have, and ok is {row.ok}")
+            raise UsageError(f"{where} has a time although only right results have one, and ok is {row.ok}")
         if row.q1_us is not None and row.q3_us is not None and row.q1_us > row.q3_us:
             raise UsageError(f"{where}: q1_us {row.q1_us:g} is above q3_us {row.q3_us:g}")
         return row
@@ -174,7 +175,7 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class CompileOutcome:
-    """A line of text on what was compiled, or what `failed` to."""
+    """A line of text on a case that was compiled, or `failed` to."""
 
     text: str
     failed: bool = False

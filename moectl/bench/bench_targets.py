@@ -21,12 +21,12 @@ from ..problem.published_layers import named_problem
 from .settings import BenchSettings
 
 RANDOM = "-"
-"""Placeholder for the layer numbers of layers with random weights."""
+"""In place of the layer numbers, for layers with random weights."""
 
 
 @dataclass(frozen=True)
 class BenchTarget:
-    """A layer to time, which stands for a group of equal layers of the model.
+    """A layer to time, on behalf of a group of identical layers of the model.
 
     Attributes:
         model, layers, parallel: as in `BenchRow`.
@@ -40,12 +40,12 @@ class BenchTarget:
 
     @property
     def problem(self) -> MoEProblem:
-        """What the layer computes."""
+        """The layer's problem, or that of its shard."""
         return self.experts.problem
 
     @property
     def nbytes(self) -> int:
-        """Size of its weights and scales in bytes."""
+        """Size of the weights and scales in bytes."""
         return self.problem.expert_bytes() * self.problem.local_experts
 
 
@@ -54,20 +54,20 @@ def targets_of(
 ) -> tuple[BenchTarget, ...]:
     """The layers of `settings`; `source` is its opened checkpoint, or None for named layers.
 
-    Raises UsageError for unknown names, layers without experts, and impossible shardings; and whatever
+    Raises UsageError for unknown names, layers without experts and impossible shardings, and what
     `LayerSource.layer` raises.
     """
     shard = RankShard(tp_size=settings.tp, ep_size=settings.ep)
-    targets = _named(settings, device) if source is None else _stored(settings, source)
+    targets = _random_targets(settings, device) if source is None else _stored_targets(settings, source)
     return tuple(_first_rank(target, shard) for target in targets)
 
 
-def _named(settings: BenchSettings, device: torch.device) -> Iterator[BenchTarget]:
+def _random_targets(settings: BenchSettings, device: torch.device) -> Iterator[BenchTarget]:
     for name, problem in map(named_problem, settings.models):
         yield BenchTarget(name, RANDOM, "1", RandomLayer(problem, device).experts)
 
 
-def _stored(settings: BenchSettings, source: LayerSource) -> Iterator[BenchTarget]:
+def _stored_targets(settings: BenchSettings, source: LayerSource) -> Iterator[BenchTarget]:
     model = (
         Path(settings.checkpoint).resolve().name
         if Path(settings.checkpoint).exists()
@@ -76,11 +76,11 @@ def _stored(settings: BenchSettings, source: LayerSource) -> Iterator[BenchTarge
     for layers in source.groups:
         if settings.layer is None or settings.layer in layers:
             number = min(layers) if settings.layer is None else settings.layer
-            yield BenchTarget(model, ranges(layers), words(source.shard), source.layer(number))
+            yield BenchTarget(model, ranges(layers), shard_label(source.shard), source.layer(number))
 
 
-def words(shard: RankShard) -> str:
-    """How a layer is sharded: ``1``, ``tp2``, ``ep8``, ``tp2 ep4``."""
+def shard_label(shard: RankShard) -> str:
+    """The sharding of a layer as text: ``1``, ``tp2``, ``ep8``, ``tp2 ep4``."""
     sizes = {"tp": shard.tp_size, "ep": shard.ep_size}
     return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1"
 
@@ -93,19 +93,20 @@ def _first_rank(target: BenchTarget, shard: RankShard) -> BenchTarget:
             f"the directory holds one rank's shard ({target.parallel}), which cannot be sharded again",
             hint="leave --tp and --ep out, or give the checkpoint that it was converted from",
         )
-    return replace(target, parallel=words(shard), experts=shared(target.experts, shard))
+    return replace(target, parallel=shard_label(shard), experts=sharded(target.experts, shard))
 
 
-def shared(layer: ExpertLayer, shard: RankShard) -> ExpertLayer:
-    """The part of an unsharded `layer` that `shard` holds; UsageError when it cannot be sharded so."""
-    share = RankSlice(layer.problem, shard)
-    first, last = share.experts
+def sharded(layer: ExpertLayer, shard: RankShard) -> ExpertLayer:
+    """The part of an unsharded `layer` that `shard` holds; UsageError if it cannot be sharded that way."""
+    rank_slice = RankSlice(layer.problem, shard)
+    first, last = rank_slice.experts
     shapes = {
-        role: kind.with_first_axis(last - first) for role, kind in share.shapes(layer.recipe.shapes).items()
+        role: tensor_type.with_first_axis(last - first)
+        for role, tensor_type in rank_slice.shapes(layer.recipe.shapes).items()
     }
 
     def canonical(ids: Ids) -> dict[str, torch.Tensor]:
-        return dict(share.slice(layer.canonical([first + int(i) for i in ids])))
+        return dict(rank_slice.slice(layer.canonical([first + int(i) for i in ids])))
 
     def stored(device: torch.device) -> dict[str, torch.Tensor]:
         return {role: t.to(device) for role, t in canonical(range(last - first)).items()}
@@ -113,10 +114,10 @@ def shared(layer: ExpertLayer, shard: RankShard) -> ExpertLayer:
     recipe = Recipe(shapes, {role: StoredOutput(role) for role in shapes})
     return replace(
         layer,
-        problem=share.problem,
+        problem=rank_slice.problem,
         layout=CANONICAL,
         recipe=recipe,
         canonical=canonical,
         stored=stored,
-        rank_slice=share,
+        rank_slice=rank_slice,
     )

@@ -16,13 +16,13 @@ THRESHOLD = 0.02
 """Relative change below which nothing is called faster or slower."""
 
 ERRORS = 4.0
-"""Standard errors of the difference of two medians below which noise explains it: of ten thousand unchanged
-cases, one would be called faster or slower."""
+"""Standard errors of the difference of two medians up to which noise explains it: one in ten thousand
+unchanged cases would be called faster or slower."""
 
 VERDICTS = {
-    "faster": "B took less: quartiles do not overlap, medians are more than "
+    "faster": "B took less time: quartiles do not overlap, medians are more than "
     f"{ERRORS:.0f} standard errors and the threshold apart",
-    "slower": "B took more, likewise",
+    "slower": "B took more time, by the same criteria",
     "same": "timed in both, and neither faster nor slower",
     "unknown": f"timed in both, with fewer than {FEWEST_ROUNDS} rounds or no quartiles: noise unknown",
     "failing": "timed in A, without a time in B",
@@ -30,7 +30,7 @@ VERDICTS = {
     "untimed": "in both runs, without a time in either",
     "missing": "timed in A, not in B, although its backend was requested (or all were)",
     "removed": "not in B: had no time in A, or its backend was not requested in B",
-    "new": "in B alone",
+    "new": "only in B",
 }
 """Verdicts on a case and their meanings; A is the earlier run, B the later one."""
 
@@ -61,9 +61,9 @@ class CaseVerdict:
 
 
 def judge(
-    before: BenchRow | None, after: BenchRow | None, threshold: float = THRESHOLD, *, asked: bool = True
+    before: BenchRow | None, after: BenchRow | None, threshold: float = THRESHOLD, *, requested: bool = True
 ) -> CaseVerdict:
-    """The verdict on one case; `asked`: whether its backend was requested in the later run.
+    """The verdict on one case; `requested`: whether its backend was requested in the later run.
 
     Faster or slower needs three things: the quartiles of the two runs do not overlap (the later run's first
     quartile is above the earlier one's third, or vice versa), the medians differ by more than
@@ -76,22 +76,22 @@ def judge(
     if before is None:
         return CaseVerdict(before, after, "new")
     if after is None:
-        return CaseVerdict(before, after, "missing" if asked and before.timed else "removed")
+        return CaseVerdict(before, after, "missing" if requested and before.timed else "removed")
     if not (before.timed and after.timed):
         words = {(True, False): "failing", (False, True): "fixed", (False, False): "untimed"}
         return CaseVerdict(before, after, words[before.timed, after.timed])
     assert before.median_us and after.median_us
     ratio = after.median_us / before.median_us
-    low, high = _quartiles(before), _quartiles(after)
-    if low is None or high is None:
+    old, new = _quartiles(before), _quartiles(after)
+    if old is None or new is None:
         return CaseVerdict(before, after, "unknown", ratio)
     word = "same"
-    clear = abs(after.median_us - before.median_us) > ERRORS * math.hypot(
-        _error(low, before.rounds), _error(high, after.rounds)
+    significant = abs(after.median_us - before.median_us) > ERRORS * math.hypot(
+        _median_error(old, before.rounds), _median_error(new, after.rounds)
     )
-    if clear and high[0] > low[1] and ratio > 1 + threshold:
+    if significant and new[0] > old[1] and ratio > 1 + threshold:
         word = "slower"
-    elif clear and high[1] < low[0] and ratio < 1 / (1 + threshold):
+    elif significant and new[1] < old[0] and ratio < 1 / (1 + threshold):
         word = "faster"
     return CaseVerdict(before, after, word, ratio)
 
@@ -103,7 +103,7 @@ def _quartiles(row: BenchRow) -> tuple[float, float] | None:
     return row.q1_us, row.q3_us
 
 
-def _error(quartiles: tuple[float, float], rounds: int) -> float:
+def _median_error(quartiles: tuple[float, float], rounds: int) -> float:
     """The standard error of the median over `rounds`, in microseconds."""
     low, high = quartiles
     return 1.25 * (high - low) / 1.35 / math.sqrt(rounds)
@@ -118,12 +118,12 @@ class RunComparison:
 
     @property
     def regressed(self) -> bool:
-        """True when a case became slower or lost its time, or the runs have no case in common."""
+        """True if a case became slower or lost its time, or the runs have no case in common."""
         return not self.paired or any(verdict.word in REGRESSIONS for verdict in self.verdicts)
 
     @property
     def paired(self) -> bool:
-        """True when the runs have a case in common."""
+        """True if the runs have a case in common."""
         return any(verdict.before and verdict.after for verdict in self.verdicts)
 
     @property
@@ -135,9 +135,9 @@ class RunComparison:
 def compare(before: BenchRows, after: BenchRows, threshold: float = THRESHOLD) -> RunComparison:
     """Compares `after` with `before` case by case: model, layers, scheme, backend, M, routing, parallel."""
     old, new = ({row.key: row for row in run.rows} for run in (before, after))
-    asked = _asked(after)
+    requested = _requested_backends(after)
     verdicts = tuple(
-        judge(old.get(key), new.get(key), threshold, asked=asked is None or key[BACKEND] in asked)
+        judge(old.get(key), new.get(key), threshold, requested=requested is None or key[BACKEND] in requested)
         for key in dict.fromkeys((*old, *new))
     )
     return RunComparison(verdicts, tuple(_notes(before, after, verdicts)))
@@ -147,8 +147,8 @@ BACKEND = 3
 """Index of the backend in a key."""
 
 
-def _asked(run: BenchRows) -> frozenset[str] | None:
-    """Backends requested in a run; None for all of them, or if the run does not say."""
+def _requested_backends(run: BenchRows) -> frozenset[str] | None:
+    """Backends requested in a run; None for all of them, or if the run does not record it."""
     settings = run.about.get("settings")
     names = settings.get("backends") if isinstance(settings, Mapping) else None
     if not names or not isinstance(names, (list, tuple)):
@@ -157,12 +157,18 @@ def _asked(run: BenchRows) -> frozenset[str] | None:
 
 
 def _notes(before: BenchRows, after: BenchRows, verdicts: Sequence[CaseVerdict]) -> list[str]:
-    notes = [f"{when}: {note}" for when, run in (("A", before), ("B", after)) for note in run.notes]
+    notes = [f"{label}: {note}" for label, run in (("A", before), ("B", after)) for note in run.notes]
     notes += _changes(_software(before.about), _software(after.about))
     both = [
         (v.before, v.after) for v in verdicts if v.before and v.after and v.before.timed and v.after.timed
     ]
-    caches = sorted({f"{_kind(a)} before, {_kind(b)} after" for a, b in both if _kind(a) != _kind(b)})
+    caches = sorted(
+        {
+            f"{_cache_state(a)} before, {_cache_state(b)} after"
+            for a, b in both
+            if _cache_state(a) != _cache_state(b)
+        }
+    )
     notes += [f"caches were {text}" for text in caches]
     for when, rows in (("before", [a for a, _ in both]), ("after", [b for _, b in both])):
         throttled = [row for row in rows if row.throttled]
@@ -183,7 +189,7 @@ def _notes(before: BenchRows, after: BenchRows, verdicts: Sequence[CaseVerdict])
 
 
 def _software(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Device, driver, and each version under its own name."""
+    """Device, driver and versions by name."""
     versions = about.get("versions")
     named = versions.items() if isinstance(versions, Mapping) else ()
     return {
@@ -196,17 +202,17 @@ def _software(about: Mapping[str, Any]) -> dict[str, Any]:
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The differences, a phrase each."""
     return [
-        f"{name} is {_shown(new.get(name))}, was {_shown(old.get(name))}"
+        f"{name} is {_recorded(new.get(name))}, was {_recorded(old.get(name))}"
         for name in dict.fromkeys((*old, *new))
         if (new.get(name) or None) != (old.get(name) or None)
     ]
 
 
-def _shown(value: Any) -> str:
+def _recorded(value: Any) -> str:
     return repr(value) if value else "not recorded"
 
 
-def _kind(row: BenchRow) -> str:
+def _cache_state(row: BenchRow) -> str:
     return row.caches.partition(":")[0] or "unknown"
 
 

@@ -20,11 +20,11 @@ from .settings import differences, merge_settings, other_software
 
 @dataclass(frozen=True)
 class RunHeader:
-    """The conditions of a run.
+    """The conditions of a run, written before its rows.
 
     Attributes:
         settings: `BenchSettings.to_json`.
-        machine: ``device``, ``driver``, ``versions``, ``rates``, ``caches`` and more (`run_metadata.about`).
+        machine: `run_metadata.machine_metadata`: ``device``, ``driver``, ``versions``, ``rates`` and more.
     """
 
     settings: Mapping[str, Any]
@@ -54,7 +54,7 @@ class RowJournal:
     def open(cls, path: Path, *, resume: bool = False) -> RowJournal:
         """Opens or creates the file at `path` for this process alone.
 
-        With `resume` it may have rows; an unfinished last line is cut off.
+        With `resume` it may hold rows; an incomplete last line is truncated.
 
         Raises UsageError when it is not empty without `resume`, or has no rows; Unavailable when another
         process has it open, or it cannot be written.
@@ -69,13 +69,13 @@ class RowJournal:
             if not path.exists() or not os.path.samestat(path.stat(), os.fstat(fd)):
                 raise Unavailable(f"another bench has just removed {path}", hint="run the same command again")
             if os.fstat(fd).st_size:
-                journal._continue(resume)
+                journal._read_earlier(resume)
         except BaseException:
             journal._close()
             raise
         return journal
 
-    def _continue(self, resume: bool) -> None:
+    def _read_earlier(self, resume: bool) -> None:
         if not resume:
             raise UsageError(
                 f"{self.path} is not empty",
@@ -86,24 +86,24 @@ class RowJournal:
         os.ftruncate(self._fd, data.rfind(b"\n") + 1)
 
     def begin(self, run: RunHeader) -> Mapping[str, Any]:
-        """Writes the header of the rows to come, and returns that of all rows as plain data.
+        """Writes the header of the rows that follow, and returns that of all rows as plain data.
 
-        After rows of earlier runs it is written only if more was requested. Raises UsageError when the rows
-        could not be compared with those: with other settings, another device or other software.
+        After rows of earlier runs it is written only if this run requests more. Raises UsageError if the new
+        rows would not be comparable: other settings, another device or other software.
         """
         if self.before is None:
             self._write({"kind": "run", **run.to_json()})
             return run.to_json()
-        then = self.before.settings
-        others = [*differences(run.settings, then), *other_software(run.machine, self.before.about)]
-        if others:
+        earlier = self.before.settings
+        reasons = [*differences(run.settings, earlier), *other_software(run.machine, self.before.about)]
+        if reasons:
             raise UsageError(
-                f"rows of {self.path} could not be compared with new ones: {'; '.join(others)}",
+                f"rows of {self.path} would not be comparable with new ones: {'; '.join(reasons)}",
                 hint="use the settings that it was started with (-m, --backend, --model and --routing may "
                 "be extended), or start a new file",
             )
-        merged = merge_settings(then, run.settings)
-        if merged != merge_settings(then, then):
+        merged = merge_settings(earlier, run.settings)
+        if merged != merge_settings(earlier, earlier):
             self._write({"kind": "run", **run.to_json()})
         return {**self.before.about, "settings": merged}
 

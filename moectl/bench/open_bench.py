@@ -1,4 +1,4 @@
-"""Opens a bench: from settings to layers, backends and rates."""
+"""Opens the bench of some settings: its layers, backends and the device's rates."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def open_bench(
     *,
     rates: DeviceRates | None = None,
     measure_rates: bool = True,
-    say: Callable[[str], None] = lambda text: None,
-    begins: Callable[[Sequence[BenchRow]], None] = lambda rows: None,
+    note: Callable[[str], None] = lambda text: None,
+    on_start: Callable[[Sequence[BenchRow]], None] = lambda rows: None,
 ) -> Bench:
     """The bench of `settings` on this machine.
 
     Args:
         source: the opened checkpoint; None for named models.
         rates: of the device; measured if None, unless `measure_rates` is False.
-        say, begins: as in `Bench`.
+        note, on_start: as in `Bench`.
 
-    Raises UsageError, NoBackend, Unavailable or CheckpointError when nothing can be measured.
+    Raises UsageError, NoBackend, Unavailable or CheckpointError if nothing can be measured.
     """
     machine = this_machine(settings.device or None)
     targets = targets_of(settings, source, machine.torch)
     for target in targets:
         if target.experts.partial:
-            say(target.experts.partial)
+            note(target.experts.partial)
     if rates is None:
         rates = measured_rates(machine.torch) if measure_rates else DeviceRates(1.0, 1.0, "not measured")
-    return Bench(settings, machine, targets, rates, say, begins)
+    return Bench(settings, machine, targets, rates, note, on_start)

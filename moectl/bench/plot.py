@@ -40,7 +40,7 @@ def _pyplot() -> Any:
             f"a plot needs the package matplotlib: {error}", hint="pip install 'moectl[plot]'"
         ) from error
     matplotlib.use("Agg")
-    # The same rows give the same file.
+    # Makes the file a function of the rows.
     matplotlib.rcParams["svg.hashsalt"] = "moectl"
     from matplotlib import pyplot
 
@@ -61,8 +61,8 @@ def title(figure: Figure) -> str:
     """The title of a figure."""
     model, layers, scheme, routing, parallel = figure
     where = "" if layers == "-" else f" layers {layers}"
-    shared = "" if parallel == "1" else f", {parallel}"
-    return f"{model}{where}, {scheme}, {routing}{shared}"
+    sharding = "" if parallel == "1" else f", {parallel}"
+    return f"{model}{where}, {scheme}, {routing}{sharding}"
 
 
 def lines(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
@@ -76,8 +76,8 @@ def lines(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
 def draw(path: Path, about: Mapping[str, Any], rows: Sequence[BenchRow]) -> None:
     """Writes an image with two panels per figure: latency over tokens, and the roofline.
 
-    Bars are the quartiles; dashed lines are the roofline times and the roofs. Raises UsageError when no row
-    has a time, and whatever `check_plot` raises.
+    Error bars are the quartiles; dashed lines are roofline times and rooflines. Raises UsageError if no row
+    has a time, and what `check_plot` raises.
     """
     pyplot = _pyplot()
     rows_of = figures(rows)
@@ -99,10 +99,10 @@ def draw(path: Path, about: Mapping[str, Any], rows: Sequence[BenchRow]) -> None
 
 
 def _latency(axes: Any, name: str, rows: Sequence[BenchRow], colors: Mapping[str, str]) -> None:
-    for backend, some in lines(rows).items():
-        x, y = [row.tokens for row in some], [row.median_us for row in some]
-        low = [max(0.0, (row.median_us or 0) - (row.q1_us or 0)) for row in some]
-        high = [max(0.0, (row.q3_us or 0) - (row.median_us or 0)) for row in some]
+    for backend, backend_rows in lines(rows).items():
+        x, y = [row.tokens for row in backend_rows], [row.median_us for row in backend_rows]
+        low = [max(0.0, (row.median_us or 0) - (row.q1_us or 0)) for row in backend_rows]
+        high = [max(0.0, (row.q3_us or 0) - (row.median_us or 0)) for row in backend_rows]
         axes.errorbar(x, y, [low, high], marker="o", ms=4, capsize=2, label=backend, color=colors[backend])
     roofline = {row.tokens: row.floor_us for row in rows}
     counts = sorted(roofline)
@@ -119,9 +119,10 @@ def _roofline(
     axes: Any, about: Mapping[str, Any], rows: Sequence[BenchRow], colors: Mapping[str, str]
 ) -> None:
     points = [row for row in rows if row.bytes and row.flops]
-    for backend, some in lines(points).items():
-        x = [(row.flops or 0) / (row.bytes or 1) for row in some]
-        axes.plot(x, [row.tflop_per_s for row in some], "o-", ms=4, label=backend, color=colors[backend])
+    for backend, backend_rows in lines(points).items():
+        x = [(row.flops or 0) / (row.bytes or 1) for row in backend_rows]
+        y = [row.tflop_per_s for row in backend_rows]
+        axes.plot(x, y, "o-", ms=4, label=backend, color=colors[backend])
     rates = about.get("rates")
     if isinstance(rates, Mapping) and points:
         intensity = [(row.flops or 0) / (row.bytes or 1) for row in points]
@@ -138,12 +139,12 @@ def _roofline(
 def text_plots(rows: Sequence[BenchRow]) -> str:
     """Latency over tokens as text, both axes logarithmic: a letter per backend, dots for the roofline.
 
-    Figures with a single number of tokens are left out; empty if none remains.
+    Figures with a single number of tokens are skipped; empty if none remains.
     """
     plots = [
-        _text_plot(title(figure), some)
-        for figure, some in figures(rows).items()
-        if len({row.tokens for row in some}) > 1
+        _text_plot(title(figure), figure_rows)
+        for figure, figure_rows in figures(rows).items()
+        if len({row.tokens for row in figure_rows}) > 1
     ]
     return "\n\n".join(plots)
 
@@ -153,18 +154,16 @@ def _text_plot(name: str, rows: Sequence[BenchRow]) -> str:
     points = [(row.tokens, row.floor_us, ".") for row in rows if row.floor_us]
     points += [(row.tokens, row.median_us, letters[row.backend]) for row in rows if row.median_us]
     xs, ys = [math.log(x) for x, _, _ in points], [math.log(y) for _, y, _ in points if y]
-    field = [[" "] * WIDTH for _ in range(HEIGHT)]
+    grid = [[" "] * WIDTH for _ in range(HEIGHT)]
     for (_, us, letter), x in zip(points, xs, strict=True):
         column = round((x - min(xs)) / (max(xs) - min(xs)) * (WIDTH - 1))
         line = round((math.log(us or 1) - min(ys)) / max(max(ys) - min(ys), 1e-9) * (HEIGHT - 1))
-        characters = field[HEIGHT - 1 - line]
+        characters = grid[HEIGHT - 1 - line]
         characters[column] = letter if characters[column] in (" ", ".", letter) else "*"
     most, least = (f"{math.exp(y):.4g} us" for y in (max(ys), min(ys)))
     margin = max(len(most), len(least))
     labels = [most, *[""] * (HEIGHT - 2), least]
-    drawn = [
-        f"{label:>{margin}} |{''.join(line).rstrip()}" for label, line in zip(labels, field, strict=True)
-    ]
+    drawn = [f"{label:>{margin}} |{''.join(line).rstrip()}" for label, line in zip(labels, grid, strict=True)]
     counts = sorted({row.tokens for row in rows})
     below = f"{'':>{margin}} +{'-' * WIDTH}"
     ends = f"{'':>{margin}}  M={counts[0]}{f'M={counts[-1]}':>{WIDTH - len(str(counts[0])) - 2}}"

@@ -17,13 +17,13 @@ from ..layer.layer_source import LayerSource
 from .bench_rows import CompileOutcome
 from .settings import BenchSettings
 
-WORK = "from moectl.bench.precompile import work; work()"
+JOB_CODE = "from moectl.bench.precompile import run_job; run_job()"
 POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class CompileJob:
-    """The work of one process: its part of a bench's layers, backends and numbers of tokens."""
+    """The part of a bench's layers, backends and token counts that one process compiles."""
 
     settings: BenchSettings
     source: LayerSource | None
@@ -34,16 +34,16 @@ class CompileJob:
 def compile_parts(
     settings: BenchSettings, source: LayerSource | None, processes: int
 ) -> Iterator[CompileOutcome]:
-    """Runs every case of a bench once, spread over `processes`; yields each one's lines when it ends.
+    """Runs every case of a bench once, distributed over `processes`; yields a process's lines when it exits.
 
-    Compiled kernels are kept in the caches of the libraries, such as TRITON_CACHE_DIR. A process that fails
-    says why; what it has not reached is compiled when it is measured.
+    Compiled kernels stay in the caches of the libraries, such as TRITON_CACHE_DIR. A process that fails
+    reports why; the kernels that it did not reach are compiled when they are measured.
     """
     jobs = [CompileJob(settings, source, part, processes) for part in range(processes)]
     running: list[tuple[CompileJob, subprocess.Popen[bytes], IO[str]]] = []
     try:
         for job in jobs:
-            # One by one, so that the running ones are stopped when one cannot start.
+            # One by one, so that the running ones are stopped if one cannot start.
             running.append((job, *_start(job)))
         while running:
             time.sleep(POLL_SECONDS)
@@ -54,8 +54,8 @@ def compile_parts(
                 yield from map(CompileOutcome, log.read().splitlines())
                 log.close()
                 if process.returncode:
-                    ended = f"part {job.part + 1} of {job.parts} failed, with status {process.returncode}"
-                    yield CompileOutcome(ended, failed=True)
+                    text = f"part {job.part + 1} of {job.parts} failed with status {process.returncode}"
+                    yield CompileOutcome(text, failed=True)
     finally:
         for _, process, log in running:
             process.kill()
@@ -67,7 +67,7 @@ def _start(job: CompileJob) -> tuple[subprocess.Popen[bytes], IO[str]]:
     log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed above
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", WORK], stdin=subprocess.PIPE, stdout=log, stderr=log
+            [sys.executable, "-c", JOB_CODE], stdin=subprocess.PIPE, stdout=log, stderr=log
         )
     except OSError as error:
         log.close()
@@ -76,13 +76,13 @@ def _start(job: CompileJob) -> tuple[subprocess.Popen[bytes], IO[str]]:
             hint="compile with fewer --jobs",
         ) from error
     assert process.stdin is not None
-    # A process that has already ended reads no input: its status and log say why.
+    # A process that has already exited reads no input; its status and log say why.
     with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(pickle.dumps(job))
     return process, log
 
 
-def work() -> None:
+def run_job() -> None:
     """Entry point of the processes of `compile_parts`: runs the `CompileJob` on stdin."""
     job: CompileJob = pickle.load(sys.stdin.buffer)
     from .open_bench import open_bench

@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,19 +18,19 @@ from ..layer.experts import ExpertLayer, Ids
 from .bench_rows import PreparationCosts
 from .bench_targets import BenchTarget
 
-LOADED = 256 << 20
+LOAD_SAMPLE_BYTES = 256 << 20
 """Most bytes of prepared weights that are copied to estimate the time of a warm load."""
 
-SPARE = 2.0
-"""Peak memory of preparing a layer, relative to its own size."""
+PREPARATION_PEAK = 2.0
+"""Peak memory of preparing a layer, relative to the layer's size."""
 
 CALL_BUFFERS = 4
-"""Memory of a call, graphs included, relative to the activations of all its assignments."""
+"""Memory of a call, CUDA graph included, relative to the activations of all its (token, expert) pairs."""
 
 
 @dataclass(frozen=True)
 class ReadyKernels:
-    """One backend's kernels of a layer, each on its own copy of the weights, and their costs."""
+    """One backend's kernels of a layer, each with its own copy of the weights, and their costs."""
 
     name: str
     kernels: tuple[FusedMoEKernel, ...]
@@ -38,29 +38,29 @@ class ReadyKernels:
 
     @property
     def prepared(self) -> PreparedMoE:
-        """The first of the copies."""
+        """The first copy of the weights."""
         return self.kernels[0].prepared
 
 
 @dataclass
 class _ReadTimer:
-    """Counts the seconds spent on reading a layer."""
+    """Adds up the seconds spent on reading a layer."""
 
     device: torch.device
     seconds: float = 0.0
 
-    def of(self, layer: ExpertLayer) -> ExpertLayer:
+    def timed(self, layer: ExpertLayer) -> ExpertLayer:
         """`layer` with its reads timed."""
 
         def canonical(ids: Ids) -> Mapping[str, Tensor]:
-            return self._counted(lambda: layer.canonical(ids))
+            return self._measure(lambda: layer.canonical(ids))
 
         def stored(device: torch.device) -> Mapping[str, Tensor]:
-            return self._counted(lambda: layer.stored(device))
+            return self._measure(lambda: layer.stored(device))
 
         return replace(layer, canonical=canonical, stored=stored)
 
-    def _counted(self, read: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    def _measure(self, read: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         synchronize(self.device)
         begin = time.perf_counter()
         tensors = read()
@@ -75,23 +75,23 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def make_ready(
+def prepare_kernels(
     target: BenchTarget, backend: str, device: torch.device, copies: int, costs: bool = True
 ) -> ReadyKernels:
-    """Prepares `target` `copies` times for `backend`; raises what `ExpertLayer.prepared` raises.
+    """Prepares `target` for `backend`, in `copies` copies; raises what `ExpertLayer.prepared` raises.
 
-    With `costs`, they are measured: reading and repacking are the fastest of at least two preparations, as
-    the first one includes one-time compilation and loading.
+    With `costs`, the costs are measured: times of reading and repacking are the fastest of at least two
+    preparations, since the first one includes one-time compilation and loading.
     """
     layers: list[PreparedMoE] = []
     measurements: list[_Preparation] = []
     for i in range(max(copies, 2) if costs else copies):
         if i == 1 and copies == 1:
-            layers.clear()  # it was only measured: there may be no room for two
+            layers.clear()  # only its costs were needed, and there may be no room for two
             gc.collect()
-        prepared, spent = _prepare(target, backend, device)
+        prepared, preparation = _prepare(target, backend, device)
         layers.append(prepared)
-        measurements.append(spent)
+        measurements.append(preparation)
         del prepared
     kernels = tuple(kernel_of(prepared) for prepared in layers)
     if not costs:
@@ -129,7 +129,7 @@ def _prepare(target: BenchTarget, backend: str, device: torch.device) -> tuple[P
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     begin = time.perf_counter()
-    prepared = reading.of(target.experts).prepared(backend, device)
+    prepared = reading.timed(target.experts).prepared(backend, device)
     synchronize(device)
     repack = time.perf_counter() - begin - reading.seconds
     held = peak = 0
@@ -142,9 +142,9 @@ def _prepare(target: BenchTarget, backend: str, device: torch.device) -> tuple[P
 def _load_seconds(prepared: PreparedMoE, device: torch.device) -> float | None:
     """Seconds to copy the weights from pageable host memory to `device`, as from a file in the page cache.
 
-    Of larger layers a part is copied and the time scaled up. None without weights.
+    Beyond `LOAD_SAMPLE_BYTES` the time of a part is scaled up. None without weights.
     """
-    parts, left = [], LOADED
+    parts, left = [], LOAD_SAMPLE_BYTES
     for tensor in prepared.weights.values():
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)[:left]
         parts.append(flat.cpu().clone())
@@ -168,15 +168,14 @@ def _load_seconds(prepared: PreparedMoE, device: torch.device) -> float | None:
 
 @dataclass
 class MemoryLeft:
-    """Device memory left for layers; a CPU's is assumed to be enough.
+    """Free device memory; on a CPU it is assumed to be sufficient.
 
     Attributes:
-        call_bytes: memory that the largest call of one backend may need.
+        call_bytes: bytes that the largest call of one backend may need.
     """
 
     device: torch.device
     call_bytes: int
-    _held: int = field(default=0)
 
     def free(self) -> float:
         """Bytes that can still be allocated."""
@@ -187,7 +186,7 @@ class MemoryLeft:
 
     def fits(self, nbytes: int, copies: int, others: int) -> bool:
         """Whether `copies` of a layer of `nbytes` fit in addition to the calls of `others` backends."""
-        return self.free() >= nbytes * (copies - 1 + SPARE) + (others + 1) * self.call_bytes
+        return self.free() >= nbytes * (copies - 1 + PREPARATION_PEAK) + (others + 1) * self.call_bytes
 
 
 def call_bytes(target: BenchTarget, tokens: int) -> int:
@@ -197,8 +196,8 @@ def call_bytes(target: BenchTarget, tokens: int) -> int:
     return CALL_BUFFERS * 2 * tokens * problem.top_k * width
 
 
-def first_lines(error: BaseException) -> str:
-    """An exception on one line: its type and the first line of its text."""
-    text = str(error).strip().splitlines()
+def one_line(error: BaseException) -> str:
+    """An exception as one line: its type and the first line of its text."""
+    lines = str(error).strip().splitlines()
     kind = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "
-    return f"{kind}{text[0] if text else ''}"[:300]
+    return f"{kind}{lines[0] if lines else ''}"[:300]

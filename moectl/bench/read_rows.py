@@ -1,4 +1,4 @@
-"""Reads files of rows that a bench has written. Imports no torch."""
+"""Reads the files of rows that a bench writes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGEST_FILE = 1 << 30
 class BenchRows:
     """The contents of a file of rows: the run's conditions as plain data, and the last row of each case.
 
-    `notes` say what was ignored.
+    `notes` are sentences about what was ignored.
     """
 
     about: Mapping[str, Any]
@@ -40,8 +40,8 @@ class BenchRows:
 def read_rows(path: Path) -> BenchRows:
     """The rows of a .jsonl, .json or .csv file that a bench has written.
 
-    Of several rows of a case the last one counts; an unfinished last line is ignored with a note.
-    Raises UsageError when the file cannot be read or is not a file of rows.
+    Of several rows of a case the last one counts; an incomplete last line is ignored with a note.
+    Raises UsageError if the file cannot be read or is not a file of rows.
     """
     try:
         if path.stat().st_size > LARGEST_FILE:
@@ -63,24 +63,24 @@ def read_rows(path: Path) -> BenchRows:
             f"{' or '.join(map(str, READABLE_SCHEMAS))}",
             hint="read it with the moectl that wrote it",
         )
-    cut = path.suffix.lower() == ".jsonl" and not text.endswith("\n")
-    notes = (f"the last line of {path} was not finished and does not count",) if cut else ()
+    truncated = path.suffix.lower() == ".jsonl" and not text.endswith("\n")
+    notes = (f"the last line of {path} is incomplete and was ignored",) if truncated else ()
     return BenchRows(about, tuple({row.key: row for row in rows}.values()), notes)
 
 
-OF_ROWS = ("rows", "unsteady")
-"""Keys of a JSON document that are not conditions of the run."""
+ROW_KEYS = ("rows", "unsteady")
+"""Keys of a JSON document about its rows; the others are the conditions of the run."""
 
 _Read = tuple[Mapping[str, Any], Iterable[BenchRow]]
 
 
 def _from_jsonl(text: str, where: str) -> _Read:
-    whole, _, _ = text.rpartition("\n")
+    complete, _, _ = text.rpartition("\n")
     about: Mapping[str, Any] = {}
     rows = []
-    for number, line in enumerate(whole.splitlines(), 1):
-        place = f"{where}, line {number}"
-        data = _object(line, place)
+    for number, line in enumerate(complete.splitlines(), 1):
+        line_name = f"{where}, line {number}"
+        data = _object(line, line_name)
         if data.get("kind") == "run" and (number == 1 or about):
             about = (
                 data
@@ -88,11 +88,13 @@ def _from_jsonl(text: str, where: str) -> _Read:
                 else {**about, "settings": merge_settings(_settings(about), _settings(data))}
             )
         elif data.get("kind") == "row":
-            rows.append(BenchRow.from_json(data, place))
+            rows.append(BenchRow.from_json(data, line_name))
         else:
-            raise UsageError(f"{place} is not a line of a bench", hint="give what `moectl bench -o` wrote")
+            raise UsageError(
+                f"{line_name} is not a line of a bench", hint="give what `moectl bench -o` wrote"
+            )
     if not about:
-        raise UsageError(f"{where} does not begin as a bench's file does")
+        raise UsageError(f"{where} does not begin with the header of a bench")
     return about, rows
 
 
@@ -106,7 +108,7 @@ def _from_json(text: str, where: str) -> _Read:
     rows = data.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{where} has no rows of a bench")
-    about = {name: value for name, value in data.items() if name not in OF_ROWS}
+    about = {name: value for name, value in data.items() if name not in ROW_KEYS}
     return about, [BenchRow.from_json(row, f"{where}, row {i}") for i, row in enumerate(rows, 1)]
 
 
@@ -132,4 +134,4 @@ def _object(text: str, where: str) -> dict[str, Any]:
 _READERS = {".jsonl": _from_jsonl, ".json": _from_json, ".csv": _from_csv}
 
 CONSTANT = ("device", "driver", "versions", "rates")
-"""Columns of a CSV file on the machine, the same in every line."""
+"""Columns of a CSV file about the machine, equal in every line."""

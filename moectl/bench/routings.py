@@ -17,14 +17,15 @@ from ..kernels.layer_inputs import check_ids, check_tokens, inputs_from, no_bias
 from ..kernels.routing import route_by
 from ..layer.experts import ExpertLayer
 from ..problem.moe_problem import MAX_TOKENS, MoEProblem
+from ..run.workload import load_tensors, random_token_ids
 from ..seeds import seed_of
 from .settings import ROUTER, TRACE, BenchSettings
 
 LONGEST_LINE = 1 << 16
 """Longest line of a trace, in characters."""
 
-FAR = -1e4
-"""Logit of experts that are not chosen."""
+UNSELECTED_LOGIT = -1e4
+"""Logit of experts that are not selected."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class BenchRouting:
         ids: ``[tokens, top_k]`` int32, numbered over all of the layer's experts.
         weights: ``[tokens, top_k]`` fp32.
         logits: ``[tokens, experts]`` fp32.
-        x: ``[tokens, hidden]`` that was routed; None if any tokens will do.
-        agrees: ids and weights follow from the logits, so that kernels which route by themselves compute
-            the same.
+        x: ``[tokens, hidden]`` that were routed; None if any tokens will do.
+        agrees: ids and weights follow from the logits, so that kernels that route by themselves compute the
+            same.
     """
 
     ids: Tensor
@@ -47,52 +48,52 @@ class BenchRouting:
     agrees: bool = True
 
 
-Sets = Callable[[int, int], list[BenchRouting]]
+RoutingSource = Callable[[int, int], list[BenchRouting]]
 """(tokens, count) -> `count` routings of `tokens` tokens each."""
 
 
 def routing_of(
     name: str, layer: ExpertLayer, settings: BenchSettings, device: torch.device = torch.device("cpu")
-) -> Sets:
-    """A source of the routings called `name`; random ones are drawn on the CPU and routed on `device`.
+) -> RoutingSource:
+    """The source of the routings called `name`; random logits are drawn on the CPU and routed on `device`.
 
-    Raises UsageError when the layer has no router, a trace is too short or has other experts, or a file
+    Raises UsageError if the layer has no router, a trace is too short or has other experts, or a file
     cannot be read.
     """
     if name == ROUTER:
-        return _by_router(layer, settings)
+        return _router_source(layer, settings)
     if name.startswith(TRACE):
-        return _by_trace(Path(name[len(TRACE) :]), layer.problem)
+        return _trace_source(Path(name[len(TRACE) :]), layer.problem)
     return lambda tokens, count: [
-        _drawn(layer.problem, tokens, name, seed_of("routing", settings.seed, i), device)
+        _random_routing(layer.problem, tokens, name, seed_of("routing", settings.seed, i), device)
         for i in range(count)
     ]
 
 
-def _drawn(
+def _random_routing(
     problem: MoEProblem, tokens: int, distribution: str, seed: int, device: torch.device
 ) -> BenchRouting:
     generator = torch.Generator().manual_seed(seed)
-    return _chosen(problem, random_logits(problem, tokens, distribution, generator).to(device))
+    return _routed_by_logits(problem, random_logits(problem, tokens, distribution, generator).to(device))
 
 
-def _chosen(problem: MoEProblem, logits: Tensor) -> BenchRouting:
-    """The routing that follows from `logits` alone: of no bias, table or factors that a router has."""
+def _routed_by_logits(problem: MoEProblem, logits: Tensor) -> BenchRouting:
+    """The routing that follows from `logits` alone, without a router's bias, table or factors."""
     bias = no_bias(problem)
     inputs = inputs_from(problem, logits, logits, None if bias is None else bias.to(logits.device))
-    return BenchRouting(inputs.ids, inputs.weights, logits, agrees=_by_logits(problem))
+    return BenchRouting(inputs.ids, inputs.weights, logits, agrees=_follows_from_logits(problem))
 
 
-def _by_logits(problem: MoEProblem) -> bool:
-    """Whether ids and weights follow from logits and a bias: not where a table or factors come in."""
+def _follows_from_logits(problem: MoEProblem) -> bool:
+    """Whether logits and a bias determine ids and weights; a table or factors per expert prevent it."""
     return not (problem.routing.hashed or problem.routing.expert_scale)
 
 
-def _by_router(layer: ExpertLayer, settings: BenchSettings) -> Sets:
+def _router_source(layer: ExpertLayer, settings: BenchSettings) -> RoutingSource:
     router, problem = layer.router, layer.problem
     if router is None:
         raise UsageError(
-            "the layer has no router beside its experts that could route tokens",
+            "the layer has no router",
             hint="give a checkpoint with its router, or another --routing",
         )
     if problem.model_hidden != problem.dims.hidden:
@@ -100,96 +101,81 @@ def _by_router(layer: ExpertLayer, settings: BenchSettings) -> Sets:
             f"the router takes tokens of width {problem.model_hidden}, its experts of {problem.dims.hidden}",
             hint="give another --routing",
         )
-    given = _input(Path(settings.input), problem) if settings.input else None
+    stored = _read_tokens(Path(settings.input), problem) if settings.input else None
 
-    def sets(tokens: int, count: int) -> list[BenchRouting]:
-        made = []
+    def source(tokens: int, count: int) -> list[BenchRouting]:
+        routings = []
         for i in range(count):
-            if given is None:
+            if stored is None:
                 generator = torch.Generator().manual_seed(seed_of("tokens", settings.seed, i))
                 x = torch.randn(tokens, problem.dims.hidden, generator=generator)
             else:
-                x = _window(given, tokens, i, f"--input {settings.input}")
-            token_ids = None
-            if router.table is not None:
-                # Random tokens have no token ids: draw them too.
-                generator = torch.Generator().manual_seed(seed_of("token ids", settings.seed, i))
-                token_ids = torch.randint(len(router.table), (tokens,), generator=generator)
+                x = _window(stored, tokens, i, f"--input {settings.input}")
+            token_ids = random_token_ids(router, tokens, settings.seed, i)
             ids, weights, logits = route_by(router, x, problem, token_ids)
-            made.append(BenchRouting(ids, weights, logits, x, _by_logits(problem)))
-        return made
+            routings.append(BenchRouting(ids, weights, logits, x, _follows_from_logits(problem)))
+        return routings
 
-    return sets
+    return source
 
 
-def _input(path: Path, problem: MoEProblem) -> Tensor:
-    x = _tensors(path, f"--input {path}").get("x")
+def _read_tokens(path: Path, problem: MoEProblem) -> Tensor:
+    x = load_tensors(path, f"--input {path}").get("x")
     check_tokens(x, problem, f"x in --input {path}")
     assert x is not None
     return x.float()
-
-
-def _tensors(path: Path, what: str) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise unreadable(what, path, error, "a safetensors file") from error
 
 
 def _window(rows: Tensor, tokens: int, number: int, what: str) -> Tensor:
     """The `number`-th run of `tokens` consecutive rows, wrapping around at the end."""
     if len(rows) < tokens:
         raise UsageError(
-            f"{what} has {len(rows)} tokens, and {tokens} are asked for",
-            hint=f"ask for at most {len(rows)} by -m, or give a longer file",
+            f"{what} has {len(rows)} tokens, and {tokens} were requested",
+            hint=f"request at most {len(rows)} with -m, or give a longer file",
         )
-    at = (number * tokens + torch.arange(tokens)) % len(rows)
-    return rows[at]
+    return rows[(number * tokens + torch.arange(tokens)) % len(rows)]
 
 
-def _by_trace(path: Path, problem: MoEProblem) -> Sets:
+def _trace_source(path: Path, problem: MoEProblem) -> RoutingSource:
     ids, weights = read_trace(path, problem)
 
-    def sets(tokens: int, count: int) -> list[BenchRouting]:
-        made = []
+    def source(tokens: int, count: int) -> list[BenchRouting]:
+        routings = []
         for i in range(count):
-            some = _window(ids, tokens, i, f"trace {path}")
-            given = None if weights is None else _window(weights, tokens, i, f"trace {path}")
-            made.append(_traced(some, given, problem))
-        return made
+            window_ids = _window(ids, tokens, i, f"trace {path}")
+            window_weights = None if weights is None else _window(weights, tokens, i, f"trace {path}")
+            routings.append(_traced_routing(window_ids, window_weights, problem))
+        return routings
 
-    return sets
+    return source
 
 
-def _traced(ids: Tensor, weights: Tensor | None, problem: MoEProblem) -> BenchRouting:
-    """A routing that a trace states, with logits from which it follows where it can."""
-    falling = torch.linspace(1.0, 0.5, problem.top_k).expand(ids.shape)
-    logits = torch.full((len(ids), problem.experts), FAR).scatter_(1, ids.long(), falling)
-    made = _chosen(problem, logits)
-    agrees = made.agrees and weights is None and torch.equal(made.ids, ids)
+def _traced_routing(ids: Tensor, weights: Tensor | None, problem: MoEProblem) -> BenchRouting:
+    """The routing of a trace, with logits from which it follows if there are such."""
+    descending = torch.linspace(1.0, 0.5, problem.top_k).expand(ids.shape)
+    logits = torch.full((len(ids), problem.experts), UNSELECTED_LOGIT).scatter_(1, ids.long(), descending)
+    routed = _routed_by_logits(problem, logits)
+    agrees = routed.agrees and weights is None and torch.equal(routed.ids, ids)
     if weights is None:
-        weights = made.weights if agrees else torch.full(ids.shape, problem.routing.scale / problem.top_k)
+        weights = routed.weights if agrees else torch.full(ids.shape, problem.routing.scale / problem.top_k)
     return BenchRouting(ids, weights, logits, agrees=agrees)
 
 
 def read_trace(path: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | None]:
     """Expert ids ``[tokens, top_k]`` int32 of a trace, and their fp32 weights or None.
 
-    A .safetensors file holds ``ids`` and optionally ``weights``; a .jsonl file has a token in each line,
-    a list of ids or an object of ``ids`` and optionally ``weights``. Every token has `top_k` different
+    A .safetensors file holds ``ids`` and optionally ``weights``; a .jsonl file has one token per line, a
+    list of ids or an object with ``ids`` and optionally ``weights``. Every token has `top_k` different
     experts of the layer, and weights are finite.
 
-    Raises UsageError when the file cannot be read or is no trace of this layer.
+    Raises UsageError if the file cannot be read or is not a trace of this layer.
     """
-    ids, weights = _READERS.get(path.suffix.lower(), _refused)(path)
+    ids, weights = _READERS.get(path.suffix.lower(), _refuse_suffix)(path)
     if ids.ndim != 2 or ids.shape[1] != problem.top_k or not len(ids):
         raise UsageError(
             f"ids in trace {path} must be [tokens, {problem.top_k}], of at least one token, "
             f"got {list(ids.shape)}",
-            hint="a trace has the experts of each token, as many as this layer's top-k",
+            hint="a trace holds the experts of each token, as many as this layer's top-k",
         )
     if weights is not None and (
         weights.shape != ids.shape or weights.is_complex() or not bool(torch.isfinite(weights.float()).all())
@@ -199,17 +185,17 @@ def read_trace(path: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | None]:
     return ids.int(), None if weights is None else weights.float()
 
 
-def _refused(path: Path) -> tuple[Tensor, Tensor | None]:
+def _refuse_suffix(path: Path) -> tuple[Tensor, Tensor | None]:
     raise UsageError(
         f"the suffix of trace {path} is not that of a trace", hint="give a .safetensors or .jsonl file"
     )
 
 
 def _trace_tensors(path: Path) -> tuple[Tensor, Tensor | None]:
-    found = _tensors(path, f"trace {path}")
-    if "ids" not in found:
-        raise UsageError(f"trace {path} must hold a tensor ids, got {', '.join(sorted(found)) or 'none'}")
-    return found["ids"], found.get("weights")
+    tensors = load_tensors(path, f"trace {path}")
+    if "ids" not in tensors:
+        raise UsageError(f"trace {path} must hold a tensor ids, got {', '.join(sorted(tensors)) or 'none'}")
+    return tensors["ids"], tensors.get("weights")
 
 
 def _trace_lines(path: Path) -> tuple[Tensor, Tensor | None]:
@@ -220,24 +206,24 @@ def _trace_lines(path: Path) -> tuple[Tensor, Tensor | None]:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), ""), 1):
                 if number > MAX_TOKENS:
                     raise UsageError(f"trace {path} has more than {MAX_TOKENS} tokens")
-                some, given = _token(line, f"line {number} of trace {path}")
-                ids.append(some)
-                if given is not None:
-                    weights.append(given)
+                token_ids, token_weights = _token(line, f"line {number} of trace {path}")
+                ids.append(token_ids)
+                if token_weights is not None:
+                    weights.append(token_weights)
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(f"trace {path}", path, error, "a UTF-8 text file") from error
     if weights and len(weights) != len(ids):
         raise UsageError(
             f"trace {path} has weights for {len(weights)} of {len(ids)} tokens, expected all or none"
         )
-    lengths = {len(some) for some in ids} | {len(some) for some in weights}
+    lengths = set(map(len, ids)) | set(map(len, weights))
     if len(lengths) > 1:
         raise UsageError(f"tokens of trace {path} have different numbers of experts: {sorted(lengths)}")
     return torch.tensor(ids, dtype=torch.long), torch.tensor(weights) if weights else None
 
 
 def _token(line: str, where: str) -> tuple[list[int], list[float] | None]:
-    """One line: ids, and weights where it has some."""
+    """Ids of one line, and weights if it has some."""
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .bench_rows import CELL, NOISY_SPREAD, BenchRow, PreparationCosts
+from .bench_rows import KEY_FIELDS, NOISY_SPREAD, BenchRow, PreparationCosts
 from .read_rows import CONSTANT
 
 Facts = Mapping[str, Any]
@@ -16,7 +16,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TableColumn:
-    """One column: its title, the text of a row's cell, and whether it is a number.
+    """One column: its title, the text of a row's cell, and whether that is a number.
 
     A column that `varies` is shown only if rows differ in it.
     """
@@ -125,12 +125,12 @@ def used_columns(columns: Sequence[TableColumn], rows: Sequence[BenchRow]) -> li
 
 
 def _has_fault(column: TableColumn, rows: Sequence[BenchRow]) -> bool:
-    """True for a column of faults if any row has one."""
+    """True for a column of faults that is not empty."""
     return column.title in ("throttled", "no time because") and any(column.text(row) != "-" for row in rows)
 
 
 def constants(rows: Sequence[BenchRow]) -> str:
-    """The values that all rows share, from the columns that are not shown, as one sentence."""
+    """The values that all rows share, of the columns that are not shown, as one line."""
     hidden = [column for column in COLUMNS if column not in used_columns(COLUMNS, rows)]
     shared = {column.title: column.text(rows[0]) for column in hidden} if rows else {}
     return ", ".join(f"{title} {text}" for title, text in shared.items() if text not in ("-", ""))
@@ -212,7 +212,7 @@ def _markdown(columns: Sequence[TableColumn], rows: Sequence[BenchRow]) -> str:
 
 
 def as_csv(about: Facts, rows: Sequence[BenchRow]) -> str:
-    """One line per row; each repeats the machine's columns (`CONSTANT`)."""
+    """One line per row; the machine's columns (`CONSTANT`) are repeated in each."""
     constant = {name: _flat(about.get(name, "")) for name in CONSTANT}
     records = [{**constant, **row.to_json()} for row in rows]
     text = io.StringIO()
@@ -233,8 +233,10 @@ def _flat(value: Any) -> str:
 
 
 def document(about: Facts, rows: Sequence[BenchRow]) -> dict[str, Any]:
-    """Everything as plain data; ``unsteady`` lists cases with noisy times, the worst first."""
-    cells = [{**dict(zip(CELL, row.key, strict=True)), "spread": row.spread} for row in noisy_rows(rows)]
+    """All of it as plain data; ``unsteady`` lists the cases with noisy times, the worst first."""
+    cells = [
+        {**dict(zip(KEY_FIELDS, row.key, strict=True)), "spread": row.spread} for row in noisy_rows(rows)
+    ]
     noisy = {"threshold": NOISY_SPREAD, "cells": cells}
     return {**about, "unsteady": noisy, "rows": [row.to_json() for row in rows]}
 

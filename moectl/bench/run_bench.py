@@ -1,4 +1,4 @@
-"""The bench itself: prepares and checks every backend of a case, and times them in interleaved rounds."""
+"""Runs a bench: prepares and checks the backends of each case, and times them in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ..kernels.timing.interleaved import TimedCalls, alive, prepare_calls, quart
 from ..kernels.tolerance import Tolerance, tolerance_for
 from ..problem.roofline import DeviceRates, roofline_time
 from ..run import BackendChoice, RunMachine, choose_backends, unsupported_error
-from .bench_cases import BenchCase, CaseInputs, CheckedOutputs, judge, make_case, plan_cells
+from .bench_cases import BenchCase, CaseInputs, CheckedOutputs, check_outputs, make_case, plan_cases
 from .bench_rows import BenchRow, CompileOutcome, Key
 from .bench_targets import BenchTarget
-from .prepare_layer import MemoryLeft, ReadyKernels, call_bytes, first_lines, make_ready
-from .routings import Sets, routing_of
+from .prepare_layer import MemoryLeft, ReadyKernels, call_bytes, one_line, prepare_kernels
+from .routings import RoutingSource, routing_of
 from .settings import ROUTER, TRACE, BenchSettings
 
 COPIES_SHARE = 0.5
 """Share of the free memory that the copies of a layer for all backends may take."""
 
 
-def blank(target: BenchTarget, tokens: int, routing: str, backend: str) -> BenchRow:
+def empty_row(target: BenchTarget, tokens: int, routing: str, backend: str) -> BenchRow:
     """The row of a case and backend before anything has run."""
     return BenchRow(
         model=target.model,
@@ -50,7 +50,7 @@ def blank(target: BenchTarget, tokens: int, routing: str, backend: str) -> Bench
 class Bench:
     """A bench ready to run: its layers, backends and routings have been checked.
 
-    `say` gets notes for the user; `begins` gets the rows that are worked on next, as what they run may
+    `note` is called with notes for the user, `on_start` with the rows that are worked on next: a kernel may
     end the process.
     """
 
@@ -58,90 +58,93 @@ class Bench:
     machine: RunMachine
     targets: Sequence[BenchTarget]
     rates: DeviceRates
-    say: Callable[[str], None] = field(default=lambda text: None)
-    begins: Callable[[Sequence[BenchRow]], None] = field(default=lambda rows: None)
+    note: Callable[[str], None] = field(default=lambda text: None)
+    on_start: Callable[[Sequence[BenchRow]], None] = field(default=lambda rows: None)
     _choices: dict[int, BackendChoice] = field(default_factory=dict, compare=False)
-    _routings: dict[int, dict[str, Sets]] = field(default_factory=dict, compare=False)
+    _routings: dict[int, dict[str, RoutingSource]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises when a routing is impossible, or no requested backend supports any layer."""
+        """Raises if a routing is impossible, or no requested backend supports any layer."""
         errors: dict[str, MoectlError] = {}
-        for at, target in enumerate(self.targets):
-            stored, asked = target.experts.layout, self.settings.backends
-            choice = choose_backends(target.problem, self.machine, asked, stored)
-            self._choices[at] = choice
+        for number, target in enumerate(self.targets):
+            stored, requested = target.experts.layout, self.settings.backends
+            choice = choose_backends(target.problem, self.machine, requested, stored)
+            self._choices[number] = choice
             errors = {**choice.refused, **errors}
-            self._routings[at] = {name: self._routing(name, target) for name in self.settings.routings}
+            self._routings[number] = {name: self._routing(name, target) for name in self.settings.routings}
         if errors and not any(choice.names for choice in self._choices.values()):
             raise unsupported_error(tuple(errors.values()))
 
-    def _routing(self, name: str, target: BenchTarget) -> Sets:
-        sets = routing_of(name, target.experts, self.settings, self.machine.torch)
+    def _routing(self, name: str, target: BenchTarget) -> RoutingSource:
+        source = routing_of(name, target.experts, self.settings, self.machine.torch)
         if name == ROUTER or name.startswith(TRACE):
-            sets(max(self.settings.tokens), 1)  # refuses a file that is too short before the work
-        return sets
+            source(max(self.settings.tokens), 1)  # a file that is too short is an error before the work
+        return source
 
     def pending(self, done: AbstractSet[Key] = frozenset()) -> int:
         """Number of rows that `measured` yields."""
-        asked = self.settings
-        cells = product(enumerate(self.targets), asked.tokens, asked.routings)
+        cases = product(enumerate(self.targets), self.settings.tokens, self.settings.routings)
         return sum(
-            blank(target, tokens, routing, name).key not in done
-            for (at, target), tokens, routing in cells
-            for name in (*self._choices[at].names, *self._choices[at].refused)
+            empty_row(target, tokens, routing, name).key not in done
+            for (number, target), tokens, routing in cases
+            for name in (*self._choices[number].names, *self._choices[number].refused)
         )
 
     def measured(self, done: AbstractSet[Key] = frozenset()) -> Iterator[BenchRow]:
-        """Yields a `BenchRow` per case and backend, a case's together, without those whose key is `done`.
+        """Yields a `BenchRow` per case and backend, case by case, except those whose keys are `done`.
 
-        A backend that fails becomes a row with the reason. Raises Unavailable when one has broken the device
-        for this process, after yielding its row.
+        A backend that fails becomes a row with the reason. Raises Unavailable, after yielding the row, if the
+        failure leaves the device unusable for this process.
         """
-        with ClockWatch(gpu_name(self.machine.torch)) as clocks:
-            for at, target in enumerate(self.targets):
-                yield from _TargetRun(
-                    self, target, self._choices[at], self._routings[at], clocks, done
-                ).rows()
+        with ClockWatch(gpu_uuid(self.machine.torch)) as clocks:
+            for number, target in enumerate(self.targets):
+                choice, routings = self._choices[number], self._routings[number]
+                yield from _TargetRun(self, target, choice, routings, clocks, done).rows()
                 release(self.machine.torch)
 
     def compiled(self, part: int = 0, parts: int = 1) -> Iterator[CompileOutcome]:
-        """Runs cases once each, without timing, to compile their kernels; yields a line for each.
+        """Runs each case once, without timing, to compile its kernels; yields a line for each.
 
-        Part `part` of `parts`; layers and backends are dealt out with a few token counts each.
+        Only part `part` of `parts` is run; parts consist of backends and layers with a few token counts each.
         """
         backends = dict.fromkeys(name for choice in self._choices.values() for name in choice.names)
-        units = product(backends, _chunks(self.settings.tokens, TOKENS_OF_A_PART), enumerate(self.targets))
-        # Layers last, so that processes hold different ones: several of the largest may not fit together.
-        todo = [unit for unit in units if unit[0] in self._choices[unit[2][0]].names]
-        for backend, counts, (at, target) in todo[part::parts]:
-            name, sets = next(iter(self._routings[at].items()))
-            yield from self._compile(target, backend, name, sets, counts)
+        combinations = product(backends, _chunks(self.settings.tokens, UNIT_TOKENS), enumerate(self.targets))
+        # Layers vary fastest, so that processes hold different ones: several of the largest may not fit.
+        units = [
+            (backend, counts, number, target)
+            for backend, counts, (number, target) in combinations
+            if backend in self._choices[number].names
+        ]
+        for backend, counts, number, target in units[part::parts]:
+            name, source = next(iter(self._routings[number].items()))
+            yield from self._compile(target, backend, name, source, counts)
             release(self.machine.torch)
 
     def _compile(
-        self, target: BenchTarget, backend: str, routing: str, sets: Sets, counts: Sequence[int]
+        self, target: BenchTarget, backend: str, routing: str, source: RoutingSource, counts: Sequence[int]
     ) -> Iterator[CompileOutcome]:
         device, what = self.machine.torch, f"{target.model} {target.layers} {backend}"
         try:
-            ready = make_ready(target, backend, device, 1, costs=False)
+            ready = prepare_kernels(target, backend, device, 1, costs=False)
         except Exception as error:  # whatever a library raises is reported
-            yield CompileOutcome(f"{what}: {first_lines(error)}", failed=True)
+            yield CompileOutcome(f"{what}: {one_line(error)}", failed=True)
             return
         for tokens in counts:
-            case = make_case(target, BenchCase(routing, tokens, 1), sets, self.settings, device, judged=False)
+            case = BenchCase(routing, tokens, 1)
+            inputs = make_case(target, case, source, self.settings, device, with_reference=False)
             begin = time.monotonic()
             try:
-                _call(ready.kernels[0], case.inputs[0], case.bias)()
+                _call(ready.kernels[0], inputs.inputs[0], inputs.bias)()
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
             except Exception as error:
-                yield CompileOutcome(f"{what} M={tokens}: {first_lines(error)}", failed=True)
+                yield CompileOutcome(f"{what} M={tokens}: {one_line(error)}", failed=True)
                 continue
             yield CompileOutcome(f"{what} M={tokens}: {time.monotonic() - begin:.1f} s")
 
 
-TOKENS_OF_A_PART = 4
-"""Numbers of tokens in one unit of work of a compiling process."""
+UNIT_TOKENS = 4
+"""Token counts in one unit of work of a compiling process."""
 
 
 def _chunks(items: Sequence[int], size: int) -> list[Sequence[int]]:
@@ -149,8 +152,8 @@ def _chunks(items: Sequence[int], size: int) -> list[Sequence[int]]:
     return [items[first::step] for first in range(step)]
 
 
-def gpu_name(device: torch.device) -> str:
-    """UUID of a CUDA `device`, as the driver's tools print it; empty for others, and if unknown."""
+def gpu_uuid(device: torch.device) -> str:
+    """UUID of a CUDA `device` as the driver's tools print it; empty for others, and if unknown."""
     if device.type != "cuda":
         return ""
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
@@ -164,27 +167,27 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-CACHED = 8 << 30
-"""Bytes that may stay cached between cases: one graph's memory cannot be reused by another."""
+MAX_CACHED_BYTES = 8 << 30
+"""Bytes that may stay cached between cases, since one graph's memory cannot be reused by another."""
 
 
 def release_cached(device: torch.device) -> None:
-    """Frees cached memory when there is more than `CACHED`."""
+    """Frees cached memory if there is more than `MAX_CACHED_BYTES`."""
     if (
         device.type == "cuda"
-        and torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > CACHED
+        and torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > MAX_CACHED_BYTES
     ):
         torch.cuda.empty_cache()
 
 
 @dataclass
 class _TargetRun:
-    """The rows of one layer."""
+    """Measures the rows of one layer."""
 
     bench: Bench
     target: BenchTarget
     choice: BackendChoice
-    routings: Mapping[str, Sets]
+    routings: Mapping[str, RoutingSource]
     clocks: ClockWatch
     done: AbstractSet[Key]
 
@@ -194,138 +197,143 @@ class _TargetRun:
 
     def rows(self) -> Iterator[BenchRow]:
         settings, refused = self.bench.settings, self.choice.refused
-        self.routings = {name: cache(sets) for name, sets in self.routings.items()}
+        self.routings = {name: cache(source) for name, source in self.routings.items()}
         memory = MemoryLeft(self.device, call_bytes(self.target, max(settings.tokens)))
-        room = COPIES_SHARE * memory.free() / max(1, len(self.choice.names))
-        cells = plan_cells(self.target, dict(self.routings), settings, self.device, room)
-        for cell in cells:
+        for_copies = COPIES_SHARE * memory.free() / max(1, len(self.choice.names))
+        cases = plan_cases(self.target, dict(self.routings), settings, self.device, for_copies)
+        for case in cases:
             for name, error in refused.items():
-                row = self._row(cell, name)
+                row = self._row(case, name)
                 if row.key not in self.done:
                     yield replace(row, reason=error.what, refused=True)
-        waiting = [name for name in self.choice.names if any(self._wanted(cell, name) for cell in cells)]
-        copies = max(cell.copies for cell in cells)
+        waiting = [name for name in self.choice.names if any(self._pending(case, name) for case in cases)]
+        copies = max(case.copies for case in cases)
         while waiting:
-            ready, failed, waiting = self._prepare(waiting, copies, memory, cells)
+            ready, failed, waiting = self._prepare(waiting, copies, memory, cases)
             for name, reason in failed.items():
                 yield from (
-                    replace(self._row(cell, name), reason=reason)
-                    for cell in cells
-                    if self._wanted(cell, name)
+                    replace(self._row(case, name), reason=reason)
+                    for case in cases
+                    if self._pending(case, name)
                 )
             if waiting:
-                later = ", ".join(waiting)
-                self.bench.say(
-                    f"{self.target.model}: no memory for all at once, {later} come after the others"
+                self.bench.note(
+                    f"{self.target.model}: not enough memory for all backends at once; "
+                    f"{', '.join(waiting)} will run after the others"
                 )
-            for cell in cells:
-                yield from self._cell(cell, [one for one in ready if self._wanted(cell, one.name)])
+            for case in cases:
+                pending = [kernels for kernels in ready if self._pending(case, kernels.name)]
+                yield from self._measure(case, pending)
+                del pending
             del ready
             release(self.device)
 
-    def _wanted(self, cell: BenchCase, name: str) -> bool:
-        return self._row(cell, name).key not in self.done
+    def _pending(self, case: BenchCase, name: str) -> bool:
+        """Whether a backend still has to be measured on `case`."""
+        return self._row(case, name).key not in self.done
 
-    def _row(self, cell: BenchCase, backend: str) -> BenchRow:
-        made = blank(self.target, cell.tokens, cell.routing, backend)
-        return replace(made, caches=cell.caches(self.bench.settings, self.device))
+    def _row(self, case: BenchCase, backend: str) -> BenchRow:
+        row = empty_row(self.target, case.tokens, case.routing, backend)
+        return replace(row, caches=case.caches(self.bench.settings, self.device))
 
     def _prepare(
-        self, names: Sequence[str], copies: int, memory: MemoryLeft, cells: Sequence[BenchCase]
+        self, names: Sequence[str], copies: int, memory: MemoryLeft, cases: Sequence[BenchCase]
     ) -> tuple[list[ReadyKernels], dict[str, str], list[str]]:
-        """Prepares as many of `names` as fit together: (ready, failed with reasons, still waiting)."""
+        """Prepares as many of `names` as fit together: (ready, reasons of the failed ones, still waiting)."""
         ready: list[ReadyKernels] = []
         failed: dict[str, str] = {}
-        for at, name in enumerate(names):
+        for i, name in enumerate(names):
             if ready and not memory.fits(self.target.nbytes, copies, len(ready)):
-                return ready, failed, list(names[at:])
-            self.bench.begins([self._row(cell, name) for cell in cells if self._wanted(cell, name)])
+                return ready, failed, list(names[i:])
+            self.bench.on_start([self._row(case, name) for case in cases if self._pending(case, name)])
             try:
-                ready.append(make_ready(self.target, name, self.device, copies))
+                ready.append(prepare_kernels(self.target, name, self.device, copies))
             except Exception as error:  # whatever a library raises is reported, and the others go on
                 release(self.device)
-                if ready and _is_memory(error):
-                    return ready, failed, list(names[at:])
-                failed[name] = f"not prepared: {first_lines(error)}"
+                if ready and _is_out_of_memory(error):
+                    return ready, failed, list(names[i:])
+                failed[name] = f"not prepared: {one_line(error)}"
                 if not alive(self.device):
-                    raise _broken(name) from error
+                    raise _device_lost(name) from error
         return ready, failed, []
 
-    def _cell(self, cell: BenchCase, ready: Sequence[ReadyKernels]) -> Iterator[BenchRow]:
+    def _measure(self, case: BenchCase, ready: Sequence[ReadyKernels]) -> Iterator[BenchRow]:
+        """Checks the backends in `ready` on `case`, times the right ones, and yields a row for each."""
         if not ready:
             return
         settings = self.bench.settings
-        self.bench.begins([self._row(cell, one.name) for one in ready])
-        case = make_case(self.target, cell, self.routings[cell.routing], settings, self.device)
-        rows = {one.name: self._about(cell, one, case) for one in ready}
-        turns: dict[str, TimedCalls] = {}
-        for one in ready:
-            self.bench.begins([rows[one.name]])
-            row, turn = self._checked(rows[one.name], one, case)
-            rows[one.name] = row
-            if turn is not None:
-                turns[one.name] = turn
+        self.bench.on_start([self._row(case, kernels.name) for kernels in ready])
+        inputs = make_case(self.target, case, self.routings[case.routing], settings, self.device)
+        rows = {kernels.name: self._described_row(case, kernels, inputs) for kernels in ready}
+        timed: dict[str, TimedCalls] = {}
+        for kernels in ready:
+            self.bench.on_start([rows[kernels.name]])
+            row, calls = self._check(rows[kernels.name], kernels, inputs)
+            rows[kernels.name] = row
+            if calls is not None:
+                timed[kernels.name] = calls
             elif not alive(self.device):
                 yield row
-                raise _broken(one.name)
-        self.bench.begins([rows[name] for name in turns])
+                raise _device_lost(kernels.name)
+        self.bench.on_start([rows[name] for name in timed])
         begin = time.monotonic()
         with torch.inference_mode():
-            failed = time_interleaved(turns, self.device, settings.rounds, not settings.warm)
+            failed = time_interleaved(timed, self.device, settings.rounds, not settings.warm)
         clocks = self.clocks.between(begin, time.monotonic())
         if failed and not alive(self.device):
             name, error = list(failed.items())[-1]
-            yield replace(rows[name], reason=first_lines(error))
-            raise _broken(name)
-        for one in ready:
-            row = rows[one.name]
-            if one.name in failed:
-                row = replace(row, reason=first_lines(failed[one.name]))
-            elif one.name in turns:
-                again = judge(turns[one.name].outputs, case, tolerance_of(one))
-                row = self._timed(_judged(row, again), turns[one.name], clocks)
-            rows[one.name] = row
+            yield replace(rows[name], reason=one_line(error))
+            raise _device_lost(name)
+        for kernels in ready:
+            row = rows[kernels.name]
+            if kernels.name in failed:
+                row = replace(row, reason=one_line(failed[kernels.name]))
+            elif kernels.name in timed:
+                calls = timed[kernels.name]
+                last_outputs = check_outputs(calls.outputs, inputs, tolerance_of(kernels))
+                row = self._timed_row(_checked_row(row, last_outputs), calls, clocks)
+            rows[kernels.name] = row
         yield from rows.values()
-        del turns, case
+        del timed, calls, inputs
         release_cached(self.device)
 
-    def _about(self, cell: BenchCase, one: ReadyKernels, case: CaseInputs) -> BenchRow:
+    def _described_row(self, case: BenchCase, ready: ReadyKernels, inputs: CaseInputs) -> BenchRow:
         """The row with what is known before anything runs."""
-        floor = roofline_time(case.work, self.bench.rates)
+        roofline = roofline_time(inputs.work, self.bench.rates)
         return replace(
-            self._row(cell, one.name),
-            layout=one.prepared.layout,
-            experts=case.work.experts,
-            bytes=case.work.bytes,
-            flops=case.work.flops,
-            floor_us=1e6 * floor.seconds,
-            bound=floor.bound,
-            costs=one.costs,
+            self._row(case, ready.name),
+            layout=ready.prepared.layout,
+            experts=inputs.work.experts,
+            bytes=inputs.work.bytes,
+            flops=inputs.work.flops,
+            floor_us=1e6 * roofline.seconds,
+            bound=roofline.bound,
+            costs=ready.costs,
         )
 
-    def _checked(
-        self, row: BenchRow, one: ReadyKernels, case: CaseInputs
+    def _check(
+        self, row: BenchRow, ready: ReadyKernels, inputs: CaseInputs
     ) -> tuple[BenchRow, TimedCalls | None]:
-        """The row with its verdict, and the calls to time if it is right."""
-        if one.kernels[0].monolithic and not case.agrees:
-            return replace(row, reason="it routes by itself, and cannot be given the requested routing"), None
+        """The row with the verdict on the result, and the calls to time if it is right."""
+        if ready.kernels[0].monolithic and not inputs.agrees:
+            return replace(row, reason="it routes by itself and cannot take the requested routing"), None
         try:
             with torch.inference_mode():
-                row = replace(row, tactic=one.kernels[0].runner.tactic(one.prepared, row.tokens))
+                row = replace(row, tactic=ready.kernels[0].runner.tactic(ready.prepared, row.tokens))
                 calls = [
-                    _call(one.kernels[i % len(one.kernels)], inputs, case.bias)
-                    for i, inputs in enumerate(case.inputs)
+                    _call(ready.kernels[i % len(ready.kernels)], call_inputs, inputs.bias)
+                    for i, call_inputs in enumerate(inputs.inputs)
                 ]
-                turn = prepare_calls(calls, self.device, one.kernels[0].runner.capturable)
-                row = _judged(row, judge(turn.outputs, case, tolerance_of(one)))
+                timed = prepare_calls(calls, self.device, ready.kernels[0].runner.capturable)
+                row = _checked_row(row, check_outputs(timed.outputs, inputs, tolerance_of(ready)))
         except Exception as error:  # whatever a library raises is reported, and the others go on
-            return replace(row, reason=first_lines(error)), None
-        return row, turn if row.ok else None
+            return replace(row, reason=one_line(error)), None
+        return row, timed if row.ok else None
 
-    def _timed(self, row: BenchRow, turn: TimedCalls, clocks: Clocks | None) -> BenchRow:
+    def _timed_row(self, row: BenchRow, calls: TimedCalls, clocks: Clocks | None) -> BenchRow:
         if not row.ok:
             return row
-        times = quartiles(turn.seconds)
+        times = quartiles(calls.seconds)
         seconds = times.median * 1e-6
         assert row.bytes is not None and row.flops is not None and row.floor_us is not None
         return replace(
@@ -335,8 +343,8 @@ class _TargetRun:
             q3_us=times.q3,
             fastest_us=times.fastest,
             rounds=times.rounds,
-            calls=turn.calls,
-            method=turn.method,
+            calls=calls.calls,
+            method=calls.method,
             gb_per_s=row.bytes / seconds / 1e9,
             tflop_per_s=row.flops / seconds / 1e12,
             floor_percent=100 * row.floor_us / times.median,
@@ -346,21 +354,21 @@ class _TargetRun:
         )
 
 
-def tolerance_of(one: ReadyKernels) -> Tolerance:
+def tolerance_of(ready: ReadyKernels) -> Tolerance:
     """The tolerance of a backend's results."""
-    return tolerance_for(one.prepared.problem, one.kernels[0].runner.accumulation)
+    return tolerance_for(ready.prepared.problem, ready.kernels[0].runner.accumulation)
 
 
-def _judged(row: BenchRow, found: CheckedOutputs) -> BenchRow:
-    result = found.check
-    where = f"token {result.worst_token} of call {found.call}"
+def _checked_row(row: BenchRow, checked: CheckedOutputs) -> BenchRow:
+    result = checked.check
+    where = f"token {result.worst_token} of call {checked.call}"
     why = "" if result.ok else f"wrong result: {where} is off by {result.worst_rms:.2g} (RMS)"
     return replace(
         row,
         ok=result.ok,
         error_rms=result.rms,
         error_max=result.max,
-        checked_tokens=found.tokens,
+        checked_tokens=checked.tokens,
         reason=why,
     )
 
@@ -369,13 +377,13 @@ def _call(kernel: FusedMoEKernel, inputs: LayerInputs, bias: Tensor | None) -> C
     return lambda: kernel.run(inputs, bias)
 
 
-def _is_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)
 
 
-def _broken(backend: str) -> Unavailable:
-    """The error after a GPU failure that persists in this process."""
+def _device_lost(backend: str) -> Unavailable:
+    """The error after a failure that leaves the GPU unusable for this process."""
     return Unavailable(
-        f"the {backend} backend has broken the GPU for this process, and the rest was not measured",
+        f"the {backend} backend left the GPU unusable for this process; the remaining rows were not measured",
         hint="run the same command with -o FILE.jsonl --resume: it continues after this row",
     )

@@ -18,7 +18,7 @@ from ..environment import detect_gpus
 from ..kernels.timing.cold_calls import last_level_cache
 from ..problem.roofline import DeviceRates
 from ..run import RunMachine
-from .run_bench import gpu_name
+from .run_bench import gpu_uuid
 from .settings import BenchSettings
 
 LIBRARIES = (
@@ -26,7 +26,7 @@ LIBRARIES = (
     *("vllm", "flashinfer", "flashinfer_cubin", "humming", "triton_kernels"),
     *(PREFIX + name for name in LOCATIONS),
 )
-"""Packages, beside torch, whose versions affect times: installed ones, and those of `MOECTL_PEERS`."""
+"""Packages other than torch whose versions affect times: installed ones, and those of `MOECTL_PEERS`."""
 
 
 def versions_of(machine: RunMachine) -> dict[str, str]:
@@ -50,9 +50,9 @@ def _triton() -> str:
         return ""
 
 
-def about(machine: RunMachine, settings: BenchSettings, rates: DeviceRates) -> dict[str, Any]:
-    """The machine as plain data, for `RunHeader.machine`."""
-    gpu = gpu_name(machine.torch)
+def machine_metadata(machine: RunMachine, settings: BenchSettings, rates: DeviceRates) -> dict[str, Any]:
+    """The machine and the conditions of the run as plain data, for `RunHeader.machine`."""
+    gpu = gpu_uuid(machine.torch)
     driver = next((g.driver for g in detect_gpus() if gpu in ("", g.uuid)), "") if gpu else ""
     return {
         "device": machine.device.name,
@@ -61,7 +61,7 @@ def about(machine: RunMachine, settings: BenchSettings, rates: DeviceRates) -> d
         "rates": asdict(rates),
         "cache_bytes": last_level_cache(machine.torch),
         "caches": settings.caches,
-        "clocks": "nvidia-smi, while each cell was timed" if gpu else "not recorded: no NVIDIA GPU",
+        "clocks": "nvidia-smi, while each case was timed" if gpu else "not recorded: no NVIDIA GPU",
         "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

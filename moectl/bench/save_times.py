@@ -1,4 +1,4 @@
-"""Saves the times of a bench for choices by measurement on this machine."""
+"""Saves the times of a bench in the user's cache, where they choose backends on this machine."""
 
 from __future__ import annotations
 
@@ -13,29 +13,26 @@ from .run_metadata import versions_of
 
 
 def save_times(bench: Bench, rows: Sequence[BenchRow], when: str = "") -> tuple[Path, ...]:
-    """Saves the timed rows to the user's cache, a layer at a time, and returns the files.
+    """Saves the timed rows in the user's cache, layer by layer, and returns the files.
 
-    `when` is the time of their run as ISO 8601; by default now.
-
-    Raises Unavailable when the cache cannot be written.
+    `when` is the time of the run as ISO 8601, by default now. Raises Unavailable if the cache cannot be
+    written.
     """
     files = []
     for target in bench.targets:
         layer = (target.model, target.layers, str(target.problem.scheme), target.parallel)
         times = [
-            _timed(row)
+            _backend_time(row)
             for row in rows
             if row.timed and (row.model, row.layers, row.scheme, row.parallel) == layer
         ]
         if times:
-            machine = bench.machine
-            versions = versions_of(machine)
             files.append(
                 backend_times_file.save(
-                    machine.device,
+                    bench.machine.device,
                     target.problem,
                     times,
-                    versions=versions,
+                    versions=versions_of(bench.machine),
                     source="moectl bench",
                     when=when,
                 )
@@ -43,7 +40,7 @@ def save_times(bench: Bench, rows: Sequence[BenchRow], when: str = "") -> tuple[
     return tuple(dict.fromkeys(files))
 
 
-def _timed(row: BenchRow) -> BackendTime:
+def _backend_time(row: BenchRow) -> BackendTime:
     assert row.median_us is not None and row.spread_us is not None and row.error_rms is not None
     cold = row.caches.startswith("cold")
     spread = row.spread_us if row.rounds >= FEWEST_ROUNDS else row.median_us

@@ -25,19 +25,20 @@ class BenchSettings:
     """One bench: the cross product of layers, backends, routings and numbers of tokens.
 
     Attributes:
-        checkpoint: a directory or a name; empty if `models` are given.
+        checkpoint: a directory or a name; empty if there are `models`.
         models: names of layers with random weights (`moectl.problem.published_layers`), as ``NAME`` or
             ``NAME:FORMAT``.
         tokens: numbers of tokens of a call.
         routings: distributions as in `make_inputs`, ``trace:FILE`` or ``router``.
         backends: names; empty for every usable one.
-        layer: number of the one layer; None for the first of each group of equal layers.
-        tp, ep: ranks that shard each expert, and ranks that share whole experts; the first rank is timed.
+        layer: number of the only layer; None for the first of each group of identical layers.
+        tp, ep: ranks that each expert is sliced over, and ranks that the experts are distributed over; the
+            first rank is timed.
         input: a safetensors file with ``x``, for ``router``; empty for random tokens.
         device: ``cpu`` or ``cuda``; empty for a GPU if there is one.
-        rounds: measurements of each row, unless they would take too long.
+        rounds: measurements of each row; fewer if they would take too long.
         warm: leave weights in the cache, if they fit.
-        seed: of tokens and routings.
+        seed: seed of tokens and routings.
 
     Example:
         >>> BenchSettings(models=("gpt-oss-20b",), tokens=parse_counts("1,64")).caches
@@ -90,7 +91,7 @@ class BenchSettings:
         return (*traces, *([self.input] if self.input else []))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, with the SHA-256 of `files`; UsageError when one cannot be read."""
+        """As plain data, with the SHA-256 of `files`; UsageError if one cannot be read."""
         return {**asdict(self), "files": {name: _sha256(Path(name)) for name in self.files}}
 
 
@@ -98,34 +99,34 @@ def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
     except OSError as error:
         raise unreadable(str(path), path, error, "a file") from error
     return digest.hexdigest()
 
 
 def check_routing(text: str) -> None:
-    """Raises UsageError when `text` is not a routing, or names a trace that does not exist."""
+    """Raises UsageError if `text` is not a routing, or names a trace that does not exist."""
     if text == ROUTER:
         return
     if not text.startswith(TRACE):
         if text.partition(":")[0] not in DISTRIBUTIONS:
-            known = (*map(spelled, DISTRIBUTIONS), f"{TRACE}FILE", ROUTER)
-            raise UsageError(f"routing {text!r} is not known", hint=f"use {', '.join(known)}")
+            names = (*map(spelled, DISTRIBUTIONS), f"{TRACE}FILE", ROUTER)
+            raise UsageError(f"routing {text!r} is not known", hint=f"use {', '.join(names)}")
         check_distribution(text)
         return
     if not Path(text[len(TRACE) :]).is_file():
         raise UsageError(
-            f"routing {text!r} names a file that is not there",
+            f"routing {text!r} names a file that does not exist",
             hint="write trace:FILE, with a .safetensors or .jsonl file of expert ids",
         )
 
 
-GROWING = ("models", "tokens", "routings", "backends")
+EXTENDABLE = ("models", "tokens", "routings", "backends")
 """Settings that a resumed run may extend; an empty list of backends stands for all of them."""
 
-OPTIONS = {
+FIXED_OPTIONS = {
     "checkpoint": "CKPT",
     "layer": "--layer",
     "tp": "--tp",
@@ -137,44 +138,44 @@ OPTIONS = {
 }
 """Settings that must be equal for rows to be comparable, and their options.
 
-``--device`` is not among them: rows have the device itself.
+``--device`` is not one of them, since rows record the device itself.
 """
 
 
-def merge_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, as plain data, of rows of which some were measured with `then` and some with `now`."""
-    merged = {**then}
-    for name in GROWING:
-        lists = [_listed(settings.get(name)) for settings in (then, now)]
-        every = name == "backends" and not all(lists)
-        merged[name] = [] if every else list(dict.fromkeys(item for items in lists for item in items))
-    merged["files"] = {**_named(then.get("files")), **_named(now.get("files"))}
+def merge_settings(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, as plain data, of rows that were measured partly with `earlier`, partly with `later`."""
+    merged = {**earlier}
+    for name in EXTENDABLE:
+        lists = [_as_list(settings.get(name)) for settings in (earlier, later)]
+        all_backends = name == "backends" and not all(lists)
+        merged[name] = [] if all_backends else list(dict.fromkeys(item for items in lists for item in items))
+    merged["files"] = {**_as_dict(earlier.get("files")), **_as_dict(later.get("files"))}
     return merged
 
 
-def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    """Why rows of two settings, as plain data, cannot be compared, a phrase each; empty if they can."""
+def differences(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str]:
+    """Why rows of two settings, as plain data, are not comparable, a phrase each; empty if they are."""
     reasons = [
-        f"{option} is {_shown(now.get(name))}, was {_shown(then.get(name))}"
-        for name, option in OPTIONS.items()
-        if now.get(name) != then.get(name)
+        f"{option} is {_value_text(later.get(name))}, was {_value_text(earlier.get(name))}"
+        for name, option in FIXED_OPTIONS.items()
+        if later.get(name) != earlier.get(name)
     ]
-    files = _named(then.get("files"))
+    files = _as_dict(earlier.get("files"))
     return reasons + [
         f"the content of {name} has changed"
-        for name, digest in _named(now.get("files")).items()
+        for name, digest in _as_dict(later.get("files")).items()
         if files.get(name, digest) != digest
     ]
 
 
-def other_software(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+def other_software(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str]:
     """Differences in device and versions between two runs, a phrase each."""
     reasons = []
-    if now.get("device") != then.get("device"):
+    if later.get("device") != earlier.get("device"):
         reasons.append(
-            f"the device is {now.get('device') or 'not known'}, was {then.get('device') or 'not known'}"
+            f"the device is {later.get('device') or 'unknown'}, was {earlier.get('device') or 'unknown'}"
         )
-    before, after = _named(then.get("versions")), _named(now.get("versions"))
+    before, after = _as_dict(earlier.get("versions")), _as_dict(later.get("versions"))
     for name in dict.fromkeys((*before, *after)):
         if before.get(name) != after.get(name):
             label = "hash of moectl's kernels" if name == "kernels" else f"version of {name}"
@@ -182,15 +183,15 @@ def other_software(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]
     return reasons
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else []
 
 
-def _named(value: Any) -> dict[str, Any]:
+def _as_dict(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "given" if value else "not given"
     return "not given" if value in (None, "") else str(value)

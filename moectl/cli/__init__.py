@@ -1,1 +1,1 @@
-"""The command line: a file for each command, or a folder where it has more than one."""
+"""The command line: a module per command, or a package if it needs several."""

@@ -1,4 +1,4 @@
-"""Arguments that `run` and `bench` share: CKPT, its layers, backends, a device. Imports no torch."""
+"""Arguments that `run` and `bench` share: CKPT, layers, backends, device. Imports no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,15 +6,14 @@ from pathlib import Path
 from ..errors import CheckpointError, UsageError
 from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
 from ..problem.layer_ranges import ranges
-from .options import ParsedOption, named, option, pick
+from ..run.run_plan import POLICY
+from .options import ParsedOption, option, pick, split_names
 
 DEVICES = ("cpu", "cuda")
 DEVICE = ParsedOption(
     option("--device", help="cpu or cuda; default: a GPU if there is one."),
     lambda text: pick(text, DEVICES, "device") if text else "",
 )
-POLICY = "moectl"
-"""The policy whose backends moectl runs itself."""
 
 
 def find_source(
@@ -25,11 +24,11 @@ def find_source(
     activation: str | None = None,
     routing: str | None = None,
 ) -> LayerSource:
-    """The layers of the checkpoint or the converted directory that `ref` names.
+    """The layers of the checkpoint or converted directory `ref`.
 
-    `activation` and `routing` state what a config leaves open, in the syntax of `parse_assumptions`; a
-    converted directory leaves nothing open. Raises CheckpointError when there are no MoE layers, UsageError
-    when `layer` is not one of them, or when something is stated for a converted directory.
+    `activation` and `routing` state what a config leaves open, in the syntax of `parse_assumptions`; they do
+    not apply to a converted directory. Raises CheckpointError if there are no MoE layers, UsageError if
+    `layer` is not one of them, or a converted directory comes with `activation` or `routing`.
     """
     from ..checkpoint import open_checkpoint
     from ..checkpoint.config.user_assumptions import parse_assumptions
@@ -40,7 +39,7 @@ def find_source(
         if stated:
             raise UsageError(
                 f"{ref} is a converted directory, whose manifest settles {' and '.join(stated)}",
-                hint="leave it out; it belongs to the conversion of the checkpoint",
+                hint="leave it out; it applies when the checkpoint is converted",
             )
         return ConvertedLayers(Path(ref))
     source = CheckpointLayers(
@@ -63,8 +62,8 @@ def backend_names(text: str | None) -> list[str]:
 
     if text is None or text == "all":
         return []
-    known = policy_named(POLICY).request_names()
-    return [pick(name, known, "backend") for name in named(text, "--backend")]
+    names = policy_named(POLICY).request_names()
+    return [pick(name, names, "backend") for name in split_names(text, "--backend")]
 
 
 def pick_layers(text: str, available: Sequence[int]) -> list[int]:

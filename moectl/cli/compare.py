@@ -26,7 +26,7 @@ MORE = (
 @framed("compare")
 def compare(
     before: Annotated[Path, typer.Argument(metavar="A", help="Rows: .jsonl, .json or .csv.")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="Later rows.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Rows of a later run.")],
     threshold: Annotated[
         float, option("--threshold", own=True, help="Relative change that matters.", min=0.0, max=10.0)
     ] = 0.02,
@@ -35,8 +35,8 @@ def compare(
 ) -> ExitCode:
     """Compare two runs of a bench.
 
-    Case by case, with verdicts that take noise into account. Exit code 1 when a case became slower or lost
-    its time, or the runs have no case in common.
+    Case by case, with verdicts that take noise into account. Exit code 1 if a case became slower or lost its
+    time, or the runs have no case in common.
     """
     from ..bench import compare_runs as library
     from ..bench.read_rows import read_rows
@@ -69,7 +69,7 @@ def _draw(comparison: "RunComparison", summary: str, console: Any) -> None:
 
 
 def _tactics(verdict: Any) -> str:
-    """``before -> after`` where the backend launches another tactic now."""
+    """``before -> after`` if the tactic has changed."""
     before, after = verdict.before, verdict.after
     if not before or not after or before.tactic == after.tactic or not (before.tactic and after.tactic):
         return ""

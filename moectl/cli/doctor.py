@@ -19,7 +19,7 @@ EXAMPLES = (
     "moectl doctor -v --md > machine.md",
     "moectl doctor --deep --json",
 )
-MORE = ("Exits with 1 when it finds a problem, with 0 when there are only notes.",)
+MORE = ("Exit code 1 if there is a problem, 0 if there are only notes.",)
 
 
 @framed("doctor")
@@ -88,7 +88,7 @@ def _machine(report: "DoctorReport") -> "Iterator[Block]":
     rows = [("device", f"{report.device.name}, {report.device.arch}: decisions are made for it")]
     rows += [("GPUs", line) for line in gpu_lines(report)]
     rows += [("limited by", f"{name}={value}") for name, value in report.hidden_by.items()]
-    cuda = f", runs CUDA up to {report.driver_cuda}" if report.driver_cuda else ""
+    cuda = f", supports CUDA up to {report.driver_cuda}" if report.driver_cuda else ""
     rows += [
         ("driver", f"{report.driver}{cuda}" if report.driver else ""),
         ("software", ", ".join(software_words(report))),
@@ -152,7 +152,7 @@ def _backends(report: "DoctorReport", verbose: bool) -> "Iterator[Block]":
 
 
 def against(status: "BackendStatus") -> tuple[tuple[str, str], ...]:
-    """(group, sentence) of each distinct reason why a backend cannot run."""
+    """(group, sentence) for each distinct reason why a backend cannot run."""
     from ..oracle.verdict_sentences import sentence
 
     reasons: dict[str, tuple[str, str]] = {}

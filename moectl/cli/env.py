@@ -46,7 +46,7 @@ _UUID = re.compile(r"(?:GPU|MIG)-[0-9a-fA-F-]{4,}")
 @framed("env")
 def env(
     paths: Annotated[
-        bool, option("--paths", help="Also print directories, which may contain your name.")
+        bool, option("--paths", help="Also print paths, which may contain your user name.")
     ] = False,
     *,
     out: Output,
@@ -55,8 +55,8 @@ def env(
     from ..doctor import examine
 
     report = examine(os.environ)
-    document = described(report, os.environ, paths)
-    lines = list(written(document))
+    document = environment_document(report, os.environ, paths)
+    lines = list(document_lines(document))
     block = "\n".join(["```text", *lines, "```"])
     if out.as_json or out.quiet:
         out.result(document, lambda console: None, lines)
@@ -64,8 +64,8 @@ def env(
         out.text(block)
 
 
-def described(report: "DoctorReport", environ: Mapping[str, str], paths: bool) -> dict[str, Any]:
-    """What is printed; without `paths` nothing in it identifies a user or a host."""
+def environment_document(report: "DoctorReport", environ: Mapping[str, str], paths: bool) -> dict[str, Any]:
+    """What is printed as plain data; without `paths` nothing in it identifies a user or a host."""
     software = report.software
     variables = {finding.name: finding.value for finding in report.variables if finding.does}
     variables |= {name: environ[name] for name in SHOWN if name in environ}
@@ -95,19 +95,19 @@ def described(report: "DoctorReport", environ: Mapping[str, str], paths: bool) -
 
 
 def shown_value(name: str, value: str, paths: bool) -> str:
-    """A variable's value, with GPU UUIDs cut; `HIDDEN` for a secret, and without `paths` for a directory."""
+    """A variable's value with shortened GPU UUIDs; `HIDDEN` for secrets, and for paths unless `paths`."""
     if _SECRET.search(name) or (not paths and ("/" in value or "\\" in value)):
         return HIDDEN
-    return _UUID.sub(lambda found: found[0][:4] + "...", value)
+    return _UUID.sub(lambda match: match[0][:4] + "...", value)
 
 
 def _clean(text: str, paths: bool) -> str:
-    """A sentence without directories and UUIDs."""
-    text = _UUID.sub(lambda found: found[0][:4] + "...", text)
+    """A sentence with shortened UUIDs, and without directories unless `paths`."""
+    text = _UUID.sub(lambda match: match[0][:4] + "...", text)
     return text if paths else re.sub(r"(?<![\w.])~?/[^\s,;:)']+", HIDDEN, text).replace(str(Path.home()), "~")
 
 
-def written(document: dict[str, Any]) -> Iterator[str]:
+def document_lines(document: dict[str, Any]) -> Iterator[str]:
     """`document` in lines of ``name: value``."""
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     yield f"versions: {versions}"

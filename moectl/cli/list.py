@@ -46,13 +46,13 @@ def list_names(
     variable that an engine reads for its experts to --env; a layout or a format to convert --to.
     """
     lowered = [word.casefold() for word in words or []]
-    rows = [row for row in LISTS[kind]() if all(word in _searched(row) for word in lowered)]
+    rows = [row for row in LISTS[kind]() if all(word in _search_text(row) for word in lowered)]
 
     def draw(console: Any) -> None:
         if rows:
             listing = table(*COLUMNS[kind])
             for row in rows:
-                listing.add_row(*(_shown(key, row[key]) for key in COLUMNS[kind]))
+                listing.add_row(*(_cell_text(key, row[key]) for key in COLUMNS[kind]))
             console.print(listing)
         console.print(count(len(rows), kind.value.removesuffix("s")), markup=False)
 
@@ -156,10 +156,10 @@ LISTS = {
 
 
 SEARCHED = ("name", "product", "arch", "status", "does", "container", "to")
-"""Keys of a row that words are searched in."""
+"""Keys of a row in which words are searched."""
 
 
-def _searched(row: dict[str, Any]) -> str:
+def _search_text(row: dict[str, Any]) -> str:
     return " ".join(
         [
             *(str(row.get(key, "")) for key in SEARCHED),
@@ -168,7 +168,7 @@ def _searched(row: dict[str, Any]) -> str:
     ).casefold()
 
 
-def _shown(key: str, value: Any) -> str:
+def _cell_text(key: str, value: Any) -> str:
     if value is None:
         return "unknown"
     if key == "memory":

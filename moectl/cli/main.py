@@ -17,7 +17,7 @@ from .doctor import doctor
 from .env import env
 from .explain.command import explain
 from .list import list_names
-from .options import Remembering
+from .options import ArgumentKeepingCommand
 from .output import drop_stdout
 from .run.command import run as run_layers
 from .synth import synth
@@ -69,7 +69,7 @@ app = typer.Typer(
 for function, name in COMMANDS:
     module = sys.modules[function.__module__]
     more = getattr(module, "MORE", ())
-    app.command(name, cls=Remembering, epilog=epilog(module.EXAMPLES, more))(function)
+    app.command(name, cls=ArgumentKeepingCommand, epilog=epilog(module.EXAMPLES, more))(function)
 
 
 def _version(show: bool) -> None:
@@ -88,7 +88,7 @@ def _root(
 
 
 def run() -> None:
-    """Runs the command in sys.argv and exits with an `ExitCode`, also when stdout cannot be written."""
+    """Runs the command in sys.argv and exits with an `ExitCode`, even if stdout cannot be written."""
     try:
         try:
             app(prog_name="moectl")

@@ -25,8 +25,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def option(*names: str, help: str, own: bool = False, **settings: Any) -> Any:
     """A typer option that can also be set as ``MOECTL_<COMMAND>_<NAME>``.
 
-    NAME is the first long name. ``MOECTL_<NAME>`` works too, unless the option is the command's `own`,
-    that is, if other commands have an option of the same name with another meaning.
+    NAME is the first long name. ``MOECTL_<NAME>`` works too, unless the option is the command's `own`: other
+    commands have one of the same name with another meaning.
     """
     long = next(name for name in names if name.startswith("--"))
     name = long.split("/")[0].lstrip("-").replace("-", "_").upper()
@@ -58,10 +58,10 @@ Routing = Annotated[
     option(
         "--routing",
         own=True,
-        help="Likewise: sigmoid,bias,groups=8/4,scale=2.5.",
+        help="If config.json does not say: sigmoid,bias,groups=8/4,scale=2.5.",
     ),
 ]
-Offline = Annotated[bool, option("--offline", help="Do not ask the Hub.")]
+Offline = Annotated[bool, option("--offline", help="Do not contact the Hub.")]
 Layer = Annotated[int | None, option("--layer", help="Layer number; default: the first MoE layer.", min=0)]
 SEED = option("--seed", help="Seed of random data.", min=0)
 Seed = Annotated[int, SEED]
@@ -69,11 +69,11 @@ Seed = Annotated[int, SEED]
 
 @dataclass(frozen=True)
 class ParsedOption:
-    """An option whose value `parse` turns into that of a record's field.
+    """An option whose text is parsed to the value of a record's field.
 
     Attributes:
-        option: made by `option`.
-        parse: from what was typed, or from `default`.
+        option: a result of `option`.
+        parse: makes the value from what was typed, or from `default`.
         kind: the type on the command line.
         default: the value of an option that is not given.
     """
@@ -89,7 +89,7 @@ class RecordOptions:
 
     A field's type and default are those of the record, unless it has a `ParsedOption`. A parameter of a
     command that is annotated with ``Annotated[Callable[..., Record], RecordOptions(Record, ...)]`` stands
-    for all of the options; the command gets a function that takes the remaining fields and makes the record
+    for all of these options; the command gets a function that takes the remaining fields and makes the record
     from what was typed. It raises what parsing raises.
     """
 
@@ -103,14 +103,13 @@ class RecordOptions:
 
     def parameters(self) -> list[inspect.Parameter]:
         """The options as parameters of a command."""
-        kinds, given = get_type_hints(self.record), {}
-        for field in fields(self.record):  # type: ignore[arg-type]
-            given[field.name] = (kinds[field.name], field.default)
+        types = get_type_hints(self.record)
+        defaults = {field.name: field.default for field in fields(self.record)}  # type: ignore[arg-type]
         return [
-            _parameter(name, Annotated[made.kind, made.option], made.default)
-            if isinstance(made, ParsedOption)
-            else _parameter(name, Annotated[given[name][0], made], given[name][1])
-            for name, made in self.options.items()
+            _parameter(name, Annotated[declared.kind, declared.option], declared.default)
+            if isinstance(declared, ParsedOption)
+            else _parameter(name, Annotated[types[name], declared], defaults[name])
+            for name, declared in self.options.items()
         ]
 
     def bound(self, values: Mapping[str, Any]) -> Callable[..., Any]:
@@ -118,8 +117,8 @@ class RecordOptions:
 
         def make(**others: Any) -> Any:
             parsed = {
-                name: made.parse(values[name]) if isinstance(made, ParsedOption) else values[name]
-                for name, made in self.options.items()
+                name: declared.parse(values[name]) if isinstance(declared, ParsedOption) else values[name]
+                for name, declared in self.options.items()
             }
             return self.record(**parsed, **others)
 
@@ -127,8 +126,10 @@ class RecordOptions:
 
 
 SHARED = tuple(
-    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, made])
-    for name, made in {
+    inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, declared]
+    )
+    for name, declared in {
         "json": option("--json", help="Print one JSON document."),
         "quiet": option("--quiet", "-q", help="Print the essential line only."),
         "debug": option("--debug", help="Show tracebacks."),
@@ -137,17 +138,17 @@ SHARED = tuple(
 """Options of every command."""
 
 CONTEXT = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-"""The parameter of a command that wants to know how it was called."""
+"""The parameter of a command that needs to know how it was called."""
 
 
-def typed(context: typer.Context, names: Iterable[str]) -> list[str]:
-    """The options among the parameters `names` that were given on the command line, not by variables."""
-    spelled = {str(parameter.name): parameter.opts[0] for parameter in context.command.params}
+def typed_options(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """The options of the parameters `names` that were given on the command line, not by variables."""
+    spellings = {str(parameter.name): parameter.opts[0] for parameter in context.command.params}
     sources = {name: context.get_parameter_source(name) for name in names}
-    return [spelled[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    return [spellings[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
-def named(text: str, what: str) -> list[str]:
+def split_names(text: str, what: str) -> list[str]:
     """The names of a list such as ``h100,b200``, without blanks; UsageError for one that is empty.
 
     `what` is the option that takes them.
@@ -161,33 +162,33 @@ def named(text: str, what: str) -> list[str]:
     return names
 
 
-class Remembering(TyperCommand):
+class ArgumentKeepingCommand(TyperCommand):
     """A command that keeps its arguments as typed, before click turns an empty path into ``.``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses `args` as any command does, and keeps them under `TYPED`."""
+        """Parses `args` as usual, and keeps them under `TYPED`."""
         ctx.meta[TYPED] = tuple(args)
         return super().parse_args(ctx, args)
 
 
 TYPED = "moectl.typed"
-"""Key in ``ctx.meta`` of the arguments that `Remembering` keeps."""
+"""Key in ``ctx.meta`` of the arguments that `ArgumentKeepingCommand` keeps."""
 
 
-def refuse_blank(context: typer.Context) -> None:
-    """Raises UsageError for an empty argument or option value: none takes one.
+def refuse_empty(context: typer.Context) -> None:
+    """Raises UsageError for an empty argument or option value, since none is meaningful.
 
-    It usually comes from an unset shell variable, and would mean the default or the current directory.
+    They usually come from unset shell variables, and would mean the default or the current directory.
     """
-    options = [one for one in context.command.params if one.param_type_name == "option"]
-    valued = {name for one in options if not getattr(one, "is_flag", False) for name in one.opts}
-    before = ""
+    options = [param for param in context.command.params if param.param_type_name == "option"]
+    valued = {name for param in options if not getattr(param, "is_flag", False) for name in param.opts}
+    previous = ""
     for text in context.meta[TYPED]:
         name, _, value = text.partition("=")
         if not text or (not value and name != text and name in valued):
-            what = next((one for one in (name, before) if one in valued), "an argument")
+            what = next((candidate for candidate in (name, previous) if candidate in valued), "an argument")
             raise UsageError(f"{what} is empty", hint="give it a value, or leave it out")
-        before = text
+        previous = text
 
 
 def pick(value: str, known: Iterable[str], what: str) -> str:
@@ -199,15 +200,15 @@ def pick(value: str, known: Iterable[str], what: str) -> str:
         >>> pick("Triton-Marlin", ["triton", "triton_marlin"], "backend")
         'triton_marlin'
     """
-    spelled = {name.lower().replace("-", "_"): name for name in sorted(known)}
+    spellings = {name.lower().replace("-", "_"): name for name in sorted(known)}
     key = value.lower().replace("-", "_")
-    if key in spelled:
-        return spelled[key]
-    longer = [name for name in spelled if name.startswith(key)] if key else []
-    near = [spelled[name] for name in longer or difflib.get_close_matches(key, spelled, n=3, cutoff=0.5)]
+    if key in spellings:
+        return spellings[key]
+    longer = [name for name in spellings if name.startswith(key)] if key else []
+    near = [spellings[name] for name in longer or difflib.get_close_matches(key, spellings, n=3, cutoff=0.5)]
     raise UsageError(
         f"{what} {value!r} is not known",
-        reason=f"Known are {', '.join(spelled.values())}.",
+        reason=f"Known are {', '.join(spellings.values())}.",
         hint=f"did you mean {' or '.join(near)}?" if near else "choose one of these",
     )
 
@@ -216,33 +217,35 @@ def framed(name: str) -> Callable[[Command], Command]:
     """Decorates a command: gives it an `Output`, and turns what it raises into a sentence and an exit code.
 
     The command is called with its own options, `out`, and `context` if it has such a parameter; it may
-    return an ExitCode. Empty arguments are refused first. The options of every command (`SHARED`) are added
-    here. A parameter whose type is a record of options, a
-    dataclass with fields as a command's parameters, stands for all of them: the command is called with
-    the record. One with `RecordOptions` stands for those of a record of the library.
+    return an ExitCode. Empty arguments are refused first, and the options of every command (`SHARED`) are
+    added. A parameter whose type is a record of options (a dataclass whose fields are annotated as a
+    command's parameters) stands for all of them: the command is called with the record. One with
+    `RecordOptions` stands for those of a record of the library.
     """
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command).parameters
-        asked = [p for p in signature.values() if p.name not in (CONTEXT.name, "out")]
-        records = {p.name: options for p in asked if (options := _record_of(p.annotation))}
+        declared = [p for p in signature.values() if p.name not in (CONTEXT.name, "out")]
+        records = {p.name: options for p in declared if (options := _record_of(p.annotation))}
 
         @functools.wraps(command)
         def run(context: typer.Context, *, json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
             out = Output(name, as_json=json, quiet=quiet)
             try:
-                refuse_blank(context)
+                refuse_empty(context)
                 if CONTEXT.name in signature:
                     kwargs[CONTEXT.name] = context
-                made = {
-                    one: options.bound({field: kwargs.pop(field) for field in options.names})
-                    for one, options in records.items()
+                arguments = {
+                    key: options.bound({field: kwargs.pop(field) for field in options.names})
+                    for key, options in records.items()
                 }
-                made |= {one: make() for one, make in made.items() if is_dataclass(signature[one].annotation)}
+                arguments |= {
+                    key: make() for key, make in arguments.items() if is_dataclass(signature[key].annotation)
+                }
                 with _warnings_as_notes(out):
-                    code = command(**kwargs, **made, out=out)
+                    code = command(**kwargs, **arguments, out=out)
             except BrokenPipeError:
-                # The reader went away, as in `moectl ... | head`.
+                # The reader closed the pipe, as in `moectl ... | head`.
                 drop_stdout()
                 code = ExitCode.DONE
             except KeyboardInterrupt:
@@ -251,12 +254,16 @@ def framed(name: str) -> Callable[[Command], Command]:
             except Exception as error:
                 if debug:
                     traceback.print_exc()
-                explanation = explained(error)
-                out.error(explanation)
-                code = explanation.exit_code
+                failure = as_moectl_error(error)
+                out.error(failure)
+                code = failure.exit_code
             raise typer.Exit(int(code or ExitCode.DONE))
 
-        own = [one for p in asked for one in (records[p.name].parameters() if p.name in records else [p])]
+        own = [
+            parameter
+            for p in declared
+            for parameter in (records[p.name].parameters() if p.name in records else [p])
+        ]
         parameters = [CONTEXT, *(_of_command(p, name) for p in (*own, *SHARED))]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -285,10 +292,10 @@ def _warnings_as_notes(out: Output) -> Iterator[None]:
 
 
 def _record_of(annotation: Any) -> RecordOptions | None:
-    """The options that a parameter of a command stands for; None if it is an option itself."""
+    """The options that a command's parameter stands for; None if it is an option itself."""
     if isinstance(annotation, type) and is_dataclass(annotation):
-        own = {field.name: field for field in fields(annotation)}
-        return RecordOptions(annotation, **{name: get_args(field.type)[1] for name, field in own.items()})
+        options = {field.name: get_args(field.type)[1] for field in fields(annotation)}
+        return RecordOptions(annotation, **options)
     metadata = getattr(annotation, "__metadata__", ())
     return next((item for item in metadata if isinstance(item, RecordOptions)), None)
 
@@ -302,16 +309,16 @@ def _of_command(parameter: inspect.Parameter, command: str) -> inspect.Parameter
     """`parameter` with the command's name in its environment variables."""
     if get_origin(parameter.annotation) is not Annotated:
         return parameter
-    kind, made, *_ = get_args(parameter.annotation)
-    if not getattr(made, "envvar", None):
+    kind, declared, *_ = get_args(parameter.annotation)
+    if not getattr(declared, "envvar", None):
         return parameter
-    mine = copy.copy(made)
-    mine.envvar = [variable.replace("{command}", command.upper()) for variable in made.envvar]
-    return parameter.replace(annotation=Annotated[kind, mine])
+    bound = copy.copy(declared)
+    bound.envvar = [variable.replace("{command}", command.upper()) for variable in declared.envvar]
+    return parameter.replace(annotation=Annotated[kind, bound])
 
 
-def explained(error: Exception) -> MoectlError:
-    """Any error as a MoectlError: a refusal of the system or a library, or an internal error."""
+def as_moectl_error(error: Exception) -> MoectlError:
+    """Any error as a MoectlError: one of the system or a library, or an internal error."""
     if isinstance(error, MoectlError):
         return error
     text = str(error).strip().split("\n")[0]
@@ -319,7 +326,7 @@ def explained(error: Exception) -> MoectlError:
         return Unavailable(f"there is not enough memory for this: {text}", hint="use smaller sizes")
     if isinstance(error, OSError):
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, (str, bytes)) else ""
-        return Unavailable(f"the system refused: {where}{error.strerror or text}")
+        return Unavailable(f"operating system error: {where}{error.strerror or text}")
     return Unavailable(
         f"internal error: {type(error).__name__}: {text}",
         hint="run it again with --debug and report the traceback",

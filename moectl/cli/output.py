@@ -80,7 +80,7 @@ class Output:
     def progress(self, label: str, *, unit: str = "bytes") -> Iterator[Progress]:
         """Yields a progress callback: a bar with rate and ETA on a terminal, nothing elsewhere.
 
-        Inside, SIGINT raises KeyboardInterrupt, so that unfinished output can be cleaned up.
+        Meanwhile SIGINT raises KeyboardInterrupt, so that unfinished output can be cleaned up.
         """
         with _interruptible():
             if self.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
@@ -120,10 +120,10 @@ def _bar(label: str, unit: str) -> Iterator[Progress]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Inside, SIGINT raises KeyboardInterrupt, whatever handler `main` has set."""
+    """Within the context, SIGINT raises KeyboardInterrupt, whatever handler was set."""
     try:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    except ValueError:  # not the main thread, which alone gets signals
+    except ValueError:  # only the main thread gets signals
         yield
         return
     try:

@@ -1,4 +1,4 @@
-"""Where a command may write a file, so that no input and no file of a checkpoint is overwritten."""
+"""Checks of output paths, so that no input and no file of a checkpoint is overwritten."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -6,18 +6,18 @@ from pathlib import Path
 
 from ..errors import Unavailable, UsageError
 
-OF_CHECKPOINTS = (".safetensors", ".json")
-"""Suffixes of files in a checkpoint's directory that readers take as part of it, new ones included."""
+CHECKPOINT_SUFFIXES = (".safetensors", ".json")
+"""Suffixes of files that readers take as part of the checkpoint in the same directory."""
 
 
 def check_writable(path: Path, reads: Iterable[str | Path] = (), *, journal: bool = False) -> None:
-    """Raises when a file must not or cannot be written to `path`, before any work is done.
+    """Raises if a file must not or cannot be written to `path`, before any work is done.
 
     `reads` are the files and checkpoint directories that the command reads; other names are ignored. A
-    `journal` is never overwritten unless empty, and may be anywhere.
+    `journal` may be in any directory, since it is never overwritten unless it is empty.
 
     Raises:
-        UsageError: it would overwrite one of `reads`, or overwrite or join a checkpoint's files.
+        UsageError: it would overwrite one of `reads`, or replace or add to the files of a checkpoint.
         Unavailable: the system does not allow it.
     """
     folder = path.parent
@@ -28,13 +28,13 @@ def check_writable(path: Path, reads: Iterable[str | Path] = (), *, journal: boo
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise Unavailable(
             f"cannot write {path}: {folder} is not a writable directory",
-            hint="choose another place for the output",
+            hint="choose another output path",
         )
-    check_spared(path, reads, journal=journal)
+    check_not_read(path, reads, journal=journal)
 
 
-def check_spared(path: Path, reads: Iterable[str | Path] = (), *, journal: bool = False) -> None:
-    """Only the UsageError of `check_writable`, for outputs whose directory may not exist yet."""
+def check_not_read(path: Path, reads: Iterable[str | Path] = (), *, journal: bool = False) -> None:
+    """Raises the UsageErrors of `check_writable`; for outputs whose directory may not exist yet."""
     candidates = [Path(read).expanduser() for read in reads]
     existing = [read for read in candidates if os.access(read, os.F_OK)]
     for read in existing:
@@ -70,7 +70,7 @@ def _is_checkpoint(read: Path) -> bool:
 def _owner(path: Path, folders: Iterable[Path]) -> Path | None:
     """The checkpoint directory, or one of `folders`, whose file `path` is or would become; or None."""
     for folder in _folders(path):
-        claimed = path.exists() or path.suffix.lower() in OF_CHECKPOINTS
+        claimed = path.exists() or path.suffix.lower() in CHECKPOINT_SUFFIXES
         if claimed and any((folder / mark).exists() for mark in _marks()):
             return folder
         if path.exists():

@@ -31,7 +31,8 @@ def synth(
 ) -> None:
     """Write a checkpoint with a published model's schema.
 
-    The weights are random, well scaled and really quantized: for tests and benchmarks without a download.
+    The weights are random, well scaled, and quantized like the published ones: for tests and benchmarks
+    without a download.
     """
     from ..synth import synthesize
 

@@ -14,8 +14,8 @@ EXAMPLES = ("moectl unconvert ./marlin ./gpt-oss-20b-again",)
 @framed("unconvert")
 def unconvert(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A converted directory.", show_default=False)],
-    back: Annotated[
-        Path, typer.Argument(metavar="BACK", help="A new or empty directory.", show_default=False)
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A new or empty directory.", show_default=False)
     ],
     *,
     out: Output,
@@ -24,19 +24,19 @@ def unconvert(
 
     Names, dtypes, shapes and bytes are those of the source.
     """
-    from ..convert.restore.unconvert import unconvert as library
+    from ..convert.restore.unconvert import unconvert as restore
 
     with out.progress("restoring") as progress:
-        restored = library(folder, back, progress=progress)
+        restored = restore(folder, target, progress=progress)
     files = f"{count(restored.tensors, 'tensor')} in {count(restored.files, 'file')}"
-    text = f"{back}: {files}, {size(restored.nbytes)}, SHA-256 verified"
+    text = f"{target}: {files}, {size(restored.nbytes)}, SHA-256 verified"
     if restored.experts_only:
         out.note("the directory was converted with --experts-only: the restored checkpoint has experts only")
     document = {
-        "folder": str(back),
+        "folder": str(target),
         "files": restored.files,
         "tensors": restored.tensors,
         "bytes": restored.nbytes,
         "experts_only": restored.experts_only,
     }
-    out.result(document, lambda console: console.print(text, markup=False), str(back))
+    out.result(document, lambda console: console.print(text, markup=False), str(target))

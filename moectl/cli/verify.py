@@ -17,18 +17,18 @@ EXAMPLES = ("moectl verify ./marlin", "moectl verify ./marlin --source ./gpt-oss
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A converted directory.", show_default=False)],
     source: Annotated[
-        Path | None, option("--source", help="Compare with this checkpoint directory's bytes too.")
+        Path | None, option("--source", help="Also compare with the bytes of this checkpoint directory.")
     ] = None,
     *,
     out: Output,
 ) -> ExitCode:
     """Check a converted directory against its hashes and its source.
 
-    Checks lengths, hashes, the manifest, and that every tensor restores its source bit for bit; for a
-    portable checkpoint, lengths and hashes.
+    Checks sizes, hashes, the manifest, and that every tensor restores its source bit for bit; for a
+    portable checkpoint, sizes and hashes.
     """
     from ..convert.portable.verify_portable import is_portable, verify_portable
-    from ..convert.restore.verify import verify as library
+    from ..convert.restore.verify import verify as verify_converted
 
     portable = is_portable(folder)
     if portable and source is not None:
@@ -44,7 +44,7 @@ def verify(
         report = (
             verify_portable(folder, progress=progress)
             if portable
-            else library(folder, source, progress=progress)
+            else verify_converted(folder, source, progress=progress)
         )
 
     def draw(console: Any) -> None:
@@ -52,7 +52,7 @@ def verify(
             console.print(f"found: {finding}", markup=False)
         compared = " and bytes" if report.compared else ""
         if portable:
-            checked = "every byte is what was written"
+            checked = "every byte is as written"
         elif report.tensors or not report.slices:
             checked = f"{report.tensors} tensors, round trip matches source hashes{compared}"
         else:

@@ -1,4 +1,4 @@
-"""`DoctorReport`: the state of a machine and the remarks on it."""
+"""`DoctorReport`: the state of a machine, and remarks on it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DoctorReport:
 
     @property
     def problems(self) -> tuple[DoctorRemark, ...]:
-        """The remarks on something to fix."""
+        """The remarks on things to fix."""
         return tuple(remark for remark in self.remarks if remark.level == PROBLEM)
 
     @property
@@ -74,10 +74,10 @@ class DoctorReport:
 
     def installed(self, name: str) -> InstalledPackage:
         """The package or tool called `name`."""
-        return next(found for found in self.packages if found.name == name)
+        return next(package for package in self.packages if package.name == name)
 
     def odd_variables(self) -> Iterator[VariableFinding]:
-        """Variables that do not do what was intended."""
+        """Variables that do not have the intended effect."""
         return (finding for finding in self.variables if finding.verdict != SET)
 
     def to_json(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class DoctorReport:
                 "features": sorted(self.device.features),
             },
             "peers_refused": self.peers_refused or None,
-            "packages": [_package_json(found, self.imports) for found in self.packages],
+            "packages": [_package_json(package, self.imports) for package in self.packages],
             "imports": dict(self.imports),
             "torch_devices": self.torch_view.devices if self.torch_view else None,
             "caches": to_json(self.caches),
@@ -121,15 +121,15 @@ def _gpu_json(gpu: Gpu, shown: bool) -> dict[str, Any]:
     }
 
 
-def _package_json(found: InstalledPackage, imports: Mapping[str, str]) -> dict[str, Any]:
+def _package_json(package: InstalledPackage, imports: Mapping[str, str]) -> dict[str, Any]:
     return {
-        "name": found.name,
-        "present": found.present,
-        "module": found.module or None,
-        "version": found.version or None,
-        "path": found.path or None,
-        "lacks": list(found.lacks),
-        "wrong": found.wrong or None,
-        "wrong_version": found.wrong_version or None,
-        "import_error": imports.get(found.name) or None,
+        "name": package.name,
+        "present": package.present,
+        "module": package.module or None,
+        "version": package.version or None,
+        "path": package.path or None,
+        "lacks": list(package.lacks),
+        "wrong": package.wrong or None,
+        "wrong_version": package.wrong_version or None,
+        "import_error": imports.get(package.name) or None,
     }

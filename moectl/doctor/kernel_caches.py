@@ -19,16 +19,16 @@ from ..oracle.engine import CacheFolder
 from ..oracle.registry import newest_engines
 
 SECONDS, FILES = 2.0, 200_000
-"""Limits on scanning one directory; beyond them its size is a lower bound."""
+"""Limits of scanning one directory; beyond them its size is a lower bound."""
 
-ROOMY = 2 << 30
-"""Free space below which compiled kernels may not fit, bytes."""
+ENOUGH_SPACE = 2 << 30
+"""Free space in bytes below which compiled kernels may not fit."""
 
 NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "fuse.sshfs", "9p", "wekafs")
-"""File systems that are slow with thousands of small files and locks."""
+"""File systems that are slow with thousands of small files, and with locks."""
 
 JOB_BYTES = 6 << 30
-"""Memory needed to compile one CUTLASS kernel."""
+"""Memory that compiling one CUTLASS kernel needs, in bytes."""
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -74,10 +74,12 @@ class KernelCache:
 
     Attributes:
         name, variable: the program that writes it, and the variable that sets its path.
-        path: its directory; `there` is whether it exists.
+        path: its directory.
+        there: whether the directory exists.
         files, nbytes: number and size of its files; lower bounds unless `counted`.
         writable: whether this process can write to it, or create it.
-        free: free space on its file system in bytes; `filesystem` is the type, empty if unknown.
+        free: free space on its file system in bytes.
+        filesystem: type of the file system; empty if unknown.
     """
 
     name: str
@@ -160,8 +162,9 @@ class CompilerJobs:
     """The number of compilers that can run concurrently.
 
     Attributes:
-        cores: usable cores; `memory` is the available memory in bytes, 0 if unknown.
-        safe: number that both allow, with `JOB_BYTES` each.
+        cores: usable cores.
+        memory: available memory in bytes; 0 if unknown.
+        safe: number that cores and memory allow, with `JOB_BYTES` each.
         asked: ``MAX_JOBS`` as set; empty for one per core.
     """
 

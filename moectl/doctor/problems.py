@@ -11,7 +11,7 @@ from ..environment.packages import Packages
 from ..oracle.engine import Engine
 from ..oracle.registry import known_packages, newest_engines
 from .doctor_report import NOTE, PROBLEM, DoctorRemark, DoctorReport
-from .kernel_caches import JOB_BYTES, ROOMY
+from .kernel_caches import ENOUGH_SPACE, JOB_BYTES
 
 
 def remarks_on(report: DoctorReport, packages: Packages) -> tuple[DoctorRemark, ...]:
@@ -43,7 +43,7 @@ def _gpus(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
         yield DoctorRemark(
             NOTE,
             "GPUs",
-            "the GPUs differ, and CUDA numbers them by speed while nvidia-smi and moectl go by slot",
+            "the GPUs differ, and CUDA numbers them by speed, nvidia-smi and moectl by PCI bus ID",
             "set CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
 
@@ -66,14 +66,14 @@ def _torch(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
         yield DoctorRemark(
             PROBLEM,
             "driver",
-            f"driver {report.driver} runs CUDA up to {report.driver_cuda}, torch is built with "
+            f"driver {report.driver} supports CUDA up to {report.driver_cuda}, torch is built with "
             f"{software.torch_cuda}",
             "update the driver, or install a build of torch for an older CUDA",
         )
 
 
 def _newer(built: str, driver: str) -> bool:
-    """True when CUDA `built` has a higher major version than the driver's; minor versions are compatible."""
+    """True if CUDA `built` has a higher major version than the driver's; minor versions are compatible."""
     return bool(built and driver) and int(built.split(".")[0]) > int(driver.split(".")[0])
 
 
@@ -113,19 +113,19 @@ def _peers(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
             PROBLEM,
             VARIABLE,
             report.peers_refused,
-            f"unset {VARIABLE}, or name a folder as docs/environment.md says; until then other commands stop",
+            f"unset {VARIABLE}, or set it to a directory (docs/environment.md); other commands fail",
         )
 
 
 def _deep(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
     for name, why in report.imports.items():
         if why:
-            yield DoctorRemark(PROBLEM, name, f"{name} is installed and cannot be imported: {why}")
+            yield DoctorRemark(PROBLEM, name, f"{name} is installed but cannot be imported: {why}")
     view, usable = report.torch_view, [gpu for gpu in report.shown if not gpu.remark]
     if view is not None and usable and view.devices == 0 and not report.imports.get("torch"):
         why = f": {view.error}" if view.error else ""
         yield DoctorRemark(
-            PROBLEM, "torch", f"torch sees no device, the driver shows {len(usable)} to this process{why}"
+            PROBLEM, "torch", f"torch sees no device, but the driver shows {len(usable)} to this process{why}"
         )
 
 
@@ -166,9 +166,9 @@ def _caches(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
                 PROBLEM,
                 "caches",
                 f"{cache.name} cannot write to {cache.path}: it compiles its kernels at every start",
-                f"set {cache.variable} to a folder that can be written to",
+                f"set {cache.variable} to a writable directory",
             )
-        elif cache.free < ROOMY:
+        elif cache.free < ENOUGH_SPACE:
             yield DoctorRemark(
                 PROBLEM,
                 "caches",
@@ -188,12 +188,12 @@ def _jobs(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
     jobs = report.jobs
     compiles = packages.has("nvcc") and packages.has("ninja")
     if compiles and jobs.too_many:
-        running = jobs.asked or f"{jobs.cores} (one a core)"
+        running = jobs.asked or f"{jobs.cores} (one per core)"
         yield DoctorRemark(
             PROBLEM,
             "compilers",
             f"{running} compilers of {JOB_BYTES >> 30} GiB each would run at once, "
-            f"{jobs.memory / (1 << 30):.0f} GiB are free",
+            f"but {jobs.memory / (1 << 30):.0f} GiB are free",
             f"export MAX_JOBS={jobs.safe}",
         )
 

@@ -23,7 +23,7 @@ class BackendStatus:
         experts: its experts classes that can run.
         formats: weight formats that those classes support; empty for any.
         against: failed checks of the class that comes closest, if none can run.
-        untried: moectl has a runner for it, but its results were never checked on such a device.
+        untried: moectl has a runner for it, but never checked its results on such a device.
     """
 
     policy: str
@@ -35,12 +35,12 @@ class BackendStatus:
 
     @property
     def runs(self) -> bool:
-        """True when one of its classes can run."""
+        """True if one of its classes can run."""
         return bool(self.experts)
 
     @property
     def elsewhere(self) -> bool:
-        """True when it is for another kind of device."""
+        """True if it is for other kinds of devices."""
         return any(verdict.question == "device" for verdict in self.against)
 
     def to_json(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def backend_statuses(
     merged: dict[str, list[ExpertsClass]] = {}
     lacking: dict[str, tuple[Verdict, ...]] = {}
     untried: set[str] = set()
-    for backend in _listed(policy):
+    for backend in _backends(policy):
         if backend.untried(device):
             untried.add(backend.name)
         merged.setdefault(backend.name, []).extend(backend.variants)
@@ -91,7 +91,7 @@ def _missing(backend: Backend, libraries: Mapping[str, str]) -> list[str]:
     return [name for name in needed if name not in libraries and package_folder(name) is None]
 
 
-def _listed(policy: Policy) -> list[Backend]:
+def _backends(policy: Policy) -> list[Backend]:
     """Every backend in the rows of `policy`, without repeats."""
     backends = {id(backend): backend for row in policy.rows() for backend in row.backends()}
     return sorted(backends.values(), key=lambda backend: (backend.name, backend.engine_name))

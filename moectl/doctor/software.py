@@ -41,8 +41,8 @@ class Software:
     Attributes:
         moectl, python, system: versions; `system` is the kernel and the architecture.
         libraries: versions of the installed `COMPILERS`, engines and `LIBRARIES`.
-        torch_built: the platform torch was built for: ``cuda 13.0``, ``hip 7.2``, ``cpu``; empty without
-            torch.
+        torch_built: the platform that torch was built for: ``cuda 13.0``, ``hip 7.2``, ``cpu``; empty
+            without torch.
     """
 
     moectl: str
@@ -62,7 +62,7 @@ def installed_software() -> Software:
     """The software installed on this machine."""
     engines = {engine.package: (engine.package,) for engine in newest_engines() if engine.package}
     distributions = {**COMPILERS, **engines, **LIBRARIES}
-    versions = {name: version for name, names in distributions.items() if (version := _first(names))}
+    versions = {name: version for name, names in distributions.items() if (version := _first_version(names))}
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     return Software(__version__, sys.version.split()[0], system, versions, torch_build())
 
@@ -76,7 +76,7 @@ def torch_build() -> str:
     return f"{match[1]} {match[2]}" if match else "cpu"
 
 
-def _first(distributions: Iterable[str]) -> str:
+def _first_version(distributions: Iterable[str]) -> str:
     return next((version for name in distributions if (version := distribution_version(name))), "")
 
 
@@ -97,7 +97,9 @@ def torch_view() -> TorchView:
     """How many accelerators torch can use, queried in a subprocess so that CUDA is not initialized here."""
     text, error = _python(_ASK_TORCH)
     match = re.search(r"^devices (\d+)$", text, re.MULTILINE)
-    return TorchView(int(match[1])) if match else TorchView(error=error or "torch gives no number")
+    return (
+        TorchView(int(match[1])) if match else TorchView(error=error or "torch reports no number of devices")
+    )
 
 
 def try_import(module: str) -> str:
@@ -111,10 +113,10 @@ def _python(code: str) -> tuple[str, str]:
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return "", f"it takes more than {SECONDS} s"
+        return "", f"no result after {SECONDS} s"
     except OSError as error:
-        return "", f"it could not be tried: {error.strerror}"
+        return "", f"cannot start Python: {error.strerror}"
     if process.returncode == 0:
         return process.stdout, ""
     lines = [line for line in process.stderr.splitlines() if line.strip()]
-    return process.stdout, lines[-1].strip() if lines else f"it ends with status {process.returncode}"
+    return process.stdout, lines[-1].strip() if lines else f"exited with status {process.returncode}"

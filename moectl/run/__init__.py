@@ -7,14 +7,13 @@ All but `RunPlan` needs torch and is imported on first use.
 
 from typing import TYPE_CHECKING, Any
 
-from .run_plan import RunPlan
+from .run_plan import POLICY, RunPlan
 
 if TYPE_CHECKING:
     from .all_layers import LayerRun, run_one
     from .backend_comparison import BackendComparison, BackendOutcome, compare_backends
     from .one_layer import RunResult, run_layer
     from .run_machine import (
-        POLICY,
         BackendChoice,
         RunMachine,
         choose_backends,
@@ -49,7 +48,7 @@ _MODULES = {
     "all_layers": ("LayerRun", "run_one"),
     "one_layer": ("RunResult", "run_layer"),
     "run_machine": (
-        *("POLICY", "BackendChoice", "RunMachine", "choose_backends"),
+        *("BackendChoice", "RunMachine", "choose_backends"),
         *("unsupported_error", "this_machine"),
     ),
     "stress": ("plan_stress",),

@@ -18,10 +18,10 @@ from .workload import Workload, workload_of
 
 @dataclass(frozen=True)
 class LayerRun:
-    """The outcome of one layer: its backends compared, or the error that kept it from running.
+    """The outcome of one layer: its backends compared, or the error that prevented a run.
 
     Attributes:
-        choice: the backends chosen for it, with the decision behind them.
+        choice: the backends chosen for it, and the decision that they come from.
         model_dtype: the checkpoint's dtype if the layer ran in another one; else empty.
     """
 
@@ -46,9 +46,9 @@ def run_one(
     progress: Callable[[str], None] = lambda text: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> LayerRun:
-    """Runs `layer` as `plan` says; `note` gets a sentence when measured times choose the backend.
+    """Runs `layer` according to `plan`; `note` gets a sentence if measured times choose the backend.
 
-    Raises a MoectlError when it cannot be run at all.
+    Raises a MoectlError if it cannot be run at all.
     """
     model_dtype = layer.problem.dtype if plan.dtype not in ("", layer.problem.dtype) else ""
     layer = in_dtype(layer, plan.dtype or layer.problem.dtype)
@@ -78,7 +78,7 @@ def _in_order(outcomes: Sequence[BackendOutcome], names: Sequence[str]) -> tuple
 def choose(layer: ExpertLayer, machine: RunMachine, plan: RunPlan) -> BackendChoice:
     """The backends to run `layer` on, in order; only the first if `plan` allows no fallback.
 
-    Raises what `choose_backends` raises, and `unsupported_error` when no requested backend fits.
+    Raises what `choose_backends` raises, and `unsupported_error` if no requested backend supports the layer.
     """
     names = () if plan.every else plan.backends
     choice = choose_backends(layer.problem, machine, names, layer.layout, fallback=plan.fallback).require()
@@ -93,7 +93,7 @@ def every_layer(
     plan: RunPlan,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[LayerRun]:
-    """The `LayerRun` of each of the layers `numbers`; one that cannot be run carries the error.
+    """Yields the `LayerRun` of each layer in `numbers`; that of a layer that cannot run holds the error.
 
     A layer's weights are freed before the next one is opened.
     """

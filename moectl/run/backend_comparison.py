@@ -26,7 +26,7 @@ class BackendOutcome:
 
     Attributes:
         stress: results of the planned cases; if the backend broke, those up to then.
-        refused: it does not support the layer, as `error` says: nothing ran, and nothing failed.
+        refused: it does not support the layer (see `error`), so nothing ran; this is not a failure.
     """
 
     backend: str
@@ -48,7 +48,7 @@ class BackendOutcome:
 
 @dataclass(frozen=True, slots=True)
 class BackendPair:
-    """Difference between two backends' results; distances are relative to the reference."""
+    """The difference between the results of two backends; distances are relative to the reference."""
 
     one: str
     other: str
@@ -57,8 +57,8 @@ class BackendPair:
 
 @dataclass(frozen=True)
 class BackendComparison:
-    """Backends on one layer. Verdicts compare with the reference only: two results that agree with it differ
-    by at most the sum of both bounds.
+    """Backends on one layer. Only differences from the reference count for verdicts: two results within their
+    tolerances differ by at most the sum of both.
 
     Attributes:
         tried: with fallback, the backends that failed or were refused before the one that ran.
@@ -86,8 +86,8 @@ def compare_backends(
 ) -> BackendComparison:
     """Runs each of `backends` on `workload` and the stress `cases`, one after the other.
 
-    A backend that fails has its error as its outcome, and the others still run; each one's memory is freed
-    before the next. Raises CheckpointError when the weights cannot be read.
+    The outcome of a backend that fails is its error, and the others still run. Memory is freed between
+    backends. Raises CheckpointError if the weights cannot be read.
     """
     expected = expected_of(layer, workload.inputs, machine.torch)
     outcomes: list[BackendOutcome] = []
@@ -97,10 +97,10 @@ def compare_backends(
         _free(machine.torch, outcomes[-1].error)
         device_error = device_failure(machine.torch) if outcomes[-1].error or cases else ""
         if device_error:
-            hint = "run them without it"
+            hint = f"run it without {name}"
             outcomes += [
-                BackendOutcome(rest, error=BackendFailed(rest, f"not run, {device_error}", hint=hint))
-                for rest in backends[len(outcomes) :]
+                BackendOutcome(other, error=BackendFailed(other, f"not run, {device_error}", hint=hint))
+                for other in backends[len(outcomes) :]
             ]
             break
     results = [outcome.result for outcome in outcomes if outcome.result is not None]
@@ -121,9 +121,9 @@ def first_that_runs(
     repeats: int = 5,
     progress: Callable[[str], None] = lambda text: None,
 ) -> BackendComparison:
-    """Runs the first of `backends` that does not fail; those that did are in `tried`.
+    """Runs the first of `backends` that does not fail; the failed ones are in `tried`.
 
-    A wrong result does not count as a failure here: it is reported. Raises when all of them fail.
+    A wrong result is not a failure in this sense: it is reported. Raises if all of them fail.
     """
     expected = expected_of(layer, workload.inputs, machine.torch)
     tried: list[BackendOutcome] = []
@@ -173,7 +173,7 @@ def _outcome(
 
 
 def _free(device: torch.device, error: BaseException | None = None) -> None:
-    """Frees the last backend's memory, also what the frames of its `error` keep alive."""
+    """Frees the last backend's memory, including what the frames of its `error` keep alive."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

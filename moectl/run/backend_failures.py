@@ -1,4 +1,4 @@
-"""Failures of a backend while it prepares or runs a layer, as errors that name it."""
+"""Turns failures of a backend while it prepares or runs a layer into errors that name the backend."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def guarded(backend: str, layer: int) -> Iterator[None]:
 
 
 def device_failure(device: torch.device) -> str:
-    """Why this process cannot use `device` any more, as a sentence; empty if it can."""
+    """Why this process can no longer use `device`, as a sentence; empty if it can."""
     if device.type != "cuda":
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Variants of a layer: in another dtype, one rank's shard, and with numbers in its padding."""
+"""Variants of a layer: in another dtype, a rank's shard, and with values other than zero in its padding."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ..problem.padding import pad
 from ..torch_dtypes import TORCH_DTYPES
 
 FILL = 0x7A
-"""Byte that padding is filled with: as codes, scale bytes and numbers it is finite and not zero."""
+"""Byte that padding is filled with; as a code, a scale or a number it is finite and not zero."""
 
 
 def experts_on(layer: ExpertLayer, device: torch.device) -> Callable[[int], DenseExpert]:
-    """Maps a number to the expert, decoded on `device` from its stored tensors; what the reference takes."""
+    """A function from an expert's number to its weights, decoded on `device`, as the reference takes them."""
 
     def expert(number: int) -> DenseExpert:
         roles = {role: t.to(device) for role, t in layer.canonical([number]).items()}
@@ -40,8 +40,8 @@ def experts_on(layer: ExpertLayer, device: torch.device) -> Callable[[int], Dens
 def in_dtype(layer: ExpertLayer, dtype: str) -> ExpertLayer:
     """`layer` with activations of `dtype`, ``bf16`` or ``fp16``.
 
-    Its biases, and weights of 16 bits, are rounded to it; quantized weights and their scales stay.
-    Raises UsageError, when they are read, for numbers beyond what `dtype` holds.
+    Biases and 16-bit weights are rounded to it; quantized weights and their scales are unchanged. Reading
+    values that `dtype` cannot hold raises UsageError.
     """
     old = layer.problem
     if dtype == old.dtype:
@@ -65,15 +65,15 @@ def in_dtype(layer: ExpertLayer, dtype: str) -> ExpertLayer:
         return {role: _rounded(t, role, layer, dtype) if changes(role) else t for role, t in batch.items()}
 
     shapes = {
-        role: TensorType(MODEL_DTYPES[dtype] if changes(role) else kind, shape)
-        for role, (kind, shape) in layer.recipe.shapes.items()
+        role: TensorType(MODEL_DTYPES[dtype] if changes(role) else stored_dtype, shape)
+        for role, (stored_dtype, shape) in layer.recipe.shapes.items()
     }
-    share = layer.rank_slice and replace(layer.rank_slice, whole=converted(layer.rank_slice.whole))
-    return _canonical_layer(replace(layer, problem=converted(old), rank_slice=share), shapes, canonical)
+    rank_slice = layer.rank_slice and replace(layer.rank_slice, whole=converted(layer.rank_slice.whole))
+    return _canonical_layer(replace(layer, problem=converted(old), rank_slice=rank_slice), shapes, canonical)
 
 
 def _implied_scale_dtype(problem: MoEProblem) -> bool:
-    """True if the scales have the model's dtype because no other is stated."""
+    """True if the scales have the model's dtype by default."""
     weight = problem.scheme.weight
     return weight.block != (0, 0) and not weight.scale_dtype and scale_dtype(problem) != "U8"
 
@@ -82,68 +82,74 @@ def _rounded(t: Tensor, role: str, layer: ExpertLayer, dtype: str) -> Tensor:
     rounded = t.to(TORCH_DTYPES[MODEL_DTYPES[dtype]])
     if not bool(torch.isfinite(rounded).all()):
         raise UsageError(
-            f"{role} of layer {layer.layer} has numbers up to {float(t.abs().max()):.3g}, which {dtype} does "
-            "not hold",
+            f"{role} of layer {layer.layer} has values up to {float(t.abs().max()):.3g}, which {dtype} "
+            "cannot hold",
             hint=f"run it in {layer.problem.dtype}",
         )
     return rounded
 
 
-def rank_share(layer: ExpertLayer, ranks: int, rank: int) -> ExpertLayer:
-    """The experts of the unsharded `layer` that `rank` of `ranks` holds, numbered from its first.
+def expert_shard(layer: ExpertLayer, ranks: int, rank: int) -> ExpertLayer:
+    """The experts of the unsharded `layer` on expert-parallel rank `rank` of `ranks`, numbered from 0.
 
-    Raises UsageError when there are more ranks than experts.
+    Raises UsageError if there are more ranks than experts.
     """
-    share = RankSlice(layer.problem, shard_of(rank, tp_size=1, ep_size=ranks))
-    return _subset(layer, share, range(*share.experts))
+    rank_slice = RankSlice(layer.problem, shard_of(rank, tp_size=1, ep_size=ranks))
+    return _subset(layer, rank_slice, range(*rank_slice.experts))
 
 
 def every_second(layer: ExpertLayer) -> tuple[ExpertLayer, Tensor]:
     """Experts 1, 3, 5 and so on of the unsharded `layer`, and the map to them.
 
-    The map is ``[experts]`` int32 from the layer's ids to those of the subset, the last expert first, and -1
-    for experts that are not in it. Raises UsageError for a single expert.
+    The map is ``[experts]`` int32 from the layer's ids to those of the subset, in reverse order, with -1 for
+    experts that are not in it. Raises UsageError for a single expert.
     """
     count = layer.problem.experts
     numbers = range(1, count, 2)[::-1]
     table = torch.full((count,), -1, dtype=torch.int32)
     table[list(numbers)] = torch.arange(len(numbers), dtype=torch.int32)
-    # The last of two ranks has as many experts; the map says which ones of the layer they are.
-    share = RankSlice(layer.problem, shard_of(1, tp_size=1, ep_size=2))
-    return _subset(layer, share, numbers), table
+    # The last of two ranks has as many experts; the map selects which ones they are.
+    rank_slice = RankSlice(layer.problem, shard_of(1, tp_size=1, ep_size=2))
+    return _subset(layer, rank_slice, numbers), table
 
 
-def _subset(layer: ExpertLayer, share: RankSlice, numbers: Sequence[int]) -> ExpertLayer:
-    """The experts `numbers` of `layer` in place of those of `share`."""
+def _subset(layer: ExpertLayer, rank_slice: RankSlice, numbers: Sequence[int]) -> ExpertLayer:
+    """The experts `numbers` of `layer`, described by `rank_slice`."""
 
     def canonical(ids: Ids) -> dict[str, Tensor]:
         return dict(layer.canonical([numbers[int(i)] for i in ids]))
 
-    count = share.problem.local_experts
-    shapes = {role: kind.with_first_axis(count) for role, kind in layer.recipe.shapes.items()}
-    return _canonical_layer(replace(layer, problem=share.problem, rank_slice=share), shapes, canonical)
+    count = rank_slice.problem.local_experts
+    shapes = {role: tensor_type.with_first_axis(count) for role, tensor_type in layer.recipe.shapes.items()}
+    subset = replace(layer, problem=rank_slice.problem, rank_slice=rank_slice)
+    return _canonical_layer(subset, shapes, canonical)
 
 
 def poisoned_padding(layer: ExpertLayer, backend: str, device: torch.device) -> PreparedMoE | None:
     """`layer` prepared for `backend` with `FILL` in its padding; None if it has no padding.
 
-    Raises as `ExpertLayer.prepared`.
+    Raises what `ExpertLayer.prepared` raises.
     """
     runner, old = runner_for(backend), layer.problem
     layout = runner.layout_of(old)
-    full = None if layout is None else pad(layout, old)
-    if full is None or (full.dims.padded_hidden, full.dims.padded_intermediate) == (
+    padded_problem = None if layout is None else pad(layout, old)
+    if padded_problem is None or (
+        padded_problem.dims.padded_hidden,
+        padded_problem.dims.padded_intermediate,
+    ) == (
         old.dims.hidden,
         old.dims.intermediate,
     ):
         return None
-    chains = {role: Chain(padded(full, role, FILL)) for role in layer.recipe.shapes}
-    sizes = Dims(full.dims.padded_hidden, full.dims.padded_intermediate)
+    chains = {role: Chain(padded(padded_problem, role, FILL)) for role in layer.recipe.shapes}
+    sizes = Dims(padded_problem.dims.padded_hidden, padded_problem.dims.padded_intermediate)
 
     def canonical(ids: Ids) -> dict[str, Tensor]:
         return {role: chains[role].apply(t) for role, t in layer.canonical(ids).items()}
 
-    shapes = {role: chains[role].stored_type(*kind) for role, kind in layer.recipe.shapes.items()}
+    shapes = {
+        role: chains[role].stored_type(*tensor_type) for role, tensor_type in layer.recipe.shapes.items()
+    }
     # A rank's experts as a whole layer: layouts do not depend on how experts are sharded.
     whole = replace(old, dims=sizes, experts=old.local_experts)
     larger = _canonical_layer(replace(layer, problem=whole, rank_slice=None), shapes, canonical)

@@ -26,12 +26,14 @@ class RunResult:
     """One layer's output on one backend, checked against the reference.
 
     Attributes:
-        layout: of the prepared weights; `relaid` as in `PreparedMoE`.
+        layout: layout of the prepared weights.
+        relaid: as in `PreparedMoE`.
         y: ``[tokens, hidden]`` on the CPU.
-        check: the verdict over all tokens; `difference`: how far `y` is from the reference.
-        prepare_seconds: reading and repacking the weights.
-        first_seconds: the first call, compilation included.
-        median_us: median of repeated calls, warm; 0 without tokens.
+        check: the verdict over all tokens.
+        difference: how far `y` is from the reference.
+        prepare_seconds: time of reading and repacking the weights.
+        first_seconds: time of the first call, compilation included.
+        median_us: median time of repeated calls, warm; 0 without tokens.
         weight_bytes: size of the prepared weights.
         peak_bytes: peak device memory on CUDA; the process's peak memory on a CPU.
     """
@@ -51,11 +53,11 @@ class RunResult:
 
 
 @dataclass(frozen=True)
-class CheckedLayer:
+class RunnableLayer:
     """A layer prepared for one backend and ready to run.
 
     Attributes:
-        seconds: reading and repacking the weights.
+        seconds: time of reading and repacking the weights.
     """
 
     layer: ExpertLayer
@@ -64,8 +66,8 @@ class CheckedLayer:
     seconds: float
 
 
-def prepare_layer(layer: ExpertLayer, backend: str, machine: RunMachine) -> CheckedLayer:
-    """Prepares `layer` for `backend`; raises what `ExpertLayer.prepared` does, and BackendFailed."""
+def prepare_layer(layer: ExpertLayer, backend: str, machine: RunMachine) -> RunnableLayer:
+    """Prepares `layer` for `backend`; raises what `ExpertLayer.prepared` raises, and BackendFailed."""
     begin = time.perf_counter()
     if machine.torch.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -73,15 +75,15 @@ def prepare_layer(layer: ExpertLayer, backend: str, machine: RunMachine) -> Chec
         prepared = layer.prepared(backend, machine.torch)
         kernel = kernel_of(prepared)
         _wait(machine.torch)
-    return CheckedLayer(layer, prepared, kernel, time.perf_counter() - begin)
+    return RunnableLayer(layer, prepared, kernel, time.perf_counter() - begin)
 
 
 def measure(
-    ready: CheckedLayer, workload: Workload, expected: Tensor, machine: RunMachine, repeats: int
+    ready: RunnableLayer, workload: Workload, expected: Tensor, machine: RunMachine, repeats: int
 ) -> RunResult:
     """Runs a prepared layer on `workload` and compares the result with `expected` (`expected_of`).
 
-    Raises BackendFailed when it fails, UsageError when the input has ids but the kernel routes by itself.
+    Raises BackendFailed if it fails, UsageError if the input has ids but the kernel routes by itself.
     """
     kernel, prepared, layer = ready.kernel, ready.prepared, ready.layer
     if kernel.monolithic and workload.routed_by == "input":
@@ -140,7 +142,7 @@ def run_layer(
 
 
 def _wait(device: torch.device) -> None:
-    """Synchronizes with `device`, so that its failures are raised here."""
+    """Synchronizes with `device`, so that its errors are raised here."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -13,7 +13,7 @@ WORST = 3
 
 @dataclass(frozen=True, slots=True)
 class TokenError:
-    """One token's row: its L2 distance relative to the reference row, and the cosine between both."""
+    """One token: the L2 distance relative to the reference's row, and the cosine between both rows."""
 
     token: int
     l2: float
@@ -40,7 +40,7 @@ class ResultDifference:
 def difference(y: Tensor, other: Tensor, scale: Tensor | None = None) -> ResultDifference:
     """How far `y` is from `other`, both ``[tokens, hidden]``; relative to `scale`, by default `other`.
 
-    Non-finite numbers make the values that depend on them NaN or infinite; their tokens count as the worst.
+    Values that depend on non-finite numbers are NaN or infinite; the tokens concerned count as the worst.
 
     Example:
         >>> import torch
@@ -71,5 +71,5 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
-    """error / size, with 0 / 0 = 0 and anything else over 0 infinite."""
+    """error / size, with 0 / 0 = 0; other errors over 0 are infinite."""
     return torch.where(error == 0, torch.zeros_like(error), error / size)

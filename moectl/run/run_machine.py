@@ -18,9 +18,7 @@ from ..oracle.registry import policy_named
 from ..oracle.select import select
 from ..oracle.verdict_sentences import sentence
 from ..problem.moe_problem import MoEProblem
-
-POLICY = "moectl"
-"""The policy whose backends this tool runs itself."""
+from .run_plan import POLICY
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class RunMachine:
 def this_machine(device: str | None = None) -> RunMachine:
     """This machine with `device` (``cpu`` or ``cuda``; default: a GPU if torch has one).
 
-    Raises Unavailable when torch has no such device.
+    Raises Unavailable if torch has no such device.
 
     Example:
         >>> machine = this_machine("cpu")
@@ -47,18 +45,18 @@ def this_machine(device: str | None = None) -> RunMachine:
     if name == "cpu":
         return RunMachine(torch.device("cpu"), detect_cpu(), packages)
     if not torch.cuda.is_available():
-        raise Unavailable("torch sees no CUDA device here", hint="run on the CPU with --device cpu")
+        raise Unavailable("torch sees no CUDA device", hint="run on the CPU with --device cpu")
     return RunMachine(torch.device("cuda"), detect_device(), packages)
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backends that support one layer on one machine, and the decision that they come from.
+    """The backends that support a layer on a machine, and the decision that they come from.
 
     Attributes:
         names: runners that support it: the requested ones in that order, then the others, best first.
         refused: requested backends that do not support it, each with the reason.
-        decision: the policy's own choice; None if only requested backends were considered.
+        decision: the policy's decision without a request; None if only requested backends were considered.
     """
 
     names: tuple[str, ...]
@@ -94,7 +92,7 @@ class BackendChoice:
 
 
 Decide = Callable[[str | None], Decision]
-"""The policy's decision when the named backend is requested, or none is."""
+"""The policy's decision if the named backend is requested, or none is."""
 
 
 def choose_backends(
@@ -107,14 +105,14 @@ def choose_backends(
 ) -> BackendChoice:
     """Runners that support `problem` on `machine`, best first; only `names` if any are given.
 
-    The policy decides once for each of `names`, and once by itself if there are none or with `fallback`,
-    which appends all other backends that support the problem. One that reads the layout `stored` comes
-    first: its weights need no repacking. Next is the fastest of those that `moectl bench --save` has
-    measured here on such a layer (`BackendChoice.by_measurement`).
+    The policy decides once for each of `names`, and once without a request if there are none or with
+    `fallback`, which appends all other backends that support the problem. Backends that read the layout
+    `stored` come first, since its weights need no repacking; then the fastest of those that
+    `moectl bench --save` has measured on such a layer here (`BackendChoice.by_measurement`).
 
     Raises:
         NoBackend: no backend supports the problem; the reasons are in the text.
-        UsageError: no backend has one of the `names`.
+        UsageError: one of `names` is not a backend.
 
     Example:
         >>> from moectl.problem.published_layers import named_problem
@@ -147,17 +145,17 @@ def choose_backends(
 
 
 def unsupported_error(refused: Sequence[MoectlError]) -> MoectlError:
-    """The error when no requested backend supports a layer: the only one, or one that lists them all."""
+    """The error if no requested backend supports a layer: the only one, or one that lists them all."""
     if len(refused) == 1:
         return refused[0]
-    elsewhere = next((error for error in refused if isinstance(error, Unavailable)), None)
+    unavailable = next((error for error in refused if isinstance(error, Unavailable)), None)
     listed = "; ".join(error.what for error in refused)
     text = f"none of the requested backends supports this layer: {listed}"
-    return Unavailable(text, hint=elsewhere.hint) if elsewhere else NoBackend(text, hint=refused[0].hint)
+    return Unavailable(text, hint=unavailable.hint) if unavailable else NoBackend(text, hint=refused[0].hint)
 
 
 def _requested(name: str, decide: Decide) -> str:
-    """The runner of the backend `name`; Unavailable or NoBackend when it does not support the problem."""
+    """The runner of the backend `name`; Unavailable or NoBackend if it does not support the problem."""
     decision = decide(name)
     if not decision.candidates:
         names = [c.backend.name for c in decide(None).candidates]

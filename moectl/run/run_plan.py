@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+POLICY = "moectl"
+"""The policy whose backends moectl runs itself."""
+
 EVERY = ("all",)
 """In place of names: all backends that support a layer."""
 
@@ -13,18 +16,18 @@ EVERY = ("all",)
 class RunPlan:
     """How layers are run.
 
+    Attributes:
+        backends: names, or `EVERY`; empty for the best one of each layer.
+        fallback: whether the next backend that supports the layer takes over if the chosen one fails.
+        dtype: dtype of the activations; empty for the model's.
+        device: ``cpu`` or ``cuda``; empty for a GPU if there is one.
+        tokens, seed, source: as in `workload_of`.
+        stress: whether to run the stress cases as well.
+        repeats: timed calls of each backend.
+
     Example:
         >>> RunPlan(backends=("triton", "torch"), tokens=64).compares
         True
-
-    Attributes:
-        backends: names, or `EVERY`; empty for the best one of each layer.
-        fallback: if the chosen backend fails, the next one that supports the layer takes over.
-        dtype: of the activations; empty for the model's.
-        device: ``cpu`` or ``cuda``; empty for a GPU if there is one.
-        tokens, seed, source: as in `workload_of`.
-        stress: also run the stress cases.
-        repeats: timed calls of each backend.
     """
 
     backends: tuple[str, ...] = ()

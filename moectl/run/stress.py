@@ -1,6 +1,6 @@
 """Stress test of a layer's kernel: edge cases, each checked against the reference.
 
-Memory that a call allocates holds NaN before; a call must leave its inputs unchanged.
+Memory that a call allocates is filled with NaN beforehand, and a call must not change its inputs.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from ..kernels.modular.fused_moe_kernel import FusedMoEKernel, kernel_of
 from ..kernels.tolerance import CheckResult, check, tolerance_for
 from ..layer.experts import ExpertLayer
 from .backend_failures import device_failure, guarded
-from .layer_variants import every_second, poisoned_padding, rank_share
-from .one_layer import CheckedLayer
+from .layer_variants import every_second, expert_shard, poisoned_padding
+from .one_layer import RunnableLayer
 from .stress_cases import CASES, StressCase, StressInputs
 from .workload import Workload, expected_of
 
 RANKS = 2
-"""Expert-parallel ranks in the case of a rank's shard; the last one is run."""
+"""Expert-parallel ranks of the case with a rank's shard; the last one is run."""
 
-APART = 64
+ROW_GAP = 64
 """Elements of NaN between two rows of poisoned tokens."""
 
 SMALL_BLOCK = 1 << 20
-"""Largest request in bytes that CUDA's caching allocator serves from its small blocks."""
+"""Largest allocation in bytes that CUDA's caching allocator takes from its small blocks."""
 
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """A case with its inputs and the reference's result, made once for all backends of a layer.
+    """A case with its inputs and the reference's result, planned once for all backends of a layer.
 
     Attributes:
         skipped: why it does not apply to this layer; empty if it does.
@@ -53,9 +53,9 @@ class CaseResult:
     """The outcome of one case on one backend.
 
     Attributes:
-        ok: None if it does not apply, or the backend refuses such a layer; `note` says why.
-        note: what failed, in sentences; or what was skipped.
-        check: against the reference; None without a result.
+        ok: None if the case does not apply, or the backend does not support such a layer.
+        note: what failed, or why the case or a part of it was skipped.
+        check: comparison with the reference; None without a result.
     """
 
     backend: str
@@ -74,7 +74,7 @@ class CaseResult:
 
 @dataclass
 class _CaseRun:
-    """The outcome of running a case: the result to check, what is wrong already, and what was skipped."""
+    """The outcome of running a case: the result to check, faults found so far, and what was skipped."""
 
     y: Tensor | None = None
     wrong: tuple[str, ...] = ()
@@ -90,58 +90,59 @@ def plan_stress(
     if router is not None and router.correction_bias is not None:
         bias = router.correction_bias.float()
     workloads = [case.make(StressInputs(layer.problem, bias, seed + i)) for i, case in enumerate(cases)]
-    inputs = [_local_inputs(layer, case, it) for case, it in zip(cases, workloads, strict=True)]
-    columns = ((it.x, it.ids, it.weights, it.logits) for it in inputs)
+    inputs = [_local_inputs(layer, case, workload) for case, workload in zip(cases, workloads, strict=True)]
+    columns = ((call.x, call.ids, call.weights, call.logits) for call in inputs)
     joined = LayerInputs(*(torch.cat(tensors) for tensors in zip(*columns, strict=True)))
-    answers = torch.split(expected_of(layer, joined, device), [len(it.x) for it in inputs])
+    results = torch.split(expected_of(layer, joined, device), [len(call.x) for call in inputs])
     return tuple(
-        PlannedCase(case, workload, answer, _why_skipped(layer, case, answer))
-        for case, workload, answer in zip(cases, workloads, answers, strict=True)
+        PlannedCase(case, workload, result, _why_skipped(layer, case, result))
+        for case, workload, result in zip(cases, workloads, results, strict=True)
     )
 
 
 def _local_inputs(layer: ExpertLayer, case: StressCase, workload: Workload) -> LayerInputs:
-    """The inputs, with -1 for ids of experts that the case's kernel does not have."""
+    """The inputs, with -1 for ids of experts that the kernel of the case does not have."""
     inputs = workload.inputs
-    if case.how not in SHARES or _no_share(layer):
+    if case.how not in SUBSETS or _no_subset(layer):
         return inputs
-    local = SHARES[case.how](layer)[inputs.ids.clamp(min=0).long()] & (inputs.ids >= 0)
+    local = SUBSETS[case.how](layer)[inputs.ids.clamp(min=0).long()] & (inputs.ids >= 0)
     return replace(inputs, ids=torch.where(local, inputs.ids, -1))
 
 
-def _last_ranks(layer: ExpertLayer) -> Tensor:
-    first = layer.problem.experts - rank_share(layer, RANKS, RANKS - 1).problem.local_experts
+def _on_last_rank(layer: ExpertLayer) -> Tensor:
+    first = layer.problem.experts - expert_shard(layer, RANKS, RANKS - 1).problem.local_experts
     return torch.arange(layer.problem.experts) >= first
 
 
-def _mapped(layer: ExpertLayer) -> Tensor:
+def _in_map(layer: ExpertLayer) -> Tensor:
     return every_second(layer)[1] >= 0
 
 
-SHARES: Mapping[str, Callable[[ExpertLayer], Tensor]] = {"share": _last_ranks, "map": _mapped}
-"""Ways to run a case with some of the experts, and their ``[experts]`` bool masks."""
+SUBSETS: Mapping[str, Callable[[ExpertLayer], Tensor]] = {"share": _on_last_rank, "map": _in_map}
+"""Ways to run a case with a subset of the experts, and the ``[experts]`` bool masks of the subsets."""
 
 
-def _no_share(layer: ExpertLayer) -> str:
+def _no_subset(layer: ExpertLayer) -> str:
+    """Why no subset of the experts can be run; empty if it can."""
     if layer.rank_slice is not None and layer.partial:
-        return "the layer is itself one rank's shard, in every case"
+        return "the layer is one rank's shard itself, in every case"
     return f"there are {layer.problem.experts} experts" if layer.problem.experts < RANKS else ""
 
 
-def _why_skipped(layer: ExpertLayer, case: StressCase, answer: Tensor) -> str:
+def _why_skipped(layer: ExpertLayer, case: StressCase, expected: Tensor) -> str:
     """Why a case does not apply to `layer`; empty if it does."""
-    if case.how in SHARES:
-        return _no_share(layer)
+    if case.how in SUBSETS:
+        return _no_subset(layer)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[layer.problem.dtype]
-    if answer.numel() and float(answer.abs().max()) > torch.finfo(dtype).max:
+    if expected.numel() and float(expected.abs().max()) > torch.finfo(dtype).max:
         return f"its results exceed the range of {layer.problem.dtype}"
     return ""
 
 
 def stress(
-    ready: CheckedLayer, cases: Sequence[PlannedCase], device: torch.device, progress: Callable[[str], None]
+    ready: RunnableLayer, cases: Sequence[PlannedCase], device: torch.device, progress: Callable[[str], None]
 ) -> Iterator[CaseResult]:
-    """The result of each case on a prepared layer; a failure is a result too, as is a broken device."""
+    """Yields the result of each case on a prepared layer; failures and a lost device are results, too."""
     device_error = ""
     for planned in cases:
         progress(planned.case.name)
@@ -154,7 +155,7 @@ def stress(
         yield result
 
 
-def _run_case(ready: CheckedLayer, planned: PlannedCase) -> CaseResult:
+def _run_case(ready: RunnableLayer, planned: PlannedCase) -> CaseResult:
     case, kernel = planned.case, ready.kernel
     if planned.skipped:
         return _result(ready, planned, None, planned.skipped)
@@ -181,7 +182,7 @@ def _run_case(ready: CheckedLayer, planned: PlannedCase) -> CaseResult:
 
 
 def _result(
-    ready: CheckedLayer, planned: PlannedCase, ok: bool | None, note: str, check: CheckResult | None = None
+    ready: RunnableLayer, planned: PlannedCase, ok: bool | None, note: str, check: CheckResult | None = None
 ) -> CaseResult:
     case = planned.case
     name = ready.kernel.runner.name
@@ -201,20 +202,20 @@ def _deviation(y: Tensor, expected: Tensor, result: CheckResult) -> str:
     return f"RMS {result.rms:.3g} (at most {limit.rms:g}), max {result.max:.3g} ({limit.max:g}); {token}"
 
 
-# How a case is run.
+# Ways to run a case.
 
 
-def _once(ready: CheckedLayer, workload: Workload) -> _CaseRun:
+def _once(ready: RunnableLayer, workload: Workload) -> _CaseRun:
     return _called(ready.kernel, *workload.at(ready.prepared))
 
 
-def _share(ready: CheckedLayer, workload: Workload) -> _CaseRun:
-    shard = rank_share(ready.layer, RANKS, RANKS - 1)
+def _share(ready: RunnableLayer, workload: Workload) -> _CaseRun:
+    shard = expert_shard(ready.layer, RANKS, RANKS - 1)
     kernel = kernel_of(shard.prepared(ready.prepared.backend, ready.prepared.device))
     return _called(kernel, *workload.at(kernel.prepared))
 
 
-def _map(ready: CheckedLayer, workload: Workload) -> _CaseRun:
+def _map(ready: RunnableLayer, workload: Workload) -> _CaseRun:
     subset, table = every_second(ready.layer)
     prepared = subset.prepared(ready.prepared.backend, ready.prepared.device)
     runner = ready.kernel.runner
@@ -223,7 +224,7 @@ def _map(ready: CheckedLayer, workload: Workload) -> _CaseRun:
     return _called(kernel, *workload.at(ready.prepared))
 
 
-def _padding(ready: CheckedLayer, workload: Workload) -> _CaseRun:
+def _padding(ready: RunnableLayer, workload: Workload) -> _CaseRun:
     kernel, skipped = ready.kernel, ""
     if kernel.runner.layout_of(ready.layer.problem) is not None and not kernel.runner.masks_padding:
         skipped = "the weights' padding stayed zeros, which the backend relies on"
@@ -233,32 +234,32 @@ def _padding(ready: CheckedLayer, workload: Workload) -> _CaseRun:
         kernel = kernel if prepared is None else kernel_of(prepared)
     inputs, bias = workload.at(kernel.prepared)
     nan = float("nan")
-    surrounded = LayerInputs(
-        _within(inputs.x, nan, APART), _within(inputs.ids, 0), _within(inputs.weights, nan),
-        _within(inputs.logits, nan),
+    enclosed = LayerInputs(
+        _enclosed(inputs.x, nan, ROW_GAP), _enclosed(inputs.ids, 0), _enclosed(inputs.weights, nan),
+        _enclosed(inputs.logits, nan),
     )  # fmt: skip
-    return replace(_called(kernel, surrounded, bias), skipped=skipped)
+    return replace(_called(kernel, enclosed, bias), skipped=skipped)
 
 
-def _repeated(ready: CheckedLayer, workload: Workload) -> _CaseRun:
+def _repeated(ready: RunnableLayer, workload: Workload) -> _CaseRun:
     inputs, bias = workload.at(ready.prepared)
     first = _called(ready.kernel, inputs, bias)
     if first.y is None:
         return first
-    other = LayerInputs(
+    reversed_inputs = LayerInputs(
         *(t.flip(0).contiguous() for t in (inputs.x, inputs.ids, inputs.weights, inputs.logits))
     )
-    ready.kernel.run(other, bias)
+    ready.kernel.run(reversed_inputs, bias)
     for _ in range(3):
-        again = ready.kernel.run(inputs, bias).cpu()
-        differing = int((again.view(torch.int16) != first.y.view(torch.int16)).any(1).sum())
+        repeated = ready.kernel.run(inputs, bias).cpu()
+        differing = int((repeated.view(torch.int16) != first.y.view(torch.int16)).any(1).sum())
         if differing:
-            reason = f"{differing} of {len(first.y)} tokens had other bits when the call was repeated"
+            reason = f"{differing} of {len(first.y)} tokens had different bits when the call was repeated"
             return replace(first, wrong=(*first.wrong, reason))
     return first
 
 
-WAYS: Mapping[str, Callable[[CheckedLayer, Workload], _CaseRun]] = {
+WAYS: Mapping[str, Callable[[RunnableLayer, Workload], _CaseRun]] = {
     "once": _once,
     "share": _share,
     "map": _map,
@@ -268,20 +269,20 @@ WAYS: Mapping[str, Callable[[CheckedLayer, Workload], _CaseRun]] = {
 """Ways to run a case, by the name in `StressCase.how`."""
 
 
-def _within(t: Tensor, fill: float, apart: int = 0) -> Tensor:
-    """`t` as a view into a larger tensor of `fill`: a row before, one after, `apart` between its rows."""
-    buffer = t.new_full((len(t) + 2, t.shape[1] + apart), fill)
+def _enclosed(t: Tensor, fill: float, gap: int = 0) -> Tensor:
+    """`t` as a view into a larger tensor of `fill`: a row before, one after, `gap` elements between rows."""
+    buffer = t.new_full((len(t) + 2, t.shape[1] + gap), fill)
     view = buffer[1 : len(t) + 1, : t.shape[1]]
     view.copy_(t)
     return view
 
 
 def _called(kernel: FusedMoEKernel, inputs: LayerInputs, bias: Tensor | None) -> _CaseRun:
-    """One call in poisoned memory; a result of the wrong shape, dtype or device does not count."""
+    """One call in poisoned memory; without a result if shape, dtype or device are wrong."""
     arguments = {"x": inputs.x, "ids": inputs.ids, "weights": inputs.weights, "logits": inputs.logits}
     before = {name: t.clone() for name, t in arguments.items()}
     if inputs.x.is_cuda:
-        # The first call leaves behind the memory that the second one gets.
+        # The second call reuses the memory that the first one has freed.
         kernel.run(inputs, bias)
     with poisoned_memory(inputs.x.device):
         y = kernel.run(inputs, bias)
@@ -297,29 +298,29 @@ def _called(kernel: FusedMoEKernel, inputs: LayerInputs, bias: Tensor | None) ->
 
 @contextmanager
 def poisoned_memory(device: torch.device) -> Iterator[None]:
-    """Inside, memory that torch leaves uninitialized holds NaN, or negative or very large integers.
+    """Within the context, uninitialized memory of torch holds NaN, or negative or very large integers.
 
-    On CUDA this covers the blocks that the caching allocator has free on entry, not new memory of the driver.
+    On CUDA this covers the caching allocator's free blocks on entry, not memory newly taken from the driver.
     """
     if device.type == "cuda":
         _poison_free_blocks(device)
         yield
         return
     settings: Any = torch.utils.deterministic
-    filling = settings.fill_uninitialized_memory
-    before = torch.are_deterministic_algorithms_enabled()
+    filled = settings.fill_uninitialized_memory
+    deterministic = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     settings.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=only_warned)
-        settings.fill_uninitialized_memory = filling
+        torch.use_deterministic_algorithms(deterministic, warn_only=only_warned)
+        settings.fill_uninitialized_memory = filled
 
 
 def _poison_free_blocks(device: torch.device) -> None:
-    """Fills every free block of the caching allocator with one bits (NaN in every float type)."""
+    """Fills every free block of the caching allocator with bytes 0xFF (NaN in every float type)."""
     sizes = []
     for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
         small = segment["segment_type"] == "small"

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import UsageError
 from ..files.safe_reading import unreadable
 from ..kernels.layer_inputs import LayerInputs, check_ids, check_tokens, make_inputs, no_bias
-from ..kernels.prepared_layer import PreparedMoE
+from ..kernels.prepared_layer import PreparedMoE, Router
 from ..kernels.reference import moe_reference
 from ..kernels.routing import route_by
 from ..layer.experts import ExpertLayer
@@ -26,8 +26,8 @@ class Workload:
     """One call's inputs on the CPU, with the layer's own expert ids.
 
     Attributes:
-        routed_by: ``router`` (the checkpoint's), ``input`` (ids from a file) or ``random``.
-        correction_bias: ``[experts]``, for kernels that route by themselves; or None.
+        routed_by: ``router`` (the checkpoint's), ``input`` (ids in a file) or ``random``.
+        correction_bias: ``[experts]`` for kernels that route by themselves, or None.
     """
 
     inputs: LayerInputs
@@ -42,7 +42,7 @@ class Workload:
     def at(self, prepared: PreparedMoE) -> tuple[LayerInputs, Tensor | None]:
         """Copies of inputs and bias on the device of `prepared`, with -1 for experts that it does not have.
 
-        Copies, so that a backend that writes into them by mistake cannot affect another one.
+        They are copied so that a backend that writes into them by mistake cannot affect the next one.
         """
         inputs = self.inputs
         tensors = (inputs.x, prepared.local_ids(inputs.ids), inputs.weights, inputs.logits)
@@ -55,8 +55,8 @@ def workload_of(layer: ExpertLayer, tokens: int = 8, seed: int = 0, source: Path
     """The inputs of a run of `layer`, routed by its router if it has one.
 
     Args:
-        tokens, seed: of random tokens, N(0, 1).
-        source: instead of these, a safetensors file with ``x`` [tokens, hidden] and optionally ``ids`` and
+        tokens, seed: number and seed of random tokens, N(0, 1).
+        source: instead, a safetensors file with ``x`` [tokens, hidden] and optionally ``ids`` and
             ``weights`` [tokens, top_k]; an id of -1 stands for no expert.
 
     Raises:
@@ -69,16 +69,31 @@ def workload_of(layer: ExpertLayer, tokens: int = 8, seed: int = 0, source: Path
             logits = torch.zeros(len(x), layer.problem.experts)
             return Workload(LayerInputs(x, ids, weights, logits), "input")
         inputs = replace(make_inputs(layer.problem, len(x), seed), x=x)
-    # Experts with their own hidden size get a projection of the router's input.
+    # Experts with their own hidden size take a projection of the router's input.
     if layer.router is None or layer.problem.model_hidden != layer.problem.dims.hidden:
         return Workload(inputs, "random", no_bias(layer.problem))
-    token_ids = None
-    if layer.router.table is not None:
-        # Random tokens have no token ids: draw them too.
-        generator = torch.Generator().manual_seed(seed_of("token ids", seed))
-        token_ids = torch.randint(len(layer.router.table), (len(inputs.x),), generator=generator)
+    token_ids = random_token_ids(layer.router, len(inputs.x), seed)
     ids, weights, logits = route_by(layer.router, inputs.x, layer.problem, token_ids)
     return Workload(LayerInputs(inputs.x, ids, weights, logits), "router", layer.router.correction_bias)
+
+
+def random_token_ids(router: Router, tokens: int, *seed: int) -> Tensor | None:
+    """``[tokens]`` token ids for a router that looks experts up by them; None for other routers."""
+    if router.table is None:
+        return None
+    generator = torch.Generator().manual_seed(seed_of("token ids", *seed))
+    return torch.randint(len(router.table), (tokens,), generator=generator)
+
+
+def load_tensors(path: Path, what: str) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; UsageError, about `what`, if it cannot be read."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise unreadable(what, path, error, "a safetensors file") from error
 
 
 def expected_of(layer: ExpertLayer, inputs: LayerInputs, device: torch.device) -> Tensor:
@@ -92,13 +107,7 @@ def expected_of(layer: ExpertLayer, inputs: LayerInputs, device: torch.device) -
 
 
 def _read_input(source: Path, problem: MoEProblem) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        stored = load_file(source)
-    except (OSError, SafetensorError) as error:
-        raise unreadable(f"--input {source}", source, error, "a safetensors file") from error
+    stored = load_tensors(source, f"--input {source}")
     if "x" not in stored:
         raise UsageError(f"--input {source} must hold a tensor x, got {', '.join(sorted(stored)) or 'none'}")
     x = stored["x"]

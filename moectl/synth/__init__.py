@@ -39,44 +39,44 @@ def synthesize(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress = silent,
 ) -> Path:
-    """The directory `out` with a checkpoint of the built-in `model`, its sizes changed as asked.
+    """Writes a checkpoint of the built-in `model` at the given sizes to the directory `out`; returns `out`.
 
-    It holds config.json, the MoE layers' tensors (experts, router, shared experts) under their
-    published names, a small embedding and the last norm, and an index when there is more than one
-    file. It leaves out what the catalogue does not list: attention, the layers' norms, dense layers,
-    the output head and the tokenizer, so that no engine can generate text with it. Weights are drawn
-    with standard deviation ``1 / sqrt(fan_in)`` and quantized with the format's codec; an expert's
-    rows are picked from `BANK_ROWS` such rows and turned by whole groups, so that a layer
-    of full size takes seconds. Equal arguments give equal bytes. Top-k never exceeds the experts.
+    It contains config.json, the MoE layers' tensors (experts, router, shared experts) under their published
+    names, a small embedding, the last norm, and an index if there is more than one file. It lacks what the
+    catalogue does not list: attention, the layers' norms, dense layers, the output head and the tokenizer, so
+    that no engine can generate text with it. Weights are drawn with standard deviation ``1 / sqrt(fan_in)``
+    and quantized with the format's codec; an expert's rows are picked from `BANK_ROWS` such rows and rotated
+    by whole groups, so that a layer of full size takes seconds. Equal arguments give equal bytes. Top-k never
+    exceeds the experts.
 
     Args:
-        layers: MoE layers; dense layers before them count in the config, and have no tensors.
+        layers: number of MoE layers; dense layers before them are in the config but have no tensors.
         shard_bytes: as `SHARD_BYTES`.
-        progress: called with bytes done, bytes in all, and the file being written.
+        progress: called with bytes done, total bytes, and the file being written.
 
     Raises:
         UsageError: an unknown model, a size that does not fit the format, or `out` is not empty.
-        Unavailable: `out` cannot be written, or the disk has not enough room. After any error, an
-            interrupt included, `out` is as it was.
+        Unavailable: `out` cannot be written, or the disk is too full. After any error, including an
+            interrupt, `out` is as it was before.
     """
     entry = built_in(model)
     config = resized(entry, SynthSizes(layers, experts, hidden, intermediate, top_k))
-    model_at = Resized(entry, config)
-    listing = model_at.listing()
-    groups = model_at.groups(listing)
+    model_tensors = Resized(entry, config)
+    listing = model_tensors.listing()
+    groups = model_tensors.groups(listing)
     maker = TensorMaker(seed)
     maker.add(Checkpoint(config, listing, groups, Origin("catalogue", entry.name)))
-    listing |= _rest(groups[0])
+    listing |= _outer_tensors(groups[0])
     refuse_filled(out)
     with disk_errors(out, 0):
         total = sum(info.nbytes for info in listing.values())
-        refuse_small_disk(out, total, "Ask for fewer layers or experts, or write to another disk.")
+        refuse_small_disk(out, total, "Choose fewer layers or experts, or write to another disk.")
     files = _files(_shards(list(listing.values()), shard_bytes))
     weight_map = {name: file.name for file in files for name in file.tensors}
     documents: dict[str, Any] = dict(entry.documents)
     if files[1:]:
         documents[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    # Last: a directory that was not finished has no config.json, so that nothing takes it for a checkpoint.
+    # Last, so that an unfinished directory has no config.json and is not taken for a checkpoint.
     documents[CONFIG] = config
     meter = Meter(progress, total)
     with all_or_none(out, [*(file.name for file in files), *documents]):
@@ -87,8 +87,8 @@ def synthesize(
     return out
 
 
-def _rest(group: LayerGroup) -> dict[str, TensorInfo]:
-    """Tensors that belong to no MoE layer: a small embedding and the last norm, with no file yet."""
+def _outer_tensors(group: LayerGroup) -> dict[str, TensorInfo]:
+    """Tensors that belong to no layer: a small embedding and the last norm."""
     hidden, dtype = group.problem.model_hidden, MODEL_DTYPES[group.problem.dtype]
     root = re.split(r"(?:layers|blocks)\.\{layer\}", group.names.experts["w2"])[0]
     shapes = {f"{root}embed_tokens.weight": (VOCABULARY, hidden), f"{root}norm.weight": (hidden,)}
@@ -98,25 +98,25 @@ def _rest(group: LayerGroup) -> dict[str, TensorInfo]:
 
 
 def _shards(tensors: list[TensorInfo], shard_bytes: int) -> list[list[TensorInfo]]:
-    """`tensors` in runs of at most `shard_bytes`."""
-    runs: list[list[TensorInfo]] = [[]]
+    """`tensors` in consecutive shards of at most `shard_bytes`."""
+    shards: list[list[TensorInfo]] = [[]]
     room = shard_bytes
     for info in tensors:
-        if runs[-1] and info.nbytes > room:
-            runs.append([])
+        if shards[-1] and info.nbytes > room:
+            shards.append([])
             room = shard_bytes
-        runs[-1].append(info)
+        shards[-1].append(info)
         room -= info.nbytes
-    return runs
+    return shards
 
 
 def _files(shards: list[list[TensorInfo]]) -> list[FilePlan]:
-    """A plan for each shard's file, named as published checkpoints name them."""
-    names = [f"model-{at:05}-of-{len(shards):05}.safetensors" for at in range(1, len(shards) + 1)]
+    """A plan for each shard's file, with the usual names."""
+    names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = ["model.safetensors"]
     return [
-        plan_file(name, (TensorSpec(it.name, it.dtype, it.shape) for it in shard), {"format": "pt"})
+        plan_file(name, (TensorSpec(info.name, info.dtype, info.shape) for info in shard), {"format": "pt"})
         for name, shard in zip(names, shards, strict=True)
     ]
 
@@ -126,9 +126,9 @@ def _write(path: Path, file: FilePlan, maker: TensorMaker, meter: Meter) -> None
     with replacing(path, file.size) as fd:
         write_exactly(fd, memoryview(file.header), 0)
         for info in file.tensors.values():
-            at = info.start
+            offset = info.start
             for part in maker.parts(info):
-                write_exactly(fd, part.numpy().data, at)
-                at += part.numel()
+                write_exactly(fd, part.numpy().data, offset)
+                offset += part.numel()
                 meter.advance(part.numel())
-            assert at == info.end, f"{info.name}: {at - info.start} bytes, not {info.nbytes}"
+            assert offset == info.end, f"{info.name}: {offset - info.start} bytes, not {info.nbytes}"

@@ -22,22 +22,23 @@ from ..torch_dtypes import TORCH_DTYPES
 from .resize import match_shared
 
 BANK_ROWS = 4096
-"""Rows of each matrix kind that are drawn and quantized; every expert is made of such rows."""
+"""Rows that are drawn and quantized per number of columns; every expert is made of such rows."""
 
 PIECE_ROWS = 1024
-"""Rows that are quantized together: encoding takes several times the memory of what it encodes. A bank whose
-rows share a scale has so many."""
+"""Rows quantized at once, since encoding takes several times the memory of its input. A bank whose rows share
+a scale has only these."""
 
 ROUTER_SPREAD = 2.0
-"""Standard deviation of router logits for inputs of unit variance: far enough apart to rank experts."""
+"""Standard deviation of router logits for inputs of unit variance: enough to rank experts."""
 
 BIAS_SPREAD = 0.05
+"""Standard deviation of biases."""
 
 LARGEST_INPUT = 8.0
-"""Largest magnitude of activations that static scales are made for."""
+"""Largest magnitude of activations that static scales allow for."""
 
 SCALE_SPREAD = 0.125
-"""How far the one scale of a matrix is from its bank's, at most, so that every expert has its own."""
+"""Largest relative difference of a matrix's only scale from its bank's, so that experts differ."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class _Bank:
 
     Attributes:
         codes: ``[units, rows of a unit, groups, elements of a group]``.
-        scale, zero: ``[units, groups]``, or ``[1, 1]`` for one scale of all.
-        single: the number that a matrix has once (its scale, or the scale of its scales), if any.
+        scale, zero: ``[units, groups]``, or ``[1, 1]`` if all share one scale.
+        single: the scale, or the scale of the scales, that a matrix has only once; if any.
     """
 
     codes: Tensor
@@ -56,8 +57,8 @@ class _Bank:
     single: Tensor | None
 
     @property
-    def turns(self) -> int:
-        """Groups that a row may be turned by."""
+    def groups(self) -> int:
+        """Number of groups in a row."""
         return self.codes.shape[2]
 
 
@@ -68,16 +69,16 @@ def _bank(weight: WeightFormat, weights: Tensor) -> _Bank:
     codes = torch.cat([piece.codes[0] for piece in pieces])
 
     def joined(name: str) -> Tensor | None:
-        found = [getattr(piece, name) for piece in pieces]
-        return None if found[0] is None else torch.cat([t[0] for t in found])
+        tensors = [getattr(piece, name) for piece in pieces]
+        return None if tensors[0] is None else torch.cat([t[0] for t in tensors])
 
     rows, columns = weights.shape
-    tall = max(1, weight.block[0])
+    unit_rows = max(1, weight.block[0])
     group = 1 if weight.bits == 16 else columns if weight.group in (FULL, 0) else weight.group
     groups = columns // group if columns % group == 0 else 1
     scale = joined("scale")
     single = joined("global_scale") if weight.number.global_scale else scale if _is_single(weight) else None
-    return _Bank(codes.view(rows // tall, tall, groups, -1), scale, joined("zero"), single)
+    return _Bank(codes.view(rows // unit_rows, unit_rows, groups, -1), scale, joined("zero"), single)
 
 
 def _is_single(weight: WeightFormat) -> bool:
@@ -87,9 +88,9 @@ def _is_single(weight: WeightFormat) -> bool:
 
 @dataclass(frozen=True)
 class _Experts:
-    """The experts of a group of layers, or its shared experts as one.
+    """The experts of a group of layers, or its shared experts as a single one.
 
-    `mappings` are how their tensors are stored, by stored role.
+    `mappings` describe how their tensors are stored, by stored role.
     """
 
     problem: MoEProblem
@@ -98,8 +99,8 @@ class _Experts:
 
 
 @dataclass(frozen=True)
-class _TensorPlace:
-    """What a tensor is: its kind and role, the layer, and the expert where it has one of its own."""
+class _TensorRole:
+    """What a tensor is: kind, role and layer, and the number of the expert if it belongs to one."""
 
     kind: str
     role: str
@@ -110,16 +111,16 @@ class _TensorPlace:
 
 @dataclass
 class TensorMaker:
-    """Makes each tensor's bytes from the seed and its own name, so that order and batch do not matter."""
+    """Makes each tensor's bytes from the seed and the tensor's name alone, so that order does not matter."""
 
     seed: int
-    _places: dict[str, _TensorPlace] = field(default_factory=dict)
+    _roles: dict[str, _TensorRole] = field(default_factory=dict)
     _banks: dict[tuple[WeightFormat, int], _Bank] = field(default_factory=dict)
 
     def add(self, checkpoint: Checkpoint) -> None:
-        """Takes in a model's layers; MoectlError when their experts cannot be stored as the model does it."""
+        """Adds the layers of a model; MoectlError if their experts cannot be stored as in the model."""
         for group in checkpoint.groups:
-            own = _experts(checkpoint, group)
+            routed = _experts(checkpoint, group)
             shared = _shared_experts(checkpoint, group)
             names = group.names
             for layer in group.layers:
@@ -129,127 +130,128 @@ class TensorMaker:
                     ("latent", names.latent),
                 ):
                     for role, template in roles.items():
-                        made = shared if kind == "shared" and role != "gate" else None
-                        self._places[template.format(layer=layer)] = _TensorPlace(
-                            kind, role, layer, None, made
+                        experts = shared if kind == "shared" and role != "gate" else None
+                        self._roles[template.format(layer=layer)] = _TensorRole(
+                            kind, role, layer, None, experts
                         )
                 for role, template in names.experts.items():
-                    several: list[int | None] = (
+                    numbers: list[int | None] = (
                         list(range(group.problem.experts)) if "{expert}" in template else [None]
                     )
-                    for expert in several:
-                        place = _TensorPlace("expert", role, layer, expert, own)
-                        self._places[template.format(layer=layer, expert=expert)] = place
+                    for expert in numbers:
+                        tensor_role = _TensorRole("expert", role, layer, expert, routed)
+                        self._roles[template.format(layer=layer, expert=expert)] = tensor_role
 
     def parts(self, info: TensorInfo) -> Iterator[Tensor]:
-        """The tensor in pieces of whole experts, each contiguous bytes."""
-        place = self._places.get(info.name, _TensorPlace("rest", "", 0))
-        if place.experts is None:
-            yield _as_bytes(self._plain(info, place))
+        """Yields the tensor's bytes, expert by expert if it holds several."""
+        role = self._roles.get(info.name, _TensorRole("rest", "", 0))
+        if role.experts is None:
+            yield _as_bytes(self._plain(info, role))
             return
-        made, mapping = place.experts, place.experts.mappings[place.role]
-        one = place.expert is not None or mapping.shared
-        for expert in (place.expert or 0,) if one else range(made.problem.experts):
-            yield _as_bytes(self._stored(made, mapping, place, expert))
+        experts, mapping = role.experts, role.experts.mappings[role.role]
+        single = role.expert is not None or mapping.shared
+        for expert in (role.expert or 0,) if single else range(experts.problem.experts):
+            yield _as_bytes(self._stored(experts, mapping, role, expert))
 
     def _generator(self, *key: object) -> torch.Generator:
         """A generator that depends on the seed and `key` alone."""
         return torch.Generator().manual_seed(seed_of(self.seed, *key))
 
-    def _plain(self, info: TensorInfo, place: _TensorPlace) -> Tensor:
-        """What is stored as it is: routers, plain shared experts, projections and the rest."""
+    def _plain(self, info: TensorInfo, role: _TensorRole) -> Tensor:
+        """A tensor that is not quantized: routers, plain shared experts, projections and others."""
         generator, dtype = self._generator(info.name), TORCH_DTYPES[info.dtype]
-        if place.role == "hash":
+        if role.role == "hash":
             tokens, top_k = info.shape
-            experts = self._experts_of(place.layer)
+            experts = self._expert_count(role.layer)
             return torch.rand(tokens, experts, generator=generator).topk(top_k).indices.to(dtype)
-        if info.name.endswith("norm.weight") or place.role == "input_scale":
+        if info.name.endswith("norm.weight") or role.role == "input_scale":
             return torch.ones(info.shape, dtype=dtype)
-        if place.role == "expert_scale":
+        if role.role == "expert_scale":
             return (torch.rand(info.shape, generator=generator) + 0.5).to(dtype)
         values = torch.randn(info.shape, generator=generator)
-        if math.prod(info.shape) == max(info.shape) and place.role != "gate":
+        if math.prod(info.shape) == max(info.shape) and role.role != "gate":
             values *= BIAS_SPREAD
         else:
-            values *= (ROUTER_SPREAD if place.kind == "router" else 1.0) / math.sqrt(info.shape[-1])
+            values *= (ROUTER_SPREAD if role.kind == "router" else 1.0) / math.sqrt(info.shape[-1])
         return values.to(dtype)
 
-    def _experts_of(self, layer: int) -> int:
+    def _expert_count(self, layer: int) -> int:
         return next(
-            place.experts.problem.experts
-            for place in self._places.values()
-            if place.kind == "expert" and place.layer == layer and place.experts
+            role.experts.problem.experts
+            for role in self._roles.values()
+            if role.kind == "expert" and role.layer == layer and role.experts
         )
 
-    def _stored(self, made: _Experts, mapping: TensorMapping, place: _TensorPlace, expert: int) -> Tensor:
+    def _stored(self, experts: _Experts, mapping: TensorMapping, role: _TensorRole, expert: int) -> Tensor:
         """One expert's tensor as it is stored."""
-        matrix, _, kind = place.role.partition("_")
+        matrix, _, kind = role.role.partition("_")
         if not mapping.role:
-            found = extra_values(place.role, made.problem, mapping.shape, made.zeros_less_one)
-            return found.to(TORCH_DTYPES[mapping.dtype])
-        if place.kind == "shared":
+            values = extra_values(role.role, experts.problem, mapping.shape, experts.zeros_less_one)
+            return values.to(TORCH_DTYPES[mapping.dtype])
+        if role.kind == "shared":
             matrix = f"shared {matrix}"
         make = {"input": self._input, "bias": self._bias}.get(kind)
         rows = (
-            make(made, matrix, place.layer, expert)
+            make(experts, matrix, role.layer, expert)
             if make
-            else self._pick(made, matrix, kind, place.layer, expert)
+            else self._pick(experts, matrix, kind, role.layer, expert)
         )
         return mapping.packed(rows[None])
 
-    def _bank_of(self, made: _Experts, columns: int) -> _Bank:
-        weight = made.problem.scheme.weight
+    def _bank_of(self, experts: _Experts, columns: int) -> _Bank:
+        weight = experts.problem.scheme.weight
         if (weight, columns) not in self._banks:
             rows = PIECE_ROWS if _is_single(weight) or weight.number.global_scale else BANK_ROWS
             drawn = torch.randn(1, rows, columns, generator=self._generator("bank", columns))
             self._banks[weight, columns] = _bank(weight, drawn[0] / math.sqrt(columns))
         return self._banks[weight, columns]
 
-    def _pick(self, made: _Experts, matrix: str, kind: str, layer: int, expert: int) -> Tensor:
-        """One expert's rows of a kind, turned by whole groups; all kinds of a matrix alike."""
-        weight = made.problem.scheme.weight
-        rows, columns = _extents(made.problem, matrix)
-        bank = self._bank_of(made, columns)
+    def _pick(self, experts: _Experts, matrix: str, kind: str, layer: int, expert: int) -> Tensor:
+        """One expert's rows of a kind, rotated by whole groups; equally for all kinds of a matrix."""
+        weight = experts.problem.scheme.weight
+        rows, columns = _extents(experts.problem, matrix)
+        bank = self._bank_of(experts, columns)
         if kind == "global" or (kind == "scale" and _is_single(weight)):
             assert bank.single is not None, "the format has one scale for a matrix"
-            return bank.single * self._own(matrix, layer, expert).expand(_halves(made.problem, matrix), 1)
+            factor = self._scale_factor(matrix, layer, expert)
+            return bank.single * factor.expand(_halves(experts.problem, matrix), 1)
         generator = self._generator(matrix, layer, expert)
-        tall = bank.codes.shape[1]
-        chosen = torch.randint(len(bank.codes), (-(-rows // tall),), generator=generator)
-        turn = int(torch.randint(bank.turns, (), generator=generator))
+        unit_rows = bank.codes.shape[1]
+        chosen = torch.randint(len(bank.codes), (-(-rows // unit_rows),), generator=generator)
+        shift = int(torch.randint(bank.groups, (), generator=generator))
         if kind:
             source = bank.scale if kind == "scale" else bank.zero
-            assert source is not None, "the format has scales and, where they are stored, zeros"
-            return source[chosen].roll(turn, dims=1)
-        codes = bank.codes[chosen].roll(turn, dims=2).reshape(len(chosen) * tall, -1)[:rows]
-        return codes.to(TORCH_DTYPES[MODEL_DTYPES[made.problem.dtype]]) if weight.bits == 16 else codes
+            assert source is not None, "only kinds that the format stores are picked"
+            return source[chosen].roll(shift, dims=1)
+        codes = bank.codes[chosen].roll(shift, dims=2).reshape(len(chosen) * unit_rows, -1)[:rows]
+        return codes.to(TORCH_DTYPES[MODEL_DTYPES[experts.problem.dtype]]) if weight.bits == 16 else codes
 
-    def _own(self, matrix: str, layer: int, expert: int) -> Tensor:
-        """``[1, 1]``: a factor near 1 that gate and up share, of one expert."""
+    def _scale_factor(self, matrix: str, layer: int, expert: int) -> Tensor:
+        """``[1, 1]``: one expert's factor near 1, which gate and up share."""
         role = matrix if matrix.endswith("w2") else "w13"
         drawn = torch.rand(1, 1, generator=self._generator("own", role, layer, expert))
         return 1 + SCALE_SPREAD * (2 * drawn - 1)
 
-    def _input(self, made: _Experts, matrix: str, layer: int, expert: int) -> Tensor:
+    def _input(self, experts: _Experts, matrix: str, layer: int, expert: int) -> Tensor:
         """Static scales of the activations that enter a matrix."""
-        largest = made.problem.scheme.act.number.input_largest or LARGEST_INPUT
-        scale = LARGEST_INPUT / largest * self._own(f"input {matrix}", layer, expert)
-        return scale.expand(_halves(made.problem, matrix), 1)
+        largest = experts.problem.scheme.act.number.input_largest or LARGEST_INPUT
+        scale = LARGEST_INPUT / largest * self._scale_factor(f"input {matrix}", layer, expert)
+        return scale.expand(_halves(experts.problem, matrix), 1)
 
-    def _bias(self, made: _Experts, matrix: str, layer: int, expert: int) -> Tensor:
+    def _bias(self, experts: _Experts, matrix: str, layer: int, expert: int) -> Tensor:
         generator = self._generator(matrix, "bias", layer, expert)
-        values = torch.randn(_extents(made.problem, matrix)[0], generator=generator) * BIAS_SPREAD
-        return values.to(TORCH_DTYPES[MODEL_DTYPES[made.problem.dtype]])
+        values = torch.randn(_extents(experts.problem, matrix)[0], generator=generator) * BIAS_SPREAD
+        return values.to(TORCH_DTYPES[MODEL_DTYPES[experts.problem.dtype]])
 
 
 def _experts(checkpoint: Checkpoint, group: LayerGroup) -> _Experts:
     layer = map_layer(checkpoint, group, group.layers[0])
-    mappings = {each.mapping.stored: each.mapping for each in layer.mapped}
+    mappings = {mapped.mapping.stored: mapped.mapping for mapped in layer.mapped}
     return _Experts(group.problem, mappings, layer.zeros_less_one)
 
 
 def _shared_experts(checkpoint: Checkpoint, group: LayerGroup) -> _Experts | None:
-    """The shared experts as one expert; None where they are plain floats or not listed."""
+    """The shared experts as one expert; None if they are not quantized or not listed."""
     layer = group.layers[0]
     infos = {
         template: checkpoint.tensors[template.format(layer=layer)] for template in group.names.shared.values()
@@ -276,7 +278,7 @@ def _shared_experts(checkpoint: Checkpoint, group: LayerGroup) -> _Experts | Non
 
 
 def _halves(problem: MoEProblem, matrix: str) -> int:
-    """Gate and up, where they are stored as one matrix."""
+    """2 if gate and up are stored as one matrix, else 1."""
     return 2 if matrix.endswith("w13") and problem.activation.gated else 1
 
 

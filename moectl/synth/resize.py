@@ -24,11 +24,12 @@ from ..files.tensor_table import TensorInfo
 from ..problem.schemes import WeightFormat
 
 VOCABULARY = 256
+"""Rows of the embedding."""
 
 GROUP_KEYS = (("n_group", "num_expert_group"), ("topk_group", "num_limited_groups"))
-"""Config keys of the groups that experts are chosen in, and of how many of them are."""
+"""Config keys of the number of expert groups, and of the number of groups selected."""
 
-BESIDE_SHAPES: Mapping[tuple[str, str], str] = {
+AUXILIARY_SHAPES: Mapping[tuple[str, str], str] = {
     ("router", "weight"): "experts model",
     ("router", "bias"): "experts",
     ("router", "correction_bias"): "experts",
@@ -40,12 +41,12 @@ BESIDE_SHAPES: Mapping[tuple[str, str], str] = {
     ("latent", "norm"): "hidden",
     ("latent", "out"): "model hidden",
 }
-"""Shapes of what is not an expert's, by its kind and role; leading axes of one may be added."""
+"""Shapes of auxiliary tensors by kind and role; leading axes of size one may be added."""
 
 
 @dataclass(frozen=True)
 class SynthSizes:
-    """What of a published model is made smaller; None keeps the published value.
+    """Sizes that replace those of a published model; None keeps the published value.
 
     `layers` counts MoE layers.
     """
@@ -58,12 +59,11 @@ class SynthSizes:
 
 
 def resized(entry: CatalogueEntry, sizes: SynthSizes) -> dict[str, Any]:
-    """The published config with `sizes` in place of its own, under every key that holds them.
+    """The published config with `sizes`, under every key that holds them.
 
-    Widths that follow from a size (shared experts, a hidden size of the experts' own) keep their
-    proportion to it, lists with a value for each layer lose the layers left out, and groups that experts
-    are chosen in become fewer where there are not enough experts. Raises UsageError when a size is none that
-    a config may have, or there are not so many layers.
+    Widths that follow from a size (those of shared experts, the experts' own hidden size) keep their
+    proportion to it, lists with a value per layer are shortened, and expert groups become fewer if there are
+    not enough experts. Raises UsageError for sizes out of range, or more layers than are published.
     """
     for name, value in vars(sizes).items():
         most = LIMITS.get(name, LIMITS["layers"])
@@ -79,7 +79,7 @@ def resized(entry: CatalogueEntry, sizes: SynthSizes) -> dict[str, Any]:
     top_k = sizes.top_k or min(experts, fields.integer("top_k", KEYS["top_k"]))
     if top_k > experts:
         raise UsageError(
-            f"top-k {top_k} is more than the {experts} experts.", hint=f"Ask for at most {experts}."
+            f"top-k {top_k} is more than the {experts} experts.", hint=f"Choose at most {experts}."
         )
     changes: dict[str, int | None] = {"vocab_size": VOCABULARY}
     changes |= dict.fromkeys(KEYS["layers"], count)
@@ -96,38 +96,38 @@ def resized(entry: CatalogueEntry, sizes: SynthSizes) -> dict[str, Any]:
 
 
 def _count(entry: CatalogueEntry, sizes: SynthSizes, fields: ConfigFields, published: int) -> int:
-    """The layers of the config, dense ones included."""
+    """Number of layers of the config, dense ones included."""
     if sizes.layers is None:
         return published
-    found = moe_layers(fields, published)
-    if sizes.layers > len(found):
+    numbers = moe_layers(fields, published)
+    if sizes.layers > len(numbers):
         raise UsageError(
-            f"{entry.name} has {len(found)} MoE layers, {sizes.layers} were asked for.",
-            hint=f"Ask for 1 to {len(found)}, or leave it out for all.",
+            f"{entry.name} has {len(numbers)} MoE layers, {sizes.layers} were requested.",
+            hint=f"Choose 1 to {len(numbers)}, or leave it out for all.",
         )
-    return found[sizes.layers - 1] + 1
+    return numbers[sizes.layers - 1] + 1
 
 
 def _hidden(fields: ConfigFields, hidden: int | None) -> dict[str, int | None]:
-    """The hidden size and, where experts have one of their own, theirs."""
+    """The hidden size, and that of the experts if they have their own."""
     changes: dict[str, int | None] = dict.fromkeys(KEYS["hidden"], hidden)
-    own = fields.key_of(KEYS["expert_hidden"])
-    if hidden is not None and own is not None:
+    expert_key = fields.key_of(KEYS["expert_hidden"])
+    if hidden is not None and expert_key is not None:
         before = fields.integer("hidden", KEYS["hidden"])
-        inner = fields.integer("expert_hidden", (own,))
+        inner = fields.integer("expert_hidden", (expert_key,))
         if hidden * inner % before:
             unit = before // math.gcd(before, inner)
             raise UsageError(
                 f"hidden must be a multiple of {unit}, as experts have {inner} of the model's {before} "
                 f"features, got {hidden}.",
-                hint=f"Ask for {-(-hidden // unit) * unit}.",
+                hint=f"Choose {-(-hidden // unit) * unit}.",
             )
-        changes[own] = hidden * inner // before
+        changes[expert_key] = hidden * inner // before
     return changes
 
 
 def _intermediate(fields: ConfigFields, intermediate: int | None) -> dict[str, int | None]:
-    """The experts' intermediate size, and widths of shared experts that are stated by themselves."""
+    """The experts' intermediate size, and the widths of shared experts that the config states."""
     key = fields.key_of(KEYS["intermediate"])
     if intermediate is None or key is None:
         return {}
@@ -141,12 +141,12 @@ def _intermediate(fields: ConfigFields, intermediate: int | None) -> dict[str, i
 
 
 def in_proportion(width: int, before: int, after: int) -> int:
-    """A width that goes with a size `before`, rounded up, for a size `after`."""
+    """`width` scaled from a size `before` to a size `after`, rounded up."""
     return -(-width * after // before)
 
 
 def _groups(fields: ConfigFields, experts: int, top_k: int) -> dict[str, int | None]:
-    """Groups of at least two experts, as a group is judged by its best two, and enough of them for top-k."""
+    """Groups of at least two experts, since a group is scored by its best two, and enough for top-k."""
     key, chosen_key = (fields.key_of(keys) for keys in GROUP_KEYS)
     if key is None or chosen_key is None or not fields.get(key) or not fields.get(chosen_key):
         return {}
@@ -157,7 +157,7 @@ def _groups(fields: ConfigFields, experts: int, top_k: int) -> dict[str, int | N
 
 
 def _set(values: Any, path: str, value: int) -> None:
-    """Puts `value` where `path` leads, if something is there; a list keeps its length."""
+    """Sets the key at `path` to `value` if it exists; a list keeps its length."""
     *outer, key = path.split(".")
     for name in outer:
         values = values.get(name)
@@ -168,21 +168,21 @@ def _set(values: Any, path: str, value: int) -> None:
 
 
 def _cut_lists(values: dict[str, Any], published: int, count: int) -> None:
-    """Shortens lists with a value for each of the `published` layers, and words with a letter for each."""
+    """Shortens lists with a value, and strings with a letter, for each of the `published` layers."""
     for key, value in values.items():
         if (isinstance(value, list) or key in KIND_LISTS) and len(value) == published:
             values[key] = value[:count]
 
 
 def shared_stem(template: str) -> str:
-    """What the names of shared experts' tensors begin with, from one of their templates."""
+    """Prefix of the names of shared experts' tensors, from one of their templates."""
     return template.rsplit(".", 2)[0] + "."
 
 
 def match_shared(group: LayerGroup, infos: Mapping[str, TensorInfo]) -> StorageMatch | None:
-    """How a layer's shared experts are stored, as one expert; None where they are not listed.
+    """How a layer's shared experts are stored, as one expert; None if they are not listed.
 
-    `infos` has the layer's tensors by template.
+    `infos` are the layer's tensors by template.
     """
     templates = [template for role, template in group.names.shared.items() if role != "gate"]
     if not templates:
@@ -193,19 +193,19 @@ def match_shared(group: LayerGroup, infos: Mapping[str, TensorInfo]) -> StorageM
 
 
 def _of_layers(entry: CatalogueEntry, layers: tuple[int, ...]) -> CatalogueEntry:
-    """The entry with the tensors of these MoE layers alone."""
+    """The entry with the tensors of these MoE layers only."""
     kept = []
     for schema in entry.tensors:
-        own = None if schema.layers is None else tuple(it for it in schema.layers if it in layers)
-        if "{layer}" in schema.name and own != ():
-            kept.append(replace(schema, layers=own))
+        selected = None if schema.layers is None else tuple(n for n in schema.layers if n in layers)
+        if "{layer}" in schema.name and selected != ():
+            kept.append(replace(schema, layers=selected))
     return replace(entry, layers=layers, tensors=tuple(kept))
 
 
 class Resized:
-    """The tensors of `entry` at the sizes of `config`, which `resized` has made.
+    """The tensors of `entry` at the sizes of `config`, a result of `resized`.
 
-    Layers of multi-token prediction and dense MLPs beside the experts are left out.
+    Layers of multi-token prediction and dense MLPs are left out.
     """
 
     def __init__(self, entry: CatalogueEntry, config: Mapping[str, Any]) -> None:
@@ -228,41 +228,43 @@ class Resized:
     def listing(self) -> dict[str, TensorInfo]:
         """Every MoE tensor by name, layer by layer, with no file and offsets from 0."""
         owners = {layer: group for group in self._published for layer in group.layers}
-        found: dict[str, TensorInfo] = {}
+        tensors: dict[str, TensorInfo] = {}
         for layer in self._layers:
             shapes = self._shapes[id(owners[layer])]
             for schema in self.entry.tensors:
                 if (schema.layers is None or layer in schema.layers) and schema.name in shapes:
-                    self._list(schema, layer, shapes[schema.name], found)
-        return found
+                    self._list(schema, layer, shapes[schema.name], tensors)
+        return tensors
 
     def groups(self, tensors: Mapping[str, TensorInfo]) -> tuple[LayerGroup, ...]:
-        """The layers of the resized model, whose tensors are `tensors`, as any checkpoint's are read."""
+        """The layer groups of the resized model with these `tensors`, read as those of any checkpoint."""
         return self._read(self.config, tensors)
 
     def _read(self, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> tuple[LayerGroup, ...]:
-        apart, file = separate_quantization(self.entry.documents)
-        return layer_groups(config, tensors, quantization=apart, quantization_file=file)
+        quantization, file = separate_quantization(self.entry.documents)
+        return layer_groups(config, tensors, quantization=quantization, quantization_file=file)
 
     def _list(
-        self, schema: TensorSchema, layer: int, shape: tuple[int, ...], found: dict[str, TensorInfo]
+        self, schema: TensorSchema, layer: int, shape: tuple[int, ...], tensors: dict[str, TensorInfo]
     ) -> None:
         size = math.prod(shape) * DTYPE_BITS[schema.dtype] // 8
         for name in schema.names(layer, self._sizes["experts"]):
-            found[name] = TensorInfo(name, schema.dtype, shape, "", 0, size)
+            tensors[name] = TensorInfo(name, schema.dtype, shape, "", 0, size)
 
     def _group_shapes(
         self, group: LayerGroup, tensors: Mapping[str, TensorInfo]
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Every tensor's new shape, by template."""
+        """Yields every tensor's template and new shape."""
         names, problem = group.names, group.problem
         kinds = {"experts": names.experts, "router": names.router, "shared": names.shared}
         kinds["latent"] = names.latent
-        templates = {template: (kind, role) for kind, it in kinds.items() for role, template in it.items()}
-        infos = {it: tensors[it.format(layer=group.layers[0], expert=0)] for it in templates}
+        templates = {
+            template: (kind, role) for kind, roles in kinds.items() for role, template in roles.items()
+        }
+        infos = {name: tensors[name.format(layer=group.layers[0], expert=0)] for name in templates}
         storage = group.storage
         assert storage is not None, "the layers were read from tensors"
-        self._refuse_parts_of_groups(storage, problem.scheme.weight)
+        self._refuse_partial_groups(storage, problem.scheme.weight)
         sizes = {
             "experts": problem.experts,
             "hidden": problem.dims.hidden,
@@ -280,10 +282,10 @@ class Resized:
                     self._shared_shape(shared, template, infos[template], problem.dims.intermediate),
                 )
             elif kind != "experts":
-                yield template, self._beside_shape(kind, role, infos[template])
+                yield template, self._auxiliary_shape(kind, role, infos[template])
 
-    def _refuse_parts_of_groups(self, storage: Storage, weight: WeightFormat) -> None:
-        """UsageError unless the experts' rows are whole groups, words and bytes of codes."""
+    def _refuse_partial_groups(self, storage: Storage, weight: WeightFormat) -> None:
+        """Raises UsageError unless the experts' rows consist of whole groups, words and bytes of codes."""
         group = weight.group if weight.block[0] == 1 and weight.group > 0 else 1
         word = {"gptq": 32, "awq": 32, "words": 32}.get(storage.format.packing, 8)
         unit = math.lcm(group, max(1, word // weight.bits))
@@ -295,7 +297,7 @@ class Resized:
             if size % unit:
                 raise UsageError(
                     f"{name} must be a multiple of {unit}, {why}, got {size}.",
-                    hint=f"Ask for {-(-size // unit) * unit}.",
+                    hint=f"Choose {-(-size // unit) * unit}.",
                 )
 
     def _shared_shape(
@@ -307,11 +309,11 @@ class Resized:
         after = {**sizes, "hidden": self._sizes["model"], "intermediate": width}
         return shape_at(stored.shape_of(info.shape, sizes), after)
 
-    def _beside_shape(self, kind: str, role: str, info: TensorInfo) -> tuple[int, ...]:
-        if (kind, role) not in BESIDE_SHAPES:
+    def _auxiliary_shape(self, kind: str, role: str, info: TensorInfo) -> tuple[int, ...]:
+        if (kind, role) not in AUXILIARY_SHAPES:
             raise UsageError(
-                f"{self.entry.name}: no way is known to make a {kind}'s {role}, such as {info.name}.",
-                hint="Take another model; `moectl list models` prints all of them.",
+                f"{self.entry.name}: the shape of a {kind}'s {role} ({info.name}) at other sizes is unknown.",
+                hint="Choose another model; `moectl list models` prints all of them.",
             )
-        shape = parse_shape(BESIDE_SHAPES[kind, role])
+        shape = parse_shape(AUXILIARY_SHAPES[kind, role])
         return (1,) * (len(info.shape) - len(shape)) + shape_at(shape, self._sizes)

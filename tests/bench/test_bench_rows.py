@@ -48,7 +48,7 @@ def test_bad_token_counts(text):
         ({"tokens": (0,)}, "from 1 to"),
         ({"routings": ()}, "needs a routing"),
         ({"routings": ("often",)}, "not known"),
-        ({"routings": ("trace:nowhere.jsonl",)}, "not there"),
+        ({"routings": ("trace:nowhere.jsonl",)}, "does not exist"),
         ({"rounds": 0}, "one round"),
         ({"input": "x.safetensors"}, "no routing is `router`"),
     ],
@@ -121,7 +121,7 @@ def test_fields_of_other_types_are_refused(field, value):
     [
         ({"median_us": -5}, "median_us must be above 0, got -5"),
         ({"fastest_us": 0}, "fastest_us must be above 0"),
-        ({"ok": False}, "only right results have, and ok is False"),
+        ({"ok": False}, "only right results have one, and ok is False"),
         ({"ok": None}, "only right results have"),
         ({"q1_us": 200, "q3_us": 100}, "q1_us 200 is above q3_us 100"),
     ],

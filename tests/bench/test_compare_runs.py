@@ -113,7 +113,7 @@ def test_a_last_line_that_was_cut_off_is_noted(tmp_path):
     assert read_rows(path).notes == ()
     path.write_text(path.read_text() + '{"kind": "row", "mod')
     found = read_rows(path)
-    assert found.rows == ROWS[:1] and "was not finished" in found.notes[0]
+    assert found.rows == ROWS[:1] and "is incomplete" in found.notes[0]
     assert any(note.startswith("B: the last line") for note in compare(found, found).notes)
 
 

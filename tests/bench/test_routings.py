@@ -41,7 +41,7 @@ def test_calls_take_runs_of_tokens_and_logits_agree(tmp_path, problem):
     bias = torch.zeros(problem.experts) if problem.routing.correction_bias else None
     ids, weights = route(first.logits, problem, bias)
     assert torch.equal(ids, first.ids) and torch.equal(weights, first.weights)
-    with pytest.raises(UsageError, match="has 3 tokens, and 4 are asked for"):
+    with pytest.raises(UsageError, match="has 3 tokens, and 4 were requested"):
         traced(path)(4, 1)
 
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from moectl.bench.bench_cases import BenchCase, make_case, plan_cells, spread
-from moectl.bench.bench_targets import BenchTarget, shared, targets_of, words
+from moectl.bench.bench_cases import BenchCase, make_case, plan_cases, sample_tokens
+from moectl.bench.bench_targets import BenchTarget, shard_label, sharded, targets_of
 from moectl.bench.journal import RowJournal, RunHeader
 from moectl.bench.routings import routing_of, warm_share
 from moectl.bench.run_bench import Bench
@@ -87,7 +87,7 @@ def test_every_call_is_checked_and_not_the_last_alone(bench_of, add_runner, valu
 
 @pytest.mark.parametrize(("tokens", "calls"), [(1, 16), (2, 16), (40, 3), (64, 16), (4096, 4), (5, 1)])
 def test_checked_tokens_are_spread_over_calls_and_along_the_batch(tokens, calls):
-    found = spread(tokens, calls)
+    found = sample_tokens(tokens, calls)
     assert len(found) == calls and all(len(some) for some in found)
     every = torch.cat(found)
     assert int(every.min()) == 0 and int(every.max()) == tokens - 1
@@ -237,7 +237,7 @@ def test_layers_that_do_not_fit_together_come_one_after_the_other(bench_of, add_
         ("second", 40),
     ]
     assert all(row.timed for row in rows)
-    assert said == ["tiny: no memory for all at once, second come after the others"]
+    assert said == ["tiny: not enough memory for all backends at once; second will run after the others"]
 
 
 def test_rows_say_which_libraries_and_which_kernels(tmp_path, monkeypatch):
@@ -326,7 +326,7 @@ def test_copies_of_small_layers_keep_calls_cold(monkeypatch):
 
     def planned(cache, room=math.inf):
         monkeypatch.setattr("moectl.bench.bench_cases.last_level_cache", lambda device: cache)
-        return plan_cells(target, sets, settings, cuda, min(room, 1 << 60))
+        return plan_cases(target, sets, settings, cuda, min(room, 1 << 60))
 
     # A cache that holds no expert: copies all the same, as real caches keep things by chance.
     small = planned(expert // 2)
@@ -339,7 +339,7 @@ def test_copies_of_small_layers_keep_calls_cold(monkeypatch):
     assert {(c.calls, c.copies) for c in cramped} == {(1, 1)}
     assert cramped[0].caches(settings, cuda) == "cold: one call, flushed before it"
     assert [c.calls for c in planned(expert // 2, room=target.nbytes)] == [16, 16, 4]
-    warm = plan_cells(target, sets, replace(settings, warm=True), cuda, math.inf)
+    warm = plan_cases(target, sets, replace(settings, warm=True), cuda, math.inf)
     assert {c.caches(replace(settings, warm=True), cuda) for c in warm} == {"warm"}
 
 
@@ -363,7 +363,7 @@ def test_ranks_add_up_to_the_layer(problem, tp, ep):
     whole = moe_reference(inputs.x, inputs.ids, inputs.weights, layer.reference, problem)
     total = torch.zeros_like(whole)
     for rank in range(tp * ep):
-        part = shared(layer, shard_of(rank, tp, ep))
+        part = sharded(layer, shard_of(rank, tp, ep))
         prepared = part.prepared("torch", "cpu")
         ids = prepared.local_ids(inputs.ids)
         total += kernel_of(prepared).apply(inputs.x, ids, inputs.weights).float()
@@ -372,11 +372,11 @@ def test_ranks_add_up_to_the_layer(problem, tp, ep):
 
 def test_the_first_rank_is_what_a_shared_layer_is_timed_as(bench_of):
     layer = random_layer(GPT_OSS)
-    part = shared(layer, RankShard(tp_size=3, ep_size=2))
+    part = sharded(layer, RankShard(tp_size=3, ep_size=2))
     assert part.problem.local_experts == 3 and part.problem.dims.intermediate == 32
     rows = list(bench_of(layer=part).measured())
     assert all(row.timed for row in rows) and rows[0].experts <= 3
-    assert words(RankShard(tp_size=3, ep_size=2)) == "tp3 ep2" and words(RankShard()) == "1"
+    assert shard_label(RankShard(tp_size=3, ep_size=2)) == "tp3 ep2" and shard_label(RankShard()) == "1"
 
 
 def test_a_layer_that_cannot_be_cut_is_refused():
@@ -405,7 +405,7 @@ def test_a_router_chooses_on_a_given_input(tmp_path, bench_of):
     assert routed.ids[:, :2].tolist() == [[1, 0]] * 3 and torch.equal(routed.x, x[:3])
     rows = list(bench_of(layer=layer, routings=("router",), input=settings.input, tokens=(3,)).measured())
     assert rows[0].timed and rows[0].experts == 4
-    with pytest.raises(UsageError, match="has 6 tokens, and 40 are asked for"):
+    with pytest.raises(UsageError, match="has 6 tokens, and 40 were requested"):
         bench_of(layer=layer, routings=("router",), input=settings.input, tokens=(40,))
     with pytest.raises(UsageError, match="has no router"):
         bench_of(routings=("router",))
@@ -415,7 +415,7 @@ def test_what_is_worked_on_is_told_before(bench_of, add_runner):
     """Whoever watches a process that dies knows which rows it was at: of a cell, a check, a preparation."""
     told = []
     add_runner("other")
-    bench = replace(bench_of(("torch", "other")), begins=lambda rows: told.append(rows))
+    bench = replace(bench_of(("torch", "other")), on_start=lambda rows: told.append(rows))
     cells = {(row.backend, row.tokens) for row in bench.measured()}
     first, second, *rest = [[(row.backend, row.tokens) for row in rows] for rows in told]
     assert {*first, *second} == cells and {name for name, _ in first} == {"torch"}

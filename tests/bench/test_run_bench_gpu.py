@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moectl.bench.bench_targets import BenchTarget
-from moectl.bench.run_bench import Bench, gpu_name
+from moectl.bench.run_bench import Bench, gpu_uuid
 from moectl.kernels.timing import cold_calls, interleaved
 from moectl.layer.random_layer import RandomLayer
 from moectl.problem.moe_problem import Dims
@@ -35,7 +35,7 @@ def test_backends_are_timed_cold_in_graphs_and_in_calls() -> None:
     costs = rows["triton", 1].costs
     assert rows["triton", 1].tactic and costs.peak_bytes > costs.weight_bytes
     assert costs.held_bytes >= costs.weight_bytes
-    assert gpu_name(machine.torch).startswith(("GPU-", "MIG-"))
+    assert gpu_uuid(machine.torch).startswith(("GPU-", "MIG-"))
 
 
 def test_warm_calls_are_faster_than_cold_ones() -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from moectl.cli.doctor import against
-from moectl.cli.env import HIDDEN, described, shown_value, written
+from moectl.cli.env import HIDDEN, document_lines, environment_document, shown_value
 from moectl.doctor import examine
 from moectl.doctor.runnable_backends import BackendStatus
 from moectl.oracle.checks import Verdict
@@ -116,8 +116,8 @@ def test_nothing_secret_and_no_folder_is_printed(monkeypatch, tmp_path):
         assert ("alice" in text) == ("--paths" in arguments)
         assert os.uname().nodename not in text
     report = examine({**os.environ, **env})
-    assert "VLLM_MADE_UP" in described(report, env, False)["unknown_variables"]
-    assert "unknown variable VLLM_MADE_UP" in list(written(described(report, env, False)))
+    assert "VLLM_MADE_UP" in environment_document(report, env, False)["unknown_variables"]
+    assert "unknown variable VLLM_MADE_UP" in list(document_lines(environment_document(report, env, False)))
 
 
 @pytest.mark.parametrize(

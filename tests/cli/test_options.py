@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from moectl.bench import BenchSettings
 from moectl.cli.bench.command import SETTINGS
 from moectl.cli.convert.command import PORTABLE_OPTIONS
-from moectl.cli.options import ParsedOption, RecordOptions, Remembering, framed, option
+from moectl.cli.options import ArgumentKeepingCommand, ParsedOption, RecordOptions, framed, option
 from moectl.cli.output import Output
 from moectl.cli.run.command import PLAN
 from moectl.convert.portable.options import PortableOptions
@@ -51,7 +51,7 @@ def travel(*, trip: Callable[..., Trip], out: Output) -> None:
 # Annotations of a command must be what they say when it is decorated.
 travel.__annotations__["trip"] = Annotated[Callable[..., Trip], TRIP]
 app = typer.Typer()
-app.command("travel", cls=Remembering)(framed("travel")(travel))
+app.command("travel", cls=ArgumentKeepingCommand)(framed("travel")(travel))
 
 
 def go(*words: str, **environment: str) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moectl.cli.output_paths import check_spared, check_writable
+from moectl.cli.output_paths import check_not_read, check_writable
 from moectl.errors import Unavailable, UsageError
 from support.invoking import moectl
 
@@ -102,4 +102,4 @@ def test_links_devices_and_circles(own, tmp_path):
         check_writable(Path("/dev/null"))
     circle = tmp_path / "circle"
     circle.symlink_to(circle)
-    check_spared(circle, [circle, "org/name"])
+    check_not_read(circle, [circle, "org/name"])

@@ -69,16 +69,16 @@ def test_what_is_missing_is_named(source: Path, tmp_path: Path, drive: Drive) ->
     convert(plan, out, partition=WorkerPartition(2, 3))
     killed = drive(source=source, out=out, target="marlin", part="3/3", signal="SIGKILL", at=0.9)
     assert killed[0] == -9
-    with pytest.raises(UsageError, match=r"part 1/3 was not begun; part 3/3 lacks layers"):
+    with pytest.raises(UsageError, match=r"part 1/3 was not started; part 3/3 lacks layers"):
         complete(plan, out)
     convert(plan, out, partition=WorkerPartition(1, 3))
-    with pytest.raises(UsageError, match=r"part 3/3 was begun .*--resume"):
+    with pytest.raises(UsageError, match=r"part 3/3 was started .*--resume"):
         convert(plan, out, partition=WorkerPartition(3, 3))
     convert(plan, out, partition=WorkerPartition(3, 3), resume=True)
     file = out / "moectl-layer-00002.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    with pytest.raises(CheckpointError, match=f"{file.name} was finished, and is missing or changed"):
+    with pytest.raises(CheckpointError, match=f"{file.name} was finished but is now missing or changed"):
         complete(plan, out)
     file.write_bytes(whole)
     complete(plan, out)
@@ -91,7 +91,7 @@ def test_parts_of_other_conversions_do_not_mix(source: Path, tmp_path: Path) -> 
     before = folder_bytes(out)
     with pytest.raises(UsageError, match="holds a marlin-mxfp4 conversion, not trtllm-mxfp4"):
         convert(plan_of(source, "trtllm"), out, partition=WorkerPartition(2, 2))
-    with pytest.raises(UsageError, match="holds parts of 2, part 1/3 was asked for"):
+    with pytest.raises(UsageError, match="holds parts of 2, part 1/3 was requested"):
         convert(plan, out, partition=WorkerPartition(1, 3))
     with pytest.raises(UsageError, match=r"not empty.*--part N/2"):
         convert(plan, out)

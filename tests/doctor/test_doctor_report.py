@@ -331,7 +331,7 @@ def test_too_many_compilers_are_a_problem_where_there_is_a_compiler(bench) -> No
     bench.file("ninja", "#!/bin/sh\n", program=True)
     bench.file("cuda/bin/nvcc", "#!/bin/sh\n", program=True)
     report = examine(bench.env(MAX_JOBS="64"))
-    assert "64 compilers of 6 GiB each would run at once, 8 GiB are free" in says(report)
+    assert "64 compilers of 6 GiB each would run at once, but 8 GiB are free" in says(report)
     assert "export MAX_JOBS=1" in says(report)
 
 
@@ -345,7 +345,7 @@ def test_a_deep_look_imports_in_a_process_of_its_own(bench, monkeypatch: pytest.
     assert report.imports["deep_gemm"] == ""
     assert "cannot be imported: ImportError: libnvshmem.so is missing" in says(report)
     assert report.imports["torch"] == ""
-    assert "torch sees no device, the driver shows 1 to this process: " in says(report)
+    assert "torch sees no device, but the driver shows 1 to this process: " in says(report)
     bench.file("torch/__init__.py", TORCH)
     seen = examine(bench.env(), deep=True)
     assert seen.torch_view is not None

@@ -18,7 +18,7 @@ from moectl.problem.moe_problem import Dims
 from moectl.run import compare_backends, run_layer, workload_of
 from moectl.run.backend_comparison import first_that_runs
 from moectl.run.backend_failures import guarded
-from moectl.run.layer_variants import in_dtype, rank_share
+from moectl.run.layer_variants import expert_shard, in_dtype
 from moectl.run.result_difference import difference
 from moectl.run.workload import expected_of
 from support.fake_backends import CPU, register, right, routing
@@ -213,16 +213,14 @@ def test_numbers_that_a_dtype_does_not_hold_are_refused() -> None:
         batch = dict(layer.canonical(ids))  # type: ignore[arg-type]
         return batch | {"w2_bias": batch["w2_bias"] + 1e6}
 
-    with pytest.raises(
-        UsageError, match=r"w2_bias of layer 0 has numbers up to .*, which fp16 does not hold"
-    ):
+    with pytest.raises(UsageError, match=r"w2_bias of layer 0 has values up to .*, which fp16 cannot hold"):
         run_layer(in_dtype(replace(layer, canonical=loud), "fp16"), "torch", CPU)
 
 
 def test_shares_add_up_to_the_layer() -> None:
     layer = random_layer(replace(KIMI, dims=Dims(64, 32), experts=5, local_experts=5, top_k=3))
     whole = workload_of(layer, 6, seed=2)
-    parts = [rank_share(layer, 2, rank) for rank in (0, 1)]
+    parts = [expert_shard(layer, 2, rank) for rank in (0, 1)]
     assert [part.problem.local_experts for part in parts] == [3, 2]
     assert [part.first_expert for part in parts] == [0, 3]
     results = [compare_backends(part, ["torch"], CPU, whole, repeats=1) for part in parts]

@@ -1,4 +1,4 @@
-"""`moectl bench`: backends on layers' real shapes, checked first, then timed."""
+"""`moectl bench`: checks and times backends on layers of real shapes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,10 +20,10 @@ from ..options import (
     ParsedOption,
     RecordOptions,
     framed,
-    named,
     option,
     pick,
-    typed,
+    split_names,
+    typed_options,
 )
 from ..output import Output, count
 from .output import RowOutput, RowOutputOptions
@@ -41,9 +41,9 @@ EXAMPLES = (
     "moectl bench --rows rows.jsonl --format md",
 )
 MORE = (
-    "Every result is checked against the reference first; a wrong one has no time.",
-    "Calls run in CUDA graphs on several routings and copies of small layers, so that weights come from",
-    "memory; rounds of backends are interleaved; ± is half the distance between the quartiles of the rounds.",
+    "Every result is checked against the reference first; a wrong one gets no time.",
+    "Calls run in CUDA graphs with several routings and copies of small layers, so that weights come from",
+    "memory; rounds of backends are interleaved; ± is half the distance between the rounds' quartiles.",
 )
 
 
@@ -56,7 +56,7 @@ SETTINGS = RecordOptions(
         default="1,8,64",
     ),
     backends=ParsedOption(
-        option("--backend", own=True, help="Names with commas; all: every usable one."),
+        option("--backend", own=True, help="Comma-separated names; all: every usable one."),
         lambda text: tuple(backend_names(text)),
         kind=str,
         default="all",
@@ -69,9 +69,9 @@ SETTINGS = RecordOptions(
         option(
             "--routing",
             own=True,
-            help="uniform, balanced, zipf:A, hot:N:F, experts:N, trace:FILE, router; several with commas.",
+            help="uniform, balanced, zipf:A, hot:N:F, experts:N, trace:FILE, router; comma-separated.",
         ),
-        lambda text: tuple(dict.fromkeys(named(text, "--routing"))),
+        lambda text: tuple(dict.fromkeys(split_names(text, "--routing"))),
         kind=str,
         default="uniform",
     ),
@@ -84,16 +84,19 @@ SETTINGS = RecordOptions(
     rounds=option("--repeats", help="Rounds per row.", min=1),
     seed=SEED,
 )
-"""Options of what is measured."""
+"""Options for what is measured."""
 
 
 @dataclass(frozen=True)
 class ActionOptions:
-    """Options of what is done with the measurement, or instead of it."""
+    """Options for what is done with the measurement, or instead of it."""
 
     resume: Annotated[bool, option("--resume", help="Measure what -o FILE.jsonl does not have yet.")] = False
     save: Annotated[
-        bool, option("--save", help="Keep times for choices by measurement (`moectl explain --measured`).")
+        bool,
+        option(
+            "--save", help="Save times, so that measurements choose backends (`moectl explain --measured`)."
+        ),
     ] = False
     compile_only: Annotated[bool, option("--compile-only", help="Compile what would be timed, and stop.")] = (
         False
@@ -109,7 +112,7 @@ IGNORED = {
     "compile_only": (("resume", "save", "output", "plot", "format"), "--compile-only measures nothing"),
     "model": (("layer", "activation"), "--model times one built-in layer per model"),
 }
-"""Options that another one makes meaningless, and why."""
+"""Options that have no effect with another one, and why."""
 
 
 @framed("bench")
@@ -126,7 +129,7 @@ def bench(
         option(
             "--model",
             own=True,
-            help=f"Instead of CKPT, random weights: of {', '.join(MODELS)}; also NAME:FORMAT.",
+            help=f"Instead of CKPT, random weights of {', '.join(MODELS)}; also NAME:FORMAT.",
         ),
     ] = None,
     rows: Annotated[
@@ -142,11 +145,11 @@ def bench(
 ) -> ExitCode:
     """Time backends on layers' real shapes.
 
-    Against the roofline of the device. Each result is checked against the reference first; a wrong one gets
-    no time. Exit code 1 when one was wrong, or failed.
+    Times are compared with the device's roofline. Each result is checked against the reference first; a wrong
+    one gets no time. Exit code 1 if a result is wrong or a backend fails.
     """
     shown = rows_to.output_of(out.as_json)
-    _check_together(context, {"rows": rows, "compile_only": actions.compile_only, "model": model})
+    _refuse_ineffective(context, {"rows": rows, "compile_only": actions.compile_only, "model": model})
     if rows:
         return _from_rows(rows, (checkpoint, model), shown, out)
     settings = measured(checkpoint=checkpoint or "", models=_models(model))
@@ -160,27 +163,27 @@ def bench(
         raise UsageError("--resume continues the rows of a file", hint="give -o FILE.jsonl")
     for note in source.notes if source else ():
         out.note(note)
-    about, taken = _measure(settings, source, shown.journal, actions, out)
-    shown.show(about, taken, out)
-    return ExitCode.FOUND if any(row.failed for row in taken) else ExitCode.DONE
+    about, measured_rows = _measure(settings, source, shown.journal, actions, out)
+    shown.show(about, measured_rows, out)
+    return ExitCode.FOUND if any(row.failed for row in measured_rows) else ExitCode.DONE
 
 
 def _models(text: str | None) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(map(_model, named(text, "--model") if text is not None else ())))
+    return tuple(dict.fromkeys(map(_model, split_names(text, "--model") if text is not None else ())))
 
 
 def _model(text: str) -> str:
     name, colon, format = text.partition(":")
-    known = pick(name, MODELS, "model")
-    return f"{known}:{pick(format, WEIGHTS, 'format')}" if colon else known
+    model = pick(name, MODELS, "model")
+    return f"{model}:{pick(format, WEIGHTS, 'format')}" if colon else model
 
 
-def _check_together(context: typer.Context, given: Mapping[str, Any]) -> None:
+def _refuse_ineffective(context: typer.Context, values: Mapping[str, Any]) -> None:
     """Raises UsageError for options on the command line that would have no effect."""
     for name, (ignored, why) in IGNORED.items():
-        if given[name] and (useless := typed(context, ignored)):
-            raise UsageError(f"{why}, and {', '.join(useless)} would be ignored", hint="leave one out")
-    if not given["compile_only"] and typed(context, ("jobs",)):
+        if values[name] and (ineffective := typed_options(context, ignored)):
+            raise UsageError(f"{why}, and {', '.join(ineffective)} would be ignored", hint="leave one out")
+    if not values["compile_only"] and typed_options(context, ("jobs",)):
         raise UsageError("--jobs needs --compile-only", hint="add --compile-only")
 
 
@@ -228,18 +231,18 @@ def _measure(
     actions: ActionOptions,
     out: Output,
 ) -> "tuple[Mapping[str, Any], Sequence[BenchRow]]":
-    """The conditions as plain data, and all rows; a journal at `path` gets them one by one."""
+    """The conditions as plain data, and all rows; they are also appended to the journal at `path`, if any."""
     from ...bench.journal import RowJournal, RunHeader
     from ...bench.open_bench import open_bench
-    from ...bench.run_metadata import about, rates_of
+    from ...bench.run_metadata import machine_metadata, rates_of
     from ...bench.save_times import save_times
 
     with ExitStack() as stack:
         journal = stack.enter_context(RowJournal.open(path, resume=actions.resume)) if path else None
         before = journal.before if journal else None
         rates = rates_of(before.about) if before else None
-        opened = open_bench(settings, source, rates=rates, say=out.note)
-        run = RunHeader(settings.to_json(), about(opened.machine, settings, opened.rates))
+        opened = open_bench(settings, source, rates=rates, note=out.note)
+        run = RunHeader(settings.to_json(), machine_metadata(opened.machine, settings, opened.rates))
         conditions = journal.begin(run) if journal else run.to_json()
         stored = before.rows if before else ()
         if before:
@@ -248,14 +251,14 @@ def _measure(
     if actions.save:
         paths = (*save_times(opened, stored, str(conditions.get("begun", ""))), *save_times(opened, new))
         for file in dict.fromkeys(paths):
-            out.note(f"kept in {file}")
+            out.note(f"saved in {file}")
     return conditions, (*stored, *new)
 
 
 def _measured(
     opened: "Bench", done: "frozenset[Key]", journal: "RowJournal | None", out: Output
 ) -> "Iterator[BenchRow]":
-    """Yields the rows that are not `done`, each after it was added to the journal."""
+    """Yields the rows that are not `done`, after adding each to the journal."""
     pending = opened.pending(done)
     with out.progress("measuring", unit="rows") as progress:
         progress(len(done), len(done) + pending, "")

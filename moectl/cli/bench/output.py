@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from ...bench.bench_rows import BenchRow
 
 FORMATS = ("md", "csv", "json", "jsonl")
-READ_BACK = (".jsonl", ".json", ".csv")
+READABLE = (".jsonl", ".json", ".csv")
 """Suffixes of files that ``--rows`` reads."""
 
 
 @dataclass(frozen=True)
 class RowOutputOptions:
-    """Options of the outputs."""
+    """Options for the outputs."""
 
     format: Annotated[
         str | None, option("--format", help="md, csv, json or jsonl on stdout.", show_default=False)
@@ -31,7 +31,7 @@ class RowOutputOptions:
             "--output",
             "-o",
             own=True,
-            help="A file by suffix, also several, instead of the table on stdout; .jsonl row by row.",
+            help="File in the format of its suffix, instead of stdout; repeatable; .jsonl row by row.",
         ),
     ] = None
     plot: Annotated[Path | None, option("--plot", help="Draw latency and roofline: .svg or .png.")] = None
@@ -44,9 +44,9 @@ class RowOutputOptions:
 
 
 def stdout_format(format: str | None, output: Sequence[Path] | None, as_json: bool) -> str | None:
-    """The format of stdout, by name or ``--json``; else ``table``, or None if rows go to files only.
+    """The format of stdout: `format`, or that of ``--json``; else ``table``; None if rows go to files only.
 
-    Raises UsageError for an unknown or a contradicted format.
+    Raises UsageError for an unknown format, and one that contradicts ``--json``.
     """
     if format is not None:
         format = pick(format, FORMATS, "format")
@@ -71,7 +71,7 @@ class RowOutput:
         return next((path for path in self.files if path.suffix.lower() == ".jsonl"), None)
 
     def check(self, reads: Sequence[str | Path]) -> None:
-        """Raises when an output cannot be written or would overwrite what the command `reads`."""
+        """Raises if an output cannot be written, or would overwrite a file that the command `reads`."""
         for path in self.files:
             if path.suffix.lstrip(".").lower() not in FORMATS:
                 raise UsageError(
@@ -102,7 +102,7 @@ class RowOutput:
             draw(self.plot, about, rows)
             out.note(f"wrote {self.plot}")
         if self.files:
-            out.note(self._where(rows))
+            out.note(self._summary(rows))
         if self.stdout in ("md", "csv", "jsonl"):
             out.text(render(self.stdout, about, rows, out))
         elif self.stdout is not None:
@@ -112,12 +112,12 @@ class RowOutput:
         elif out.quiet:
             out.text("\t".join(map(str, self.files)))
 
-    def _where(self, rows: "Sequence[BenchRow]") -> str:
-        """A note on what the files hold and how to show it."""
+    def _summary(self, rows: "Sequence[BenchRow]") -> str:
+        """A note on the contents of the files, and how to show them."""
         failed = sum(row.failed for row in rows)
         text = f"{count(len(rows), 'row')} in {', '.join(map(str, self.files))}"
         text += f", {failed} of them failed" if failed else ""
-        readable = next((path for path in self.files if path.suffix.lower() in READ_BACK), None)
+        readable = next((path for path in self.files if path.suffix.lower() in READABLE), None)
         return (
             text if readable is None or self.stdout else f"{text}; moectl bench --rows {readable} shows them"
         )

@@ -45,7 +45,7 @@ PORTABLE_OPTIONS = RecordOptions(
 
 @dataclass(frozen=True)
 class RankOptions:
-    """Options that select the rank whose slice of the experts is converted."""
+    """Options that select the ranks whose slices of the experts are converted."""
 
     tp_size: Annotated[int, option("--tp-size", help="Slice each expert over this many ranks.", min=1)] = 1
     ep_size: Annotated[int, option("--ep-size", help="Distribute experts over this many ranks.", min=1)] = 1
@@ -61,9 +61,9 @@ class ExecutionOptions:
     dry_run: Annotated[bool, option("--dry-run", help="Plan from headers alone; write nothing.")] = False
     resume: Annotated[bool, option("--resume", help="Finish a conversion that was interrupted.")] = False
     part: Annotated[
-        str | None, option("--part", help="2/4: second of four processes that fill OUT together.")
+        str | None, option("--part", help="2/4: the second of four processes that fill OUT together.")
     ] = None
-    finish: Annotated[bool, option("--finish", help="Complete OUT when all its parts are there.")] = False
+    finish: Annotated[bool, option("--finish", help="Complete OUT once all parts are done.")] = False
     threads: Annotated[int | None, option("--threads", help="Worker threads; default: all cores.", min=1)] = (
         None
     )
@@ -75,7 +75,7 @@ class ExecutionOptions:
     def check(self) -> None:
         """Raises UsageError for options that cannot be combined."""
         if self.finish and (self.part is not None or self.dry_run or self.resume):
-            raise UsageError("--finish goes with neither --part nor --resume nor --dry-run")
+            raise UsageError("--finish cannot be combined with --part, --resume or --dry-run")
 
 
 @framed("convert")
@@ -85,7 +85,7 @@ def convert(
         Path, typer.Argument(metavar="OUT", help="A new or empty directory.", show_default=False)
     ],
     *,
-    making: TargetOptions,
+    output: TargetOptions,
     portable: Annotated[Callable[..., PortableOptions], PORTABLE_OPTIONS],
     max_memory: Annotated[
         str | None, option("--max-memory", help="Bound such as 2GB; default: a quarter of RAM.")
@@ -102,7 +102,7 @@ def convert(
     Streamed and resumable. A layout is a bit-exactly reversible cache for its backend; a portable
     format is an ordinary checkpoint. Each rank (--tp-size, --ep-size) gets its own directory.
     """
-    making = making.spelled()
+    output = output.spelled()
     memory = None if max_memory is None else parse_size(max_memory)
     execution.check()
 
@@ -116,7 +116,7 @@ def convert(
     from ...convert.execute.rank_plans import check_outputs, plan_ranks
     from ...convert.worker_partition import parse_partition
 
-    plan = planner(source, making, portable(target=making.to), memory)
+    plan = planner(source, output, portable(target=output.to), memory)
     plans = plan_ranks(target, ranks.tp_size, ranks.ep_size, ranks.rank, plan)
     if execution.finish:
         return _finish(plans, target, out)
@@ -138,7 +138,7 @@ def convert(
     out.result(
         ranks_document(documents),
         lambda console: draw_done(
-            target, plans, summaries, seconds, console, costs=making.to in PORTABLE and partition is None
+            target, plans, summaries, seconds, console, costs=output.to in PORTABLE and partition is None
         ),
         str(target),
     )
@@ -150,7 +150,7 @@ def convert(
 
 
 def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
-    """Finishes a directory that all workers have filled."""
+    """Finishes directories that all workers have filled."""
     from ...convert.execute.convert import complete
 
     summaries = [complete(item.plan, item.folder) for item in plans]
@@ -177,13 +177,13 @@ def _plan(plans: "Sequence[RankPlan]", threads: int | None, out: Output) -> None
     rate = measured_rate(plans[0].plan, threads)
     estimates = [
         {
-            **plan_document(item.own),
-            "seconds_estimate": item.own.bytes_in / rate.bytes_per_second,
+            **plan_document(item.worker_plan),
+            "seconds_estimate": item.worker_plan.bytes_in / rate.bytes_per_second,
             "rate_measured": rate.measured,
         }
         for item in plans
     ]
-    written = sum(item.own.bytes_out for item in plans)
+    written = sum(item.worker_plan.bytes_out for item in plans)
     out.result(ranks_document(estimates), lambda console: draw_plans(plans, rate, console), str(written))
 
 
@@ -191,18 +191,21 @@ def _convert(
     plans: "Sequence[RankPlan]", execution: ExecutionOptions, target: Path, out: Output
 ) -> "list[ConversionSummary]":
     """Converts the ranks one after the other."""
-    from ...convert.execute.convert import convert as library
+    from ...convert.execute.convert import convert as convert_rank
     from ...convert.execute.rank_plans import convert_ranks
 
     read, written = (
-        sum(sizes) for sizes in zip(*((it.own.bytes_in, it.own.bytes_out) for it in plans), strict=True)
+        sum(sizes)
+        for sizes in zip(
+            *((item.worker_plan.bytes_in, item.worker_plan.bytes_out) for item in plans), strict=True
+        )
     )
     out.note(f"{plans[0].plan.layout.name}: {size(read)} of experts -> {size(written)} in {target}")
     try:
         with out.progress("converting") as progress:
             return convert_ranks(
                 plans,
-                lambda item, report: library(
+                lambda item, report: convert_rank(
                     item.plan,
                     item.folder,
                     resume=execution.resume,
@@ -214,7 +217,7 @@ def _convert(
                 progress,
             )
     except KeyboardInterrupt:
-        out.note(f"finished layers are kept in {target}; --resume continues from there")
+        out.note(f"finished layers remain in {target}; continue with --resume")
         raise
 
 

@@ -1,10 +1,10 @@
-"""Builds the planner that `moectl convert` asks for: of a kernel layout or a portable format."""
+"""The planner of a conversion to a kernel layout or a portable format."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from ...convert.portable.options import PortableOptions, not_for
+from ...convert.portable.options import PortableOptions, unsuitable
 from ...errors import UsageError
 from ...problem.layouts import ACTS, LAYOUTS, TARGETS
 from ...problem.portable_formats import CONTAINERS, PORTABLE
@@ -28,9 +28,9 @@ class TargetOptions:
             show_default=False,
         ),
     ]
-    arch: Annotated[str | None, option("--arch", help="sm90, sm100, ...: where --to alone is ambiguous.")] = (
-        None
-    )
+    arch: Annotated[
+        str | None, option("--arch", help="sm90, sm100, ...; needed if --to alone is ambiguous.")
+    ] = None
     act: Annotated[str | None, option("--act", help=f"Activations the layout is for: {', '.join(ACTS)}.")] = (
         None
     )
@@ -54,7 +54,7 @@ def planner(
     if target.to in PORTABLE:
         return _portable(source, target, portable, max_memory)
     if portable.given:
-        raise not_for(next(iter(portable.given)), target.to, "goes with portable formats only")
+        raise unsuitable(next(iter(portable.given)), target.to, "applies to portable formats only")
     from ...convert.layouts.registry import layout_for
     from ...convert.plan.kernel_layout_plan import plan_conversion
 
@@ -71,7 +71,7 @@ def _portable(
 ) -> "Callable[[RankShard], ConversionPlan]":
     for name, value in (("--arch", target.arch), ("--act", target.act)):
         if value:
-            raise not_for(name, target.to, "goes with kernel layouts only")
+            raise unsuitable(name, target.to, "applies to kernel layouts only")
 
     from ...convert.codecs import E8M0_RULES
     from ...convert.portable.portable_plan import plan_portable
@@ -93,7 +93,7 @@ def _portable(
     def plan(shard: "RankShard") -> "ConversionPlan":
         if shard.ranks > 1:
             raise UsageError(
-                "a portable checkpoint is whole; engines slice it themselves.",
+                "a portable checkpoint is not sliced; engines slice it themselves.",
                 hint="Leave out --tp-size, --ep-size and --rank.",
             )
         return plan_portable(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def ranks_document(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    """The document of a single plan, or a document with those of all ranks."""
+    """The document of the only rank, or one with the documents of all ranks."""
     return documents[0] if len(documents) == 1 else {"ranks": documents}
 
 
@@ -72,20 +72,20 @@ def draw_plans(plans: "Sequence[RankPlan]", rate: "ConversionRate", console: Any
     if plans[0].plan.shard.ranks > 1:
         plan_table = table("rank", "layers", "experts", "intermediate", "padded", "written", "disk needed")
         for item in plans:
-            for group in item.own.groups:
+            for group in item.worker_plan.groups:
                 first, last = group.experts
                 low, high = group.intermediate
                 plan_table.add_row(
-                    str(item.own.shard.rank),
+                    str(item.worker_plan.shard.rank),
                     ranges(group.layers),
                     f"{first}-{last - 1}",
                     f"{low}-{high - 1}",
                     str(group.problem.dims.padded_intermediate),
-                    size(item.own.bytes_out),
-                    size(item.own.disk_needed),
+                    size(item.worker_plan.bytes_out),
+                    size(item.worker_plan.disk_needed),
                 )
         console.print(plan_table)
-    draw_plan(plans[0].own, rate, console)
+    draw_plan(plans[0].worker_plan, rate, console)
 
 
 def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> None:
@@ -114,7 +114,7 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
         "expert bytes": f"{size(plan.bytes_in)} in, {size(plan.bytes_out)} out",
         "other tensors": f"{size(plan.passthrough_bytes)} linked or copied"
         if plan.passthrough
-        else "left out",
+        else "skipped",
         "disk needed": size(plan.disk_needed),
         "peak memory": f"{size(plan.peak_memory)} above the program's own",
         "time": f"about {duration(plan.bytes_in / rate.bytes_per_second)}, "
@@ -128,7 +128,7 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
 def finished_document(item: "RankPlan", summary: "ConversionSummary", seconds: float) -> dict[str, Any]:
     """A finished conversion as JSON data: its plan and its result."""
     return {
-        **plan_document(item.own),
+        **plan_document(item.worker_plan),
         "folder": str(item.folder),
         "converted_layers": list(summary.converted),
         "resumed_layers": list(summary.resumed),
@@ -158,7 +158,7 @@ def draw_done(
     scope = f" of {count(len(plans), 'rank')}" if len(plans) > 1 else ""
     console.print(f"{target}: {plans[0].plan.layout.name}, {text}{scope}", markup=False)
     for name in summaries[0].skipped_files:
-        console.print(f"left out: {name}", markup=False)
+        console.print(f"skipped: {name}", markup=False)
     if costs:
         draw_costs(target, console)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ...errors import ExitCode, UsageError
-from ..options import framed, pick, typed
+from ..options import framed, pick, typed_options
 from ..output import Output
 from .options import MOST_CELLS, AnswerOptions, DecisionOptions, ExplainedCheckpoint
 
@@ -49,7 +49,7 @@ def explain(
     if answer.replay is not None:
         if checkpoint is not None:
             raise UsageError("--replay takes its inputs from the document", hint="omit CKPT")
-        if recorded := typed(context, INPUTS):
+        if recorded := typed_options(context, INPUTS):
             names = ", ".join(recorded)
             raise UsageError("--replay takes its inputs from the document", hint=f"omit {names}")
         return replayed(answer.replay, answer, answers)
@@ -61,10 +61,10 @@ def explain(
 def answered(
     checkpoint: str, options: DecisionOptions, answer: AnswerOptions, answers: "AnswerOutput"
 ) -> ExitCode:
-    """Show the explanation of a checkpoint, a matrix, a --why answer, or a --diff."""
+    """Show the explanation of a checkpoint, a matrix, the answer to --why, or a --diff."""
     from ...checkpoint import open_checkpoint
     from ...checkpoint.config.user_assumptions import parse_assumptions
-    from ...explain import explain as library
+    from ...explain import explain as explain_checkpoint
     from ...explain.decision_matrix import matrix
     from .command_line import ExplainCommand
 
@@ -85,12 +85,12 @@ def answered(
         )
     assumptions = parse_assumptions(options.activation, options.routing)
     source = open_checkpoint(checkpoint, offline=answer.offline, assumptions=assumptions)
-    for note in (*assumed_of(machines), *options.remarks(policy, parallels)):
+    for note in (*machine_notes(machines), *options.remarks(policy, parallels)):
         answers.out.note(note)
     if cells > 1:
         return answers.matrix(matrix(source.origin, source.groups, machines, parallels, question))
     machine = machines[0]
-    explanation = library(source, machine.device, machine.packages, question)
+    explanation = explain_checkpoint(source, machine.device, machine.packages, question)
     if backend:
         switches, stated = tuple(options.switches.items()), tuple(options.stated().items())
         command = ExplainCommand(checkpoint, machine, question, switches, options.policy or "", stated)
@@ -98,7 +98,7 @@ def answered(
     return answers.diff(explanation, answer.diff) if answer.diff else answers.explanation(explanation)
 
 
-def assumed_of(machines: "tuple[AssumedMachine, ...]") -> list[str]:
+def machine_notes(machines: "tuple[AssumedMachine, ...]") -> list[str]:
     """Notes on assumed packages of `machines`, and on variables that hide some of this machine's GPUs."""
     from ...environment import INSTALLED
     from ...environment.gpus import visibility_set
@@ -115,7 +115,7 @@ def assumed_of(machines: "tuple[AssumedMachine, ...]") -> list[str]:
 
 
 def replayed(path: Path, answer: AnswerOptions, answers: "AnswerOutput") -> ExitCode:
-    """Show the explanation or matrix in the document at `path`, decided again."""
+    """Decide the document at `path` again, and show the explanation or matrix."""
     from ...explain.assumed_machines import AssumedMachine
     from ...explain.explanation import Question
     from ...explain.replay import read_document, replay, replay_matrix

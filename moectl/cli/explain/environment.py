@@ -52,7 +52,7 @@ def variables(policy: str, packages: Packages) -> tuple[VariableFinding, ...]:
 
 
 def notes_of(decision: Decision) -> tuple[str, ...]:
-    """The notes of a decision, without those about variables, which this section has."""
+    """The notes of a decision except those about variables, which this section shows."""
     remarks = {finding.remark for finding in variables(decision.inputs.policy, decision.inputs.packages)}
     return tuple(note for note in decision.notes if note not in remarks)
 

@@ -1,4 +1,4 @@
-"""Options of `moectl explain`, and the questions made of them."""
+"""Options of `moectl explain`, and the questions that they ask."""
 
 import difflib
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...errors import UsageError
-from ..options import Activation, Offline, Routing, named, option, pick
+from ..options import Activation, Offline, Routing, option, pick, split_names
 
 if TYPE_CHECKING:
     from ...explain.assumed_machines import AssumedMachine
@@ -82,7 +82,7 @@ class DecisionOptions:
         str | None,
         option(
             "--gpu",
-            help="h200, b200, sm90, gfx942, cpu; a list; all. Default: this one.",
+            help="h200, b200, sm90, gfx942, cpu; a list; all. Default: this machine's.",
             autocompletion=completed(gpu_names),
         ),
     ] = None
@@ -178,7 +178,7 @@ class DecisionOptions:
 
         names: list[str | None] = [None]
         if self.gpu is not None:
-            names = [*device_names()] if self.gpu == ALL else [*named(self.gpu, "--gpu")]
+            names = [*device_names()] if self.gpu == ALL else [*split_names(self.gpu, "--gpu")]
         engine, switches = self.engine, self.switches
         return tuple(machine(name, self.packages, switches, engine) for name in dict.fromkeys(names))
 
@@ -260,7 +260,7 @@ class AnswerOptions:
 
 
 def numbers(text: str, name: str) -> list[int]:
-    """Ranks of a list such as ``1,2,4``, each once. Raises UsageError for anything else.
+    """The numbers of a list such as ``1,2,4``, each once. Raises UsageError for anything else.
 
     Example:
         >>> numbers("1,2,4", "--tp")

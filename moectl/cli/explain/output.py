@@ -36,7 +36,7 @@ class AnswerOutput:
             self.out.result(document, lambda console: text_blocks.draw(blocks, console), brief)
 
     def code(self, explanation: Explanation) -> ExitCode:
-        """1 if some layers have no backend, or with --strict a fallback."""
+        """FOUND if a layer has no backend or, with --strict, a fallback; else DONE."""
         fallback = self.strict and any(group.fallback for group in explanation.groups)
         return ExitCode.DONE if explanation.usable and not fallback else ExitCode.FOUND
 
@@ -49,14 +49,14 @@ class AnswerOutput:
         return self.code(explanation)
 
     def matrix(self, matrix: DecisionMatrix) -> ExitCode:
-        """Print the table; 1 if no cell supports every layer, or with --strict if a cell is a fallback."""
+        """Print the table; FOUND if no cell supports every layer or, with --strict, one is a fallback."""
         width = 10_000 if self.markdown else text_blocks.terminal_width()
         self.show(matrix.to_json(), matrix_blocks(matrix, width), matrix_lines(matrix))
         passed = matrix.clean if self.strict else matrix.usable
         return ExitCode.DONE if passed else ExitCode.FOUND
 
     def why(self, explanation: Explanation, command: ExplainCommand, name: str) -> ExitCode:
-        """Print what would have to change; 1 if nothing helps some layers."""
+        """Print what would have to change; FOUND if nothing helps some layer."""
         answers = tuple((group.layers, why(group.decision.inputs, name)) for group in explanation.groups)
         whole = {**document(explanation), "why": why_document(command, answers)}
         self.show(whole, why_blocks(command, answers), why_lines(command, answers))
@@ -64,7 +64,7 @@ class AnswerOutput:
         return ExitCode.DONE if helped else ExitCode.FOUND
 
     def diff(self, explanation: Explanation, path: Path) -> ExitCode:
-        """Print what changed since the document at `path`; 1 if a choice did."""
+        """Print what changed since the document at `path`; FOUND if a choice did."""
         now = document(explanation)
         difference = diff(read_document(path), json.loads(json.dumps(now, default=list)))
         verdict = "changed" if difference.chosen_otherwise else "same"

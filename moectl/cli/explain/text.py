@@ -32,7 +32,7 @@ CLOSEST = 3
 
 
 def fallback_words(answer: GroupExplanation) -> str:
-    """Why there is no backend, or what the choice is a fallback from; empty if it is no fallback."""
+    """Why there is no backend, or what the choice is a fallback from; empty if it is not a fallback."""
     fallback, decision = answer.fallback, answer.decision
     if fallback is None:
         return ""
@@ -52,7 +52,7 @@ def fallback_words(answer: GroupExplanation) -> str:
 
 
 def refusals(decision: Decision) -> Iterator[str]:
-    """Why `decision` has no backend, in sentences; for a request, what its nearest experts class lacks."""
+    """Why `decision` has no backend, in sentences; for a request, the failed checks of its nearest class."""
     yield from map(str, decision.gates)
     requested = decision.inputs.requested if decision.chosen is None and not decision.gates else None
     if requested and decision.candidates:
@@ -97,8 +97,8 @@ class CandidateRow:
         return self.candidates[0]
 
     @property
-    def mark(self) -> str:
-        """Ranks in the priority order, from 1."""
+    def rank(self) -> str:
+        """Ranks in the priority order, counted from 1."""
         ranks = [candidate.rank + 1 for candidate in self.candidates]
         return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
@@ -142,7 +142,7 @@ def rows_of(decision: Decision) -> tuple[CandidateRow, ...]:
 
 
 def on_other_platforms(row: CandidateRow, decision: Decision) -> bool:
-    """True when every experts class of `row` is for other platforms than the decision's device."""
+    """True if all experts classes of `row` are for platforms other than that of the decision's device."""
     platform = decision.inputs.device.platform
     return all(
         not c.usable
@@ -156,7 +156,7 @@ def candidate_listing(rows: Iterable[CandidateRow]) -> Listing:
     """`rows` with their reasons."""
     return Listing(
         tuple(
-            ListingEntry(row.mark, row.head, row.reasons, strong=row.answer.startswith("chosen"))
+            ListingEntry(row.rank, row.head, row.reasons, strong=row.answer.startswith("chosen"))
             for row in rows
         )
     )
@@ -169,7 +169,7 @@ def candidate_blocks(decision: Decision, verbose: bool) -> Iterator[Listing | Te
     later = [] if verbose else [row for row in rows if row.answer == LATER]
     yield candidate_listing(row for row in rows if row not in hidden and row not in later)
     if later:
-        named = ", ".join(f"{row.mark} {replace(row, answer='').head}" for row in later)
+        named = ", ".join(f"{row.rank} {replace(row, answer='').head}" for row in later)
         yield TextLine(f"Also supported, lower priority: {named}.")
     if hidden:
         names = ", ".join(dict.fromkeys(row.first.backend.name for row in hidden))
@@ -222,10 +222,13 @@ def _rows(
     matrix: DecisionMatrix, cells: Sequence[MatrixCell], notes: _Footnotes, legend: set[str]
 ) -> tuple[tuple[str, ...], ...]:
     """GPUs with a cell for each deployment; adjacent GPUs with equal cells share a row."""
-    wide = len(matrix.parallels)
+    deployments = len(matrix.parallels)
     rows = []
     for number, machine in enumerate(matrix.machines):
-        row = tuple(_cell(matrix, cell, notes, legend) for cell in cells[number * wide : (number + 1) * wide])
+        row = tuple(
+            _cell(matrix, cell, notes, legend)
+            for cell in cells[number * deployments : (number + 1) * deployments]
+        )
         rows.append((machine.device.arch, row, machine.key or machine.device.name))
     return tuple(
         (", ".join(name for _, _, name in same), arch, *row)

@@ -1,4 +1,4 @@
-"""`moectl run`: layers on real weights, checked against the reference; several backends compared."""
+"""`moectl run`: runs layers on real weights, and compares backends with the reference and each other."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,8 +87,8 @@ def run(
 ) -> ExitCode:
     """Run layers on real weights and check them.
 
-    Results are compared with a plain fp32 reference, and several backends with each other; exit code 1
-    when a result is too far off, a backend fails, or a --stress case fails. Only the routed experts run. CKPT
+    Results are compared with a plain fp32 reference, and several backends with each other; exit code 1 if a
+    result is outside the tolerance, or a backend or a --stress case fails. Only the routed experts run. CKPT
     may be a converted directory: its layers run from their prepared weights. For one rank's directory, the
     partial sum of that rank is computed and checked.
     """
@@ -99,7 +99,7 @@ def run(
             hint="leave it out: each one's failure is shown",
         )
     if layers is not None and layer is not None:
-        raise UsageError("--layer and --layers ask for different things", hint="leave one of them out")
+        raise UsageError("--layer and --layers contradict each other", hint="leave one of them out")
     source = find_source(checkpoint, layer, offline=offline, activation=activation, routing=routing)
     if output is not None:
         check_writable(output, [checkpoint, *([plan.source] if plan.source else [])])
@@ -144,13 +144,13 @@ def _runs(
         if layers is None:
             opened = source.layer(layer)
             out.note(f"layer {opened.layer}, {machine.device.name}")
-            yield run_one(opened, machine, plan, lambda doing: progress(0, 1, doing), out.note)
+            yield run_one(opened, machine, plan, lambda step: progress(0, 1, step), out.note)
             return
         numbers = pick_layers(layers, source.layers())
         finished = 0
 
-        def report(doing: str) -> None:
-            progress(finished, len(numbers), f"layer {numbers[finished]}: {doing}")
+        def report(step: str) -> None:
+            progress(finished, len(numbers), f"layer {numbers[finished]}: {step}")
 
         for done in every_layer(source, numbers, machine, plan, report):
             finished += 1

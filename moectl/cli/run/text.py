@@ -1,4 +1,4 @@
-"""Text and JSON of `moectl run`, both made from the same plain data."""
+"""Text and JSON of `moectl run`, both from the same plain data."""
 
 from __future__ import annotations
 
@@ -48,9 +48,11 @@ def layer_data(done: LayerRun, unused: Mapping[str, str] | None = None) -> Data:
         "model_dtype": done.model_dtype or problem.dtype,
         "tokens": done.workload.tokens,
         "routed_by": done.workload.routed_by,
-        "tried": [{"backend": it.backend, "error": _error_data(it.error)} for it in compared.tried],
-        "backends": [_outcome_data(it) for it in compared.outcomes],
-        "pairs": [{"backends": [it.one, it.other], **_difference(it.difference)} for it in compared.pairs],
+        "tried": [{"backend": tried.backend, "error": _error_data(tried.error)} for tried in compared.tried],
+        "backends": [_outcome_data(outcome) for outcome in compared.outcomes],
+        "pairs": [
+            {"backends": [pair.one, pair.other], **_difference(pair.difference)} for pair in compared.pairs
+        ],
         "left_out": dict(unused or {}),
     }
 
@@ -120,23 +122,28 @@ def document(head: Data, layers: Sequence[Data], *, several: bool, compares: boo
             return {**head, **only}
         rest = {name: value for name, value in only.items() if name not in ("backends", "pairs", "left_out")}
         return {**head, **rest, **only["backends"][0]}
-    return {**head, "ok": all(it["ok"] for it in layers), "worst": worst(layers), "layers": list(layers)}
+    return {
+        **head,
+        "ok": all(layer["ok"] for layer in layers),
+        "worst": worst(layers),
+        "layers": list(layers),
+    }
 
 
 def worst(layers: Sequence[Data]) -> Data | None:
     """Layer, backend and RMS error of the result furthest from the reference; None without results."""
     errors = [
-        {"layer": layer["layer"], "backend": it["backend"], "rms": it["check"]["rms"]}
+        {"layer": layer["layer"], "backend": backend["backend"], "rms": backend["check"]["rms"]}
         for layer in layers
-        for it in layer["backends"]
-        if "check" in it
+        for backend in layer["backends"]
+        if "check" in backend
     ]
     # A result that is not finite is worse than any number.
-    return max(errors, key=lambda it: (it["rms"] != it["rms"], it["rms"]), default=None)
+    return max(errors, key=lambda error: (error["rms"] != error["rms"], error["rms"]), default=None)
 
 
 def exit_code(layers: Sequence[Data]) -> ExitCode:
-    """The code of a layer that could not run at all; else 0 if every check passed, or 1."""
+    """The exit code of a layer that could not run at all; else DONE if every check passed, or FOUND."""
     for layer in layers:
         if layer["error"] is not None:
             return ExitCode(layer["error"]["exit_code"])
@@ -150,11 +157,11 @@ def brief(layers: Sequence[Data], *, several: bool, compares: bool) -> list[str]
         start = f"{layer['layer']}\t" if several else ""
         if layer["error"] is not None:
             lines.append(f"{start}error\t{layer['error']['what']}")
-        for it in layer["backends"]:
-            rms = f"{it['check']['rms']:.3g}" if "check" in it else "-"
-            word = "ok" if it["ok"] else "refused" if it.get("refused") else "failed"
+        for backend in layer["backends"]:
+            rms = f"{backend['check']['rms']:.3g}" if "check" in backend else "-"
+            word = "ok" if backend["ok"] else "refused" if backend.get("refused") else "failed"
             verdict = f"{word} {rms}"
-            lines.append(f"{start}{it['backend']}\t{verdict}" if several or compares else verdict)
+            lines.append(f"{start}{backend['backend']}\t{verdict}" if several or compares else verdict)
     return lines
 
 
@@ -169,10 +176,10 @@ def draw(head: Data, layers: Sequence[Data], console: Any, *, several: bool, com
 
 
 def _print_rows(console: Any, rows: Mapping[str, str]) -> None:
-    wide = max(9, *map(len, rows))
+    width = max(9, *map(len, rows))
     for label, value in rows.items():
         if value:
-            console.print(f"{label:<{wide}} {value}", markup=False)
+            console.print(f"{label:<{width}} {value}", markup=False)
 
 
 def _facts(head: Data, layer: Data) -> dict[str, str]:
@@ -183,25 +190,27 @@ def _facts(head: Data, layer: Data) -> dict[str, str]:
         "dtype": other if layer["dtype"] != layer["model_dtype"] else "",
         "tokens": f"{layer['tokens']}, routed by {layer['routed_by']}, top-{layer['problem']['top_k']}",
         "partial": layer["partial"],
-        **{f"{it['backend']} was tried": it["error"]["what"] for it in layer["tried"]},
+        **{f"{backend['backend']} was tried": backend["error"]["what"] for backend in layer["tried"]},
     }
 
 
 def _draw_one(head: Data, layer: Data, console: Any) -> None:
-    (it,) = layer["backends"]
-    checked, has_tokens = it["check"], layer["tokens"] > 0
+    (backend,) = layer["backends"]
+    checked, has_tokens = backend["check"], layer["tokens"] > 0
     limit = checked["tolerance"]
-    repacked = f" (repacked: {it['relaid']})" if it["relaid"] else ""
+    repacked = f" (repacked: {backend['relaid']})" if backend["relaid"] else ""
     rows = {
         **_facts(head, layer),
-        "backend": f"{it['backend']}, weights in layout {it['layout']}{repacked}",
+        "backend": f"{backend['backend']}, weights in layout {backend['layout']}{repacked}",
         "error": f"max {checked['max']:.3g} (at most {limit['max']:g}), "
-        f"RMS {checked['rms']:.3g} ({limit['rms']:g}), cosine {_cosine(it['cosine'])}",
-        "worst": "token " + ", ".join(_token(token) for token in it["worst_tokens"]) if has_tokens else "",
-        "prepare": duration(it["prepare_seconds"]),
-        "first": f"{duration(it['first_seconds'])} (compilation included)",
-        "warm": f"{duration(it['median_us'] * 1e-6)} (median)" if has_tokens else "",
-        "memory": f"{size(it['weight_bytes'])} of weights, peak {size(it['peak_bytes'])}",
+        f"RMS {checked['rms']:.3g} ({limit['rms']:g}), cosine {_cosine(backend['cosine'])}",
+        "worst": "token " + ", ".join(_token(token) for token in backend["worst_tokens"])
+        if has_tokens
+        else "",
+        "prepare": duration(backend["prepare_seconds"]),
+        "first": f"{duration(backend['first_seconds'])} (compilation included)",
+        "warm": f"{duration(backend['median_us'] * 1e-6)} (median)" if has_tokens else "",
+        "memory": f"{size(backend['weight_bytes'])} of weights, peak {size(backend['peak_bytes'])}",
     }
     _print_rows(console, rows)
     _draw_stress(layer, console)
@@ -212,13 +221,13 @@ def _draw_one(head: Data, layer: Data, console: Any) -> None:
 def _draw_compared(head: Data, layer: Data, console: Any) -> None:
     _print_rows(console, _facts(head, layer))
     results = table(*COLUMNS, right=COLUMNS[2:5])
-    for it in layer["backends"]:
-        results.add_row(*_cells(it))
+    for backend in layer["backends"]:
+        results.add_row(*_cells(backend))
     console.print(results)
     if layer["pairs"]:
         pairs = table(*PAIRS, right=PAIRS[2:5])
-        for it in layer["pairs"]:
-            pairs.add_row(*it["backends"], *_numbers(it))
+        for pair in layer["pairs"]:
+            pairs.add_row(*pair["backends"], *_numbers(pair))
         console.print(pairs)
     for why in dict.fromkeys(layer["left_out"].values()):
         names = ", ".join(name for name, reason in layer["left_out"].items() if reason == why)
@@ -231,18 +240,20 @@ def _draw_compared(head: Data, layer: Data, console: Any) -> None:
 def _draw_layers(head: Data, layers: Sequence[Data], console: Any) -> None:
     ran = [layer for layer in layers if layer["backends"]]
     computed = "; ".join(dict.fromkeys(layer["computed"] for layer in ran))
-    changed = sorted({(it["dtype"], it["model_dtype"]) for it in ran if it["dtype"] != it["model_dtype"]})
+    changed = sorted(
+        {(layer["dtype"], layer["model_dtype"]) for layer in ran if layer["dtype"] != layer["model_dtype"]}
+    )
     facts = {
         "layers": f"{len(layers)} of {head['checkpoint']}{f': {computed}' if computed else ''}",
         "dtype": "; ".join(f"{used} activations, the model's are {model}" for used, model in changed),
         "partial": next((layer["partial"] for layer in ran), ""),
     }
     _print_rows(console, facts)
-    stressed = any("stress" in it for layer in layers for it in layer["backends"])
+    stressed = any("stress" in backend for layer in layers for backend in layer["backends"])
     results = table("layer", *COLUMNS, *(("stress",) if stressed else ()), right=("layer", *COLUMNS[2:5]))
     for layer in layers:
-        for it in layer["backends"]:
-            results.add_row(str(layer["layer"]), *_cells(it), *((_passed(it),) if stressed else ()))
+        for backend in layer["backends"]:
+            results.add_row(str(layer["layer"]), *_cells(backend), *((_passed(backend),) if stressed else ()))
         if layer["error"] is not None:
             results.add_row(str(layer["layer"]), "-", "ERROR", *[""] * (len(COLUMNS) - 2))
     console.print(results)
@@ -254,26 +265,31 @@ def _draw_layers(head: Data, layers: Sequence[Data], console: Any) -> None:
     _print_rows(console, {"worst": worst_line or "", "check": failed if wrong else "passed"})
 
 
-def _cells(it: Data) -> list[str]:
+def _cells(backend: Data) -> list[str]:
     """One backend's cells, in the order of `COLUMNS`."""
-    if "check" not in it:
-        word = "refused" if it.get("refused") else "ERROR"
-        return [it["backend"], word, *["-"] * (len(COLUMNS) - 2)]
-    verdict = f"ok {it['check']['rms']:.1e}" if it["check"]["ok"] else f"FAILED {it['check']['rms']:.1e}"
-    times = (duration(it["prepare_seconds"]), size(it["weight_bytes"]), size(it["peak_bytes"]))
-    median = duration(it["median_us"] * 1e-6) if it["median_us"] else "-"
-    return [it["backend"], "ERROR" if it["error"] else verdict, *_numbers(it), *times, median]
+    if "check" not in backend:
+        word = "refused" if backend.get("refused") else "ERROR"
+        return [backend["backend"], word, *["-"] * (len(COLUMNS) - 2)]
+    verdict = (
+        f"ok {backend['check']['rms']:.1e}"
+        if backend["check"]["ok"]
+        else f"FAILED {backend['check']['rms']:.1e}"
+    )
+    times = (duration(backend["prepare_seconds"]), size(backend["weight_bytes"]), size(backend["peak_bytes"]))
+    median = duration(backend["median_us"] * 1e-6) if backend["median_us"] else "-"
+    return [backend["backend"], "ERROR" if backend["error"] else verdict, *_numbers(backend), *times, median]
 
 
-def _passed(it: Data) -> str:
+def _passed(backend: Data) -> str:
     """How many of the stress cases that apply were passed: ``19/19``."""
-    verdicts = [case["ok"] for case in it.get("stress", ()) if case["ok"] is not None]
+    verdicts = [case["ok"] for case in backend.get("stress", ()) if case["ok"] is not None]
     return f"{sum(verdicts)}/{len(verdicts)}"
 
 
-def _numbers(it: Data) -> list[str]:
-    tokens = ", ".join(_token(token) for token in it["worst_tokens"])
-    return [_cosine(it["cosine"]), f"{it['rel_l2']:.2e}", f"{it['max_abs']:.2e}", tokens]
+def _numbers(difference: Data) -> list[str]:
+    tokens = ", ".join(_token(token) for token in difference["worst_tokens"])
+    numbers = (f"{difference['rel_l2']:.2e}", f"{difference['max_abs']:.2e}")
+    return [_cosine(difference["cosine"]), *numbers, tokens]
 
 
 def _cosine(value: float) -> str:
@@ -286,19 +302,21 @@ def _token(token: Data) -> str:
 
 def _draw_stress(layer: Data, console: Any) -> None:
     """A table with a row per case and a column per backend."""
-    stressed = [it for it in layer["backends"] if it.get("stress")]
+    stressed = [backend for backend in layer["backends"] if backend.get("stress")]
     if not stressed:
         return
-    about = {case["case"]: case["about"] for it in stressed for case in it["stress"]}
-    cases = table("stress", "what", *(it["backend"] for it in stressed))
+    about = {case["case"]: case["about"] for backend in stressed for case in backend["stress"]}
+    cases = table("stress", "what", *(backend["backend"] for backend in stressed))
     for name, what in about.items():
-        verdicts = [next((_verdict(c) for c in it["stress"] if c["case"] == name), "") for it in stressed]
+        verdicts = [
+            next((_verdict(c) for c in backend["stress"] if c["case"] == name), "") for backend in stressed
+        ]
         cases.add_row(name, what, *verdicts)
     console.print(cases)
     notes = [
-        f"{case['case']}, {it['backend']}: {case['note']}"
-        for it in stressed
-        for case in it["stress"]
+        f"{case['case']}, {backend['backend']}: {case['note']}"
+        for backend in stressed
+        for case in backend["stress"]
         if case["note"] and case["ok"] is not False
     ]
     for note in notes:
@@ -317,9 +335,11 @@ def _draw_trouble(layer: Data, console: Any, start: str = "") -> None:
     """Errors and failed stress cases, each with its reason."""
     if layer["error"] is not None:
         console.print(f"{start}{layer['error']['what']}", markup=False)
-    for it in layer["backends"]:
-        if it["error"] is not None:
-            console.print(f"{start}{it['error']['what']}", markup=False)
-        for case in it.get("stress", ()):
+    for backend in layer["backends"]:
+        if backend["error"] is not None:
+            console.print(f"{start}{backend['error']['what']}", markup=False)
+        for case in backend.get("stress", ()):
             if case["ok"] is False:
-                console.print(f"{start}{it['backend']} failed {case['case']!r}: {case['note']}", markup=False)
+                console.print(
+                    f"{start}{backend['backend']} failed {case['case']!r}: {case['note']}", markup=False
+                )

@@ -10,9 +10,9 @@ import typer
 
 from ...bench import parse_counts
 from ...errors import ExitCode, Unavailable, UsageError
-from ..options import Activation, Offline, framed, named, option, pick
+from ..options import Activation, Offline, framed, option, pick, split_names
 from ..output import Output, count
-from ..output_paths import check_spared
+from ..output_paths import check_not_read
 from .text import draw_list, draw_search, listed, search_document, tile_words
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ EXAMPLES = (
     "moectl tune --list --stale    moectl tune --clear --model qwen3-30b",
 )
 MORE = (
-    "Launches are kept in MOECTL_CACHE (default: moectl in the platform's cache directory) and used only for",
-    "the same device, layer and versions. A run that was stopped continues where it was.",
+    "Launches are cached in MOECTL_CACHE (default: moectl in the platform's cache directory), for the same",
+    "device, layer and versions only. An interrupted run continues where it stopped.",
 )
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -41,10 +41,10 @@ class TunedLayerOptions:
     """Options for the layers, and one rank's share of them."""
 
     model: Annotated[
-        str | None, option("--model", own=True, help="Instead: gpt-oss-120b, kimi-k2, ...; a list.")
+        str | None, option("--model", own=True, help="Instead of CKPT: gpt-oss-120b, kimi-k2, ...; a list.")
     ] = None
     tp: Annotated[int, option("--tp", own=True, help="Tensor-parallel ranks.", min=1)] = 1
-    ep: Annotated[bool, option("--ep", own=True, help="Spread whole experts over them.")] = False
+    ep: Annotated[bool, option("--ep", own=True, help="Distribute whole experts over the ranks.")] = False
     activation: Activation = None
     offline: Offline = False
 
@@ -62,7 +62,7 @@ class TunedLayerOptions:
                 "tune takes either CKPT or --model", hint="moectl tune --model qwen3-30b -m 16,1024"
             )
         if self.model is not None:
-            names = [pick(name, MODELS, "model") for name in named(self.model, "--model")]
+            names = [pick(name, MODELS, "model") for name in split_names(self.model, "--model")]
             return named_layers(names, parallel)
         assumptions = parse_assumptions(self.activation, None)
         return checkpoint_layers(
@@ -77,12 +77,14 @@ class SearchOptions:
     tokens: Annotated[
         str, option("--tokens", "-m", own=True, help="Token counts; 64-1024*4 is 64,256,1024.")
     ] = DEFAULT_TOKENS
-    budget: Annotated[str, option("--budget", help="Time, as 90s, 10m or 1h30m; results are kept.")] = "10m"
+    budget: Annotated[
+        str, option("--budget", help="Time, such as 90s, 10m or 1h30m; results are cached.")
+    ] = "10m"
     families: Annotated[
         str | None, option("--families", help="Kernel families to try, a list; default: all that run here.")
     ] = None
     repeats: Annotated[int, option("--repeats", help="Measurements of each finalist.", min=1)] = 11
-    again: Annotated[bool, option("--again", help="Measure again what is kept.")] = False
+    again: Annotated[bool, option("--again", help="Measure cached launches again.")] = False
     to: Annotated[
         tuple[str, Path] | None,
         option(
@@ -107,7 +109,7 @@ class SearchOptions:
 
         return SearchPlan(parse_budget(self.budget), time.monotonic, self.repeats, report)
 
-    def engine_place(self, checkpoint: str | None) -> "tuple[Engine, Path] | None":
+    def engine_target(self, checkpoint: str | None) -> "tuple[Engine, Path] | None":
         """The engine of --to and the target path; None without the option."""
         if self.to is None:
             return None
@@ -118,7 +120,7 @@ class SearchOptions:
         if checkpoint is None:
             raise UsageError("--to takes CKPT: what the engine chooses follows from its format")
         if self.to[1].suffix == ".json":
-            check_spared(self.to[1], [checkpoint])
+            check_not_read(self.to[1], [checkpoint])
         return engine, self.to[1]
 
 
@@ -126,9 +128,11 @@ class SearchOptions:
 class KeptOptions:
     """Options for the results of earlier searches."""
 
-    list: Annotated[bool, option("--list", own=True, help="Show what is kept.")] = False
+    list: Annotated[bool, option("--list", own=True, help="Show cached launches.")] = False
     clear: Annotated[bool, option("--clear", help="Drop what --list shows.")] = False
-    stale: Annotated[bool, option("--stale", help="With both: only what other software measured.")] = False
+    stale: Annotated[
+        bool, option("--stale", help="With these: only launches measured with other software.")
+    ] = False
 
 
 @framed("tune")
@@ -137,7 +141,7 @@ def tune(
         str | None,
         typer.Argument(
             metavar="CKPT",
-            help="What explain takes: its layers' sizes are tuned, with random weights.",
+            help="As for explain; launches are tuned for its layers' sizes, on random weights.",
             show_default=False,
         ),
     ] = None,
@@ -154,23 +158,23 @@ def tune(
     machine then use the fastest.
     """
     counts = parse_counts(search.tokens)
-    parse_budget(search.budget)  # refused before the work
+    parse_budget(search.budget)  # an error before the work
     if kept.stale and not (kept.list or kept.clear):
-        raise UsageError("--stale goes with --list or --clear", hint="moectl tune --list --stale")
+        raise UsageError("--stale needs --list or --clear", hint="moectl tune --list --stale")
     if kept.list or kept.clear:
         named_layers = checkpoint is not None or tuned.model is not None
         return _listed(tuned.layers(checkpoint) if named_layers else None, kept, out)
-    place = search.engine_place(checkpoint)
+    engine_target = search.engine_target(checkpoint)
     from ...tuning.tune import tune_layers
 
     layers = tuned.layers(checkpoint)
-    if place is not None:
-        return _write_for_engine(layers, counts, search, *place, out)
+    if engine_target is not None:
+        return _write_for_engine(layers, counts, search, *engine_target, out)
     chosen = _families(search.families)
     with out.progress("tuning", unit="launches") as progress:
         tuning = tune_layers(layers, counts, chosen, search.plan(out, progress), search.again)
     for name, reason in tuning.refused.items():
-        out.note(f"{name} is left out: {reason}")
+        out.note(f"{name} is skipped: {reason}")
     return _shown(tuning, search_document(tuning), out)
 
 
@@ -193,14 +197,14 @@ def parse_budget(text: str) -> float:
         return sum(float(number) * UNITS[unit] for number, unit in parts)
     if re.fullmatch(r"\d+(?:\.\d+)?", text):
         return float(text)
-    raise UsageError(f"--budget takes a time as 90s, 10m or 1h30m, got {text!r}")
+    raise UsageError(f"--budget takes a time such as 90s, 10m or 1h30m, got {text!r}")
 
 
 def _families(text: str | None) -> list[str]:
     """The kernel families of --families."""
     from ...kernels.triton.triton_runner import FAMILIES
 
-    names = list(FAMILIES) if text is None else named(text, "--families")
+    names = list(FAMILIES) if text is None else split_names(text, "--families")
     return [pick(name, FAMILIES, "family") for name in names]
 
 
@@ -242,10 +246,10 @@ def _write_for_engine(
         )
     device = detect_device()
     targets = {layer.name: target_of(layer.problem, device, packages, engine) for layer in layers}
-    paths = {name: tuned_file_path(target, wanted.name) for name, wanted in targets.items()}
+    paths = {name: tuned_file_path(target, tuned_file.name) for name, tuned_file in targets.items()}
     if len(set(paths.values())) < len(paths):
         raise UsageError(
-            f"{len(paths)} layers have files of their own, {target} is one", hint="name a directory"
+            f"{len(paths)} layers need a file each, {target} is one file", hint="give a directory"
         )
     for path in paths.values():
         check_choices(path, built()["triton"], engine)
@@ -264,9 +268,10 @@ def _write_for_engine(
 
 
 def _shown(tuning: "Tuning", document: dict[str, Any], out: Output) -> ExitCode:
-    found = tuning.found
-    if found.left:
-        out.note(f"the budget is spent, {count(len(found.left), 'cell')} left; the same command goes on")
-    lines = [f"{cell.name}\t{cell.tokens}\t{row.us:.1f}" for cell, row in (*found.rows, *found.kept)]
+    result = tuning.found
+    if result.left:
+        left = count(len(result.left), "case")
+        out.note(f"the budget is spent, {left} left; run the same command to continue")
+    lines = [f"{case.name}\t{case.tokens}\t{row.us:.1f}" for case, row in (*result.rows, *result.kept)]
     out.result(document, lambda console: draw_search(tuning, console), lines)
     return ExitCode.DONE

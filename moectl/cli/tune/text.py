@@ -1,4 +1,4 @@
-"""Tables and documents of tuned launches: a search's results, and the cache's content."""
+"""Tables and documents of tuned launches: the results of a search, and the contents of the cache."""
 
 from __future__ import annotations
 
@@ -23,35 +23,36 @@ def tile_words(tile: Any) -> str:
 
 def search_document(tuning: Tuning) -> dict[str, Any]:
     """A search's results as plain data."""
-    found = tuning.found
+    result = tuning.found
     return {
         "device": device_key(tuning.device),
         "cache": str(tuning.path),
         "refused": dict(tuning.refused),
-        "done": found.done,
+        "done": result.done,
         "rows": [
-            {"layer": cell.name, "state": state, **asdict(row)}
-            for state, rows in (("new", found.rows), ("kept", found.kept))
-            for cell, row in rows
+            {"layer": case.name, "state": state, **asdict(row)}
+            for state, rows in (("new", result.rows), ("kept", result.kept))
+            for case, row in rows
         ],
-        "left": [{"layer": cell.name, "tokens": cell.tokens} for cell in found.left],
+        "left": [{"layer": case.name, "tokens": case.tokens} for case in result.left],
     }
 
 
-SEARCH = ("layer", "M", "us", "was", "gain", "tried", "out", "launch")
+SEARCH = ("layer", "M", "us", "before", "gain", "tried", "rejected", "launch")
 
 
 def draw_search(tuning: Tuning, console: Any) -> None:
     """Prints a search's results as a table."""
-    found = tuning.found
-    made = table(*SEARCH, right=SEARCH[1:-1])
-    rows = [(cell, row, "") for cell, row in found.rows] + [(c, r, " (kept)") for c, r in found.kept]
-    for cell, row, state in sorted(rows, key=lambda item: (item[0].name, item[0].tokens)):
-        made.add_row(cell.name, *_cells(row), f"{row.family} {tile_words(row.tile)}{state}")
-    for cell in found.left:
-        made.add_row(cell.name, str(cell.tokens), *["-"] * 5, "not done")
-    console.print(made)
-    console.print(f"{tuning.device.name}; kept in {tuning.path}", markup=False)
+    result = tuning.found
+    launches = table(*SEARCH, right=SEARCH[1:-1])
+    rows = [(case, row, "") for case, row in result.rows]
+    rows += [(case, row, " (cached)") for case, row in result.kept]
+    for case, row, state in sorted(rows, key=lambda item: (item[0].name, item[0].tokens)):
+        launches.add_row(case.name, *_cells(row), f"{row.family} {tile_words(row.tile)}{state}")
+    for case in result.left:
+        launches.add_row(case.name, str(case.tokens), *["-"] * 5, "not done")
+    console.print(launches)
+    console.print(f"{tuning.device.name}; cached in {tuning.path}", markup=False)
 
 
 def _cells(row: LaunchRow) -> tuple[str, ...]:
@@ -68,7 +69,7 @@ def _cells(row: LaunchRow) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Listed:
-    """Selected entries of the cache with their files; `ignored` are files that are ignored as a whole."""
+    """Selected entries of the cache with their files; `ignored` are files that are not used at all."""
 
     entries: tuple[tuple[CacheFileKind, LaunchFile, CachedLayer], ...]
     ignored: tuple[tuple[CacheFileKind, LaunchFile], ...]
@@ -120,22 +121,22 @@ def listed(layers: Sequence[TunedLayer] | None, stale: bool) -> Listed:
     )
 
 
-def draw_list(found: Listed, dropped: int | None, console: Any) -> None:
+def draw_list(cached: Listed, dropped: int | None, console: Any) -> None:
     """Prints cached launches as a table, and how many layers were dropped."""
-    made = table("device", "layer", "M", "us", "launch", "used", right=("M", "us"))
-    for _, file, entry in found.entries:
+    launches = table("device", "layer", "M", "us", "launch", "used", right=("M", "us"))
+    for _, file, entry in cached.entries:
         words, state = layer_words(dict(entry.layer)), f"no: {entry.stale}" if entry.stale else "yes"
         for row in entry.rows:
             launch = f"{row.family} {tile_words(row.tile)}"
-            made.add_row(file.device["name"], words, str(row.tokens), f"{row.us:.1f}", launch, state)
+            launches.add_row(file.device["name"], words, str(row.tokens), f"{row.us:.1f}", launch, state)
         for tokens, attempts in entry.unfinished.items():
             launch = f"{count(len(attempts), 'tile')} tried, not done"
-            made.add_row(file.device["name"], words, str(tokens), "-", launch, state)
-    if found.entries:
-        console.print(made)
-    for _, file in found.ignored:
+            launches.add_row(file.device["name"], words, str(tokens), "-", launch, state)
+    if cached.entries:
+        console.print(launches)
+    for _, file in cached.ignored:
         console.print(file.note, markup=False)
     if dropped is not None:
         console.print(f"{count(dropped, 'layer')} dropped", markup=False)
-    elif not found.entries:
-        console.print("nothing is kept", markup=False)
+    elif not cached.entries:
+        console.print("nothing is cached", markup=False)

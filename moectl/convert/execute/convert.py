@@ -38,7 +38,7 @@ from .passthrough import file_matches, passthrough_sha256, source_record, write_
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """The result of a conversion: layers converted now or found finished, and bytes read and written."""
+    """The result of a conversion: layers converted now, those finished before, bytes read and written."""
 
     folder: Path
     converted: tuple[int, ...]
@@ -60,13 +60,13 @@ def convert(
 ) -> ConversionSummary:
     """Executes `plan` into `out` and returns its `ConversionSummary`.
 
-    The source is only read. Files get their names once they are complete and synced; READY is written
-    last. What an interrupted run finished is kept, checked against its hashes, and completed with
-    `resume`; the result is the same, byte for byte.
+    The source is only read. Files get their final names once they are complete and synced; READY is written
+    last. With `resume`, the layers that an interrupted run finished are checked against their hashes and
+    kept; the result is the same, byte for byte.
 
     Args:
         out: a directory that is empty, does not exist yet, or (`resume`) holds the same conversion.
-        threads: 1 runs one stage at a time; more overlap reading, hashing, converting and writing. By
+        threads: 1 runs one stage at a time; with more, reading, hashing, converting and writing overlap. By
             default the number of cores.
         device: where batches are converted: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` for a GPU if
             there is one.
@@ -96,19 +96,21 @@ def convert(
     """
     folder = _folder_of(plan)
     check_output(folder, out, resume, partition)
-    if resume and (before := _finished(plan, folder, out, progress)):
-        return before
-    own = plan if partition is None else plan.for_partition(partition)
+    if resume and (finished := _finished(plan, folder, out, progress)):
+        return finished
+    worker_plan = plan if partition is None else plan.for_partition(partition)
     converter = device_named(device)  # A missing GPU is an error before anything is created.
-    refuse_small_disk(out, own.disk_needed, "Make room, choose another directory, or give --experts-only.")
+    refuse_small_disk(
+        out, worker_plan.disk_needed, "Make room, choose another directory, or give --experts-only."
+    )
     create_folder(out)
     if partition is not None:
         _refuse_other_parts(plan, out)
     log = open_log(out, plan.fingerprint(), LOG if partition is None else partition.log)
     try:
-        meter = Meter(progress, own.bytes_in + own.passthrough_bytes)
+        meter = Meter(progress, worker_plan.bytes_in + worker_plan.passthrough_bytes)
         converted, resumed, passthrough = _convert(
-            own, folder, out, log, meter, converter, threads or usable_cores()
+            worker_plan, folder, out, log, meter, converter, threads or usable_cores()
         )
         skipped: tuple[str, ...] = ()
         if partition is None:
@@ -120,7 +122,7 @@ def convert(
         log.close()
         raise
     log.close(remove=partition is None)
-    return ConversionSummary(out, converted, resumed, own.bytes_in, own.bytes_out, skipped)
+    return ConversionSummary(out, converted, resumed, worker_plan.bytes_in, worker_plan.bytes_out, skipped)
 
 
 def complete(plan: ConversionPlan, out: Path) -> ConversionSummary:
@@ -134,28 +136,29 @@ def complete(plan: ConversionPlan, out: Path) -> ConversionSummary:
         CheckpointError: a file that was logged as finished is missing or not as planned.
     """
     folder = _folder_of(plan)
-    if before := _finished(plan, folder, out, silent):
-        return before
+    if finished := _finished(plan, folder, out, silent):
+        return finished
     logs: list[ProgressLog] = []
     try:
         missing = []
         for partition in all_partitions(out):
             if not (out / partition.log).exists():
-                missing.append(f"part {partition} was not begun")
+                missing.append(f"part {partition} was not started")
                 continue
             logs.append(log := open_log(out, plan.fingerprint(), partition.log))
-            own = plan.for_partition(partition)
-            logged = log.layers
+            worker_plan = plan.for_partition(partition)
             layers = [
-                i.layer for i in own.layers if i.layer not in logged or not _matches_plan(i, logged[i.layer])
+                layer.layer
+                for layer in worker_plan.layers
+                if layer.layer not in log.layers or not _matches_plan(layer, log.layers[layer.layer])
             ]
-            files = [item.name for item in own.passthrough if item.name not in log.passthrough]
+            files = [item.name for item in worker_plan.passthrough if item.name not in log.passthrough]
             missing += [f"part {partition} lacks layers {ranges(layers)}"] if layers else []
             missing += [f"part {partition} lacks {', '.join(files)}"] if files else []
         if missing:
             raise UsageError(
                 f"{out} is not complete: {'; '.join(missing)}.",
-                hint="Convert what is missing with --part, and --resume where it was begun.",
+                hint="Convert what is missing with --part, and with --resume if it was started.",
             )
         records = {number: record for log in logs for number, record in log.layers.items()}
         passthrough = {name: record for log in logs for name, record in log.passthrough.items()}
@@ -182,7 +185,7 @@ def _check_files(plan: ConversionPlan, out: Path, passthrough: Mapping[str, Pass
             damaged.append(name)
     if damaged:
         raise CheckpointError(
-            f"{', '.join(damaged[:3])} was finished, and is missing or changed.",
+            f"{', '.join(damaged[:3])} was finished but is now missing or changed.",
             hint="Convert its part again with --part and --resume.",
         )
 
@@ -205,7 +208,7 @@ def _folder_of(plan: ConversionPlan) -> Path:
 
 
 def _refuse_other_parts(plan: ConversionPlan, out: Path) -> None:
-    """Raises UsageError if parts of another conversion have been begun in `out`."""
+    """Raises UsageError if parts of another conversion have been started in `out`."""
     for partition in partitions_in(out):
         logged = logged_conversion(out / partition.log)
         if logged is not None:
@@ -225,11 +228,11 @@ def check_output(
     if partition is not None and parts and not {READY, REPORT} & set(existing):
         if any(other.count != partition.count for other in parts):
             raise UsageError(
-                f"{out} holds parts of {parts[0].count}, part {partition} was asked for.",
+                f"{out} holds parts of {parts[0].count}, part {partition} was requested.",
                 hint="Use the same number of parts, or an empty directory.",
             )
         if partition in parts and not resume:
-            raise UsageError(f"part {partition} was begun in {out}.", hint="Finish it with --resume.")
+            raise UsageError(f"part {partition} was started in {out}.", hint="Finish it with --resume.")
         return
     log_name = LOG if partition is None else partition.log
     if existing and not resume:
@@ -272,13 +275,13 @@ def _already_done(plan: ConversionPlan, folder: Path, out: Path, progress: Progr
 
 
 def _source_facts(source: SourceRecord) -> dict[str, str]:
-    """Facts that identify a checkpoint without reading its weights, independent of its location."""
+    """What identifies a checkpoint without reading its weights, independent of its location."""
     return {"config": source.config_sha256, "tensor headers": digest_of(to_json(source.files))}
 
 
 def _other_checkpoint(out: Path, name: str) -> UsageError:
     return UsageError(
-        f"{out} was begun with another checkpoint: {name} has other bytes there.",
+        f"{out} was started with another checkpoint: the bytes of {name} differ.",
         hint="Resume with the same checkpoint, or convert into an empty directory.",
     )
 
@@ -290,8 +293,9 @@ def _check_same_source(layer: LayerPlan, record: LayerRecord, reader: FolderRead
     """
     for mapped in layer.map.mapped:
         extents, hashes = mapped.extents(layer.map.experts), record.source[mapped.mapping.stored].sha256
-        for (info, start, stop), before in zip(extents, hashes, strict=True):
-            if range_sha256(reader.fd(info.file), info.start + start, info.start + stop, info.file) != before:
+        for (info, start, stop), expected in zip(extents, hashes, strict=True):
+            sha256 = range_sha256(reader.fd(info.file), info.start + start, info.start + stop, info.file)
+            if sha256 != expected:
                 raise _other_checkpoint(out, info.name)
 
 
@@ -304,28 +308,28 @@ def _convert(
     device: ConversionDevice,
     threads: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[PassthroughRecord]]:
-    """Layers converted now, layers found finished, and the records of passthrough files; all are logged."""
+    """Layers converted now, layers finished before, and the records of passthrough files; all are logged."""
     for name in (*(layer.file.name for layer in plan.layers), *(item.name for item in plan.passthrough)):
         (out / f"{name}{PARTIAL}").unlink(missing_ok=True)
     with FolderReader(folder) as reader:
         _check_lengths(plan, reader)
-        todo: list[LayerPlan] = []
+        unfinished: list[LayerPlan] = []
         for layer in plan.layers:
             record = log.layers.get(layer.layer)
             if record is None or not _is_finished(out, layer, record):
-                todo.append(layer)
+                unfinished.append(layer)
                 continue
             meter.start(f"layer {layer.layer}")
             _check_same_source(layer, record, reader, out)
             meter.advance(layer.bytes_in)
-        if todo:
-            _convert_layers(plan, todo, out, reader, log, meter, device, threads)
+        if unfinished:
+            _convert_layers(plan, unfinished, out, reader, log, meter, device, threads)
         passthrough: list[PassthroughRecord] = []
         for item in plan.passthrough:
             meter.start(item.name)
             passthrough.append(write_passthrough(item, reader, folder, out, log, meter))
-    converted = tuple(layer.layer for layer in todo)
-    resumed = tuple(layer.layer for layer in plan.layers if layer not in todo)
+    converted = tuple(layer.layer for layer in unfinished)
+    resumed = tuple(layer.layer for layer in plan.layers if layer not in unfinished)
     return converted, resumed, passthrough
 
 
@@ -357,7 +361,7 @@ def _convert_layers(
 
 
 def _check_lengths(plan: ConversionPlan, reader: FolderReader) -> None:
-    """Raises CheckpointError if a source file is shorter than its header said during planning."""
+    """Raises CheckpointError if a source file is shorter than the header that was planned from."""
     ends: dict[str, int] = {}
     for info in plan.checkpoint.tensors.values():
         ends[info.file] = max(ends.get(info.file, 0), info.end)
@@ -365,7 +369,7 @@ def _check_lengths(plan: ConversionPlan, reader: FolderReader) -> None:
         size = os.fstat(reader.fd(name)).st_size
         if size < end:
             raise CheckpointError(
-                f"{name} is truncated: its header asks for {end} bytes, the file has {size}.",
+                f"{name} is truncated: its header needs {end} bytes, the file has {size}.",
                 hint="Fetch the file again.",
             )
 

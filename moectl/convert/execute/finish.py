@@ -34,7 +34,7 @@ from .passthrough import copy_small_files, source_record
 
 
 def producer() -> dict[str, str]:
-    """Versions of the software that writes the directory; ``""`` for a package that is not installed."""
+    """Versions of the software that writes the directory; empty for packages that are not installed."""
     versions = {"moectl": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for name, package in (("triton", "triton"), ("flashinfer", "flashinfer-python")):
         try:
@@ -51,7 +51,7 @@ def finish_folder(
     layers: Sequence[LayerRecord],
     passthrough: Sequence[PassthroughRecord],
 ) -> tuple[str, ...]:
-    """Copies the small files, then writes index, configs, manifest, and READY last. Returns skipped files."""
+    """Copies small files, writes index, configs and manifest, then READY. Returns the skipped files."""
     if plan.finalizer is not None:
         return plan.finalizer.finish(plan, folder, out, layers, passthrough, producer())
     files, skipped = copy_small_files(folder, out, {info.file for info in plan.checkpoint.tensors.values()})

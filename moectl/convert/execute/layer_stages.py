@@ -27,8 +27,8 @@ from ..stream.pipeline import PipelineSlot, WorkerThreads
 from ..stream.source_reader import Digests, FolderReader, Piece, as_bytes, spans
 
 CHECKED_SCALES = 1 << 20
-"""Bytes of scales that are checked at once: counting NaNs takes several times as much memory, which the
-memory budget does not include."""
+"""Bytes of scales checked at once: counting NaNs takes several times as much memory, which is not part of the
+memory budget."""
 
 MANY_THREADS = 8
 """Number of threads from which two layers are converted at once."""
@@ -56,22 +56,22 @@ class LayerInProgress:
 
     @cached_property
     def batches(self) -> ExpertBatches:
-        """The reader of the layer's experts."""
+        """Reads and converts the layer's experts."""
         return ExpertBatches(self.plan.map)
 
     def open(self, workers: WorkerThreads) -> None:
         """Creates the layer's file under its temporary name and writes its header.
 
-        Space is reserved concurrently with the first reads, since that is slow on in-memory file systems.
+        Space is reserved concurrently with the first reads, since it is slow on in-memory file systems.
         """
         self.file = NewFile(self.out / self.plan.file.name, self.plan.file.size)
         self.pending.append(workers.write(self.file.reserve))
         self.pending.append(workers.write(partial(self.file.write, memoryview(self.plan.file.header), 0)))
 
     def advance_hash(self, info: TensorInfo, at: int, size: int) -> bool | None:
-        """Whether these next bytes of a tensor are its last; None if they have been hashed before.
+        """Whether the next `size` bytes of a tensor are its last; None if they have been hashed before.
 
-        A tensor that all experts share is read again for each batch.
+        A tensor that all experts share is read again for every batch.
         """
         if self._next[info.name] != at:
             return None
@@ -154,11 +154,11 @@ class LayerStages:
     def _batches_of(self, layer: LayerInProgress) -> Iterator[ExpertBatch]:
         layer.open(self.workers)
         jobs = [ExpertBatch(layer, *span) for span in spans(layer.plan.map.experts, layer.plan.batch)]
-        self._look(jobs, layer)
+        self._collect_statistics(jobs, layer)
         yield from jobs
 
-    def _look(self, jobs: list[ExpertBatch], layer: LayerInProgress) -> None:
-        """Collects the statistics that the writer needs, in a separate pass over their roles."""
+    def _collect_statistics(self, jobs: list[ExpertBatch], layer: LayerInProgress) -> None:
+        """Collects the statistics that the writer needs, in a separate pass over the roles concerned."""
         plan, roles = layer.plan, frozenset(statistic.role for statistic in layer.plan.writer.statistics)
         batches = ExpertBatches(plan.map, roles)
         for job in jobs if roles else []:
@@ -187,20 +187,20 @@ class LayerStages:
         used = BufferExtent(batches.read_bytes(job.experts), plan.writer.buffer_bytes(job.experts))
         if job.first == 0:
             self.meter.start(f"layer {plan.layer}")
-        check_extras(plan, batches.stored(slot.read, job.experts), job.first)
+        check_auxiliary(plan, batches.stored(slot.read, job.experts), job.first)
         pieces, ready = self.device.run(slot, used, partial(self._convert, job))
         if job.is_last and self._closing is not None:
-            # At most one earlier layer may still be unsynced.
+            # At most one earlier layer may still be waiting for its sync.
             self._closing.result()
         self.meter.advance(sum(size for m in plan.map.mapped for _, _, size, _ in m.run(job.first, job.last)))
         return pieces, ready
 
     def _convert(
-        self, job: ExpertBatch, read: torch.Tensor, made: torch.Tensor, written: torch.Tensor
+        self, job: ExpertBatch, read: torch.Tensor, canonical: torch.Tensor, written: torch.Tensor
     ) -> list[Piece]:
         layer, plan = job.layer, job.layer.plan
-        batch = layer.batches.convert(layer.batches.stored(read, job.experts), made)
-        check_numbers(plan, batch, job.first)
+        batch = layer.batches.convert(layer.batches.stored(read, job.experts), canonical)
+        check_scale_values(plan, batch, job.first)
         slices = plan.rank_slice.slice(batch)
         if plan.rank_slice.sliced:
             roles = plan.map.shapes
@@ -214,13 +214,13 @@ class LayerStages:
         for piece in pieces:
             target, view = layer.plan.file.tensors[piece.name], as_bytes(piece.data.contiguous())
             last = piece.at + len(view) == target.nbytes
-            hashed = partial(
-                _after, ready, partial(layer.written_digests.update, piece.name, view, last=last)
+            update = partial(
+                _when_ready, ready, partial(layer.written_digests.update, piece.name, view, last=last)
             )
-            slot.pending.append(self.workers.hash(f"out {piece.name}", len(view), hashed, last=last))
+            slot.pending.append(self.workers.hash(f"out {piece.name}", len(view), update, last=last))
             for at in range(0, len(view), WRITE_BYTES):
                 store = partial(layer.file.write, view[at : at + WRITE_BYTES], target.start + piece.at + at)
-                slot.pending.append(self.workers.write(partial(_after, ready, store)))
+                slot.pending.append(self.workers.write(partial(_when_ready, ready, store)))
         layer.pending += slot.pending[before:]
         if job.is_last:
             self._closing = self.workers.close_file(partial(self._close, layer))
@@ -236,13 +236,13 @@ class LayerStages:
             self._closing.result()
 
 
-def _after(ready: Callable[[], None], task: Callable[[], None]) -> None:
+def _when_ready(ready: Callable[[], None], task: Callable[[], None]) -> None:
     ready()
     task()
 
 
-def check_extras(layer: LayerPlan, stored: Tensors, first: int) -> None:
-    """Raises CheckpointError for auxiliary tensors (shapes, orders) that contradict the weights."""
+def check_auxiliary(layer: LayerPlan, stored: Tensors, first: int) -> None:
+    """Raises CheckpointError for auxiliary tensors (shapes, act order) that contradict the weights."""
     for mapped in layer.map.mapped:
         if mapped.mapping.role:
             continue
@@ -253,16 +253,16 @@ def check_extras(layer: LayerPlan, stored: Tensors, first: int) -> None:
                 raise CheckpointError(f"{name} {reason}.", hint="Check the checkpoint.")
 
 
-def check_numbers(layer: LayerPlan, batch: Tensors, first: int) -> None:
+def check_scale_values(layer: LayerPlan, batch: Tensors, first: int) -> None:
     """Raises CheckpointError for a NaN or infinite scale."""
     for role, t in batch.items():
         if role.endswith("_scale") and role in layer.map.shapes:
             step = max(1, CHECKED_SCALES * len(t) // max(1, t.numel() * t.element_size()))
             for at in range(0, len(t), step):
-                _check_scales(layer, role, t[at : at + step], first + at)
+                _check_block(layer, role, t[at : at + step], first + at)
 
 
-def _check_scales(layer: LayerPlan, role: str, scales: torch.Tensor, first: int) -> None:
+def _check_block(layer: LayerPlan, role: str, scales: torch.Tensor, first: int) -> None:
     try:
         check_scales(scales, byte_scales(layer.problem))
     except CheckpointError as error:

@@ -41,9 +41,9 @@ from ..plan.conversion_plan import RESERVED, PassthroughPlan
 from ..stream.source_reader import FolderReader
 
 SMALL_FILE = 64 << 20
-"""Files larger than this that are not safetensors are skipped and named in the summary."""
+"""Size above which files other than safetensors are skipped and named in the summary, in bytes."""
 
-_OWN = frozenset({CONFIG, SOURCE_CONFIG, INDEX, SOURCE_INDEX, MANIFEST, READY, LOG})
+_CONVERSION_FILES = frozenset({CONFIG, SOURCE_CONFIG, INDEX, SOURCE_INDEX, MANIFEST, READY, LOG})
 
 
 def file_matches(path: Path, file: FilePlan, hashes: Mapping[TensorInfo, str]) -> bool:
@@ -69,17 +69,17 @@ def write_passthrough(
 ) -> PassthroughRecord:
     """Links, copies or extracts one file of passthrough tensors; an existing equal copy is kept.
 
-    Extracted tensors are few, and are extracted again when a conversion is resumed.
+    Extracted tensors are few; they are extracted again when a conversion is resumed.
     """
     path = out / item.name
     size = sum(info.nbytes for info in item.tensors)
-    before = log.passthrough.get(item.name)
-    same = before and (before.source, before.whole) == (item.source, item.file is None)
-    if before and same and before.whole and not file_findings(path, before.size, before.sha256):
+    logged = log.passthrough.get(item.name)
+    same = logged and (logged.source, logged.whole) == (item.source, item.file is None)
+    if logged and same and logged.whole and not file_findings(path, logged.size, logged.sha256):
         source = folder / item.source
-        if source.samefile(path) or not file_findings(source, before.size, before.sha256):
+        if source.samefile(path) or not file_findings(source, logged.size, logged.sha256):
             meter.advance(size)
-            return before
+            return logged
     path.unlink(missing_ok=True)
     if item.file is None:
         link_or_copy(folder / item.source, path)
@@ -137,29 +137,29 @@ def copy_small_files(
     folder: Path,
     out: Path,
     tensor_files: set[str],
-    without: frozenset[str] = frozenset(),
+    ignored: frozenset[str] = frozenset(),
     *,
     keep_index: bool = True,
 ) -> tuple[tuple[FileRecord, ...], tuple[str, ...]]:
-    """Copies the index, tokenizer and other small files. Returns their records and the skipped names.
+    """Copies index, tokenizer and other small files. Returns their records and the names of skipped files.
 
     Skipped are directories, files over `SMALL_FILE`, safetensors that the checkpoint does not use, and
-    links to outside the checkpoint (a Hub cache's blobs belong to it). Names in `without` are ignored.
+    links out of the checkpoint (the blobs of a Hub cache belong to it). Names in `ignored` are passed over.
     """
     records, skipped = [], []
     if keep_index and (folder / INDEX).is_file():
-        records.append(_copied(folder / INDEX, out / SOURCE_INDEX))
+        records.append(_copy(folder / INDEX, out / SOURCE_INDEX))
     for path in sorted(folder.iterdir()):
-        if path.name in _OWN or path.name in tensor_files or path.name in without:
+        if path.name in _CONVERSION_FILES or path.name in tensor_files or path.name in ignored:
             continue
         if not _is_small_file(path, folder):
             skipped.append(path.name)
             continue
-        records.append(_copied(path, out / path.name))
+        records.append(_copy(path, out / path.name))
     return tuple(records), tuple(skipped)
 
 
-def _copied(source: Path, target: Path) -> FileRecord:
+def _copy(source: Path, target: Path) -> FileRecord:
     copy_file(source, target)
     return FileRecord(target.name, target.stat().st_size, file_sha256(target))
 

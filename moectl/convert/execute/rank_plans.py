@@ -18,15 +18,15 @@ from .convert import ConversionSummary, check_output
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A rank's plan, its output directory, and this worker's partition of its layers (None: all of them)."""
+    """A rank's plan, its output directory, and this worker's partition of the layers (None: all layers)."""
 
     folder: Path
     plan: ConversionPlan
     partition: WorkerPartition | None = None
 
     @property
-    def own(self) -> ConversionPlan:
-        """The plan of this worker's partition."""
+    def worker_plan(self) -> ConversionPlan:
+        """The part of the plan that this worker executes."""
         return self.plan if self.partition is None else self.plan.for_partition(self.partition)
 
 
@@ -36,7 +36,7 @@ def plan_ranks(
     """The plan of `rank`, whose directory is `out`, or of every rank, in ``out/rank-00`` and so on.
 
     With a single rank there is one plan, whose directory is `out`. Raises UsageError for a rank out of range,
-    and whatever `plan` raises.
+    and what `plan` raises.
     """
     ranks = tp_size * ep_size
     if rank is not None or ranks == 1:
@@ -50,21 +50,21 @@ def check_outputs(source: Path | None, out: Path, plans: Sequence[RankPlan], res
 
     A directory of all ranks must not contain anything else; each rank's is checked by `check_output`.
     """
-    folders = {item.folder for item in plans}
-    if folders != {out}:
-        others = {path for path in out.iterdir() if path not in folders} if out.is_dir() else set()
+    rank_folders = {item.folder for item in plans}
+    if rank_folders != {out}:
+        others = {path for path in out.iterdir() if path not in rank_folders} if out.is_dir() else set()
         if others:
             raise UsageError(
-                f"the output directory {out} is for ranks alone, and holds {min(others).name}.",
+                f"the output directory {out} is for ranks only, but holds {min(others).name}.",
                 hint="Choose an empty directory.",
             )
         if out.exists() and not out.is_dir():
             raise UsageError(f"the output {out} is a file, not a directory.", hint="Choose another name.")
         # Workers of a partitioned conversion find directories that other workers have created.
-        begun = [item.folder.name for item in plans if item.folder.exists() and item.partition is None]
-        if begun and not resume:
+        existing = [item.folder.name for item in plans if item.folder.exists() and item.partition is None]
+        if existing and not resume:
             raise UsageError(
-                f"the output directory {out} has {', '.join(begun[:3])} already.",
+                f"the output directory {out} has {', '.join(existing[:3])} already.",
                 hint="Finish all ranks with --resume, or choose an empty directory.",
             )
     for item in plans:
@@ -79,12 +79,12 @@ def convert_ranks(
     """Executes every plan with `convert`, one after the other, and returns the summaries.
 
     Raises Unavailable before the first one if the disk has no room for all of them. After an error, finished
-    ranks remain, and are recognized by a conversion that resumes.
+    ranks remain; resuming recognizes them.
     """
-    needed = sum(item.own.bytes_out for item in plans if not item.folder.exists())
+    needed = sum(item.worker_plan.bytes_out for item in plans if not item.folder.exists())
     if len(plans) > 1 and needed:
         refuse_small_disk(plans[0].folder, needed, "Make room, or convert rank by rank with --rank.")
-    totals = [item.own.bytes_in + item.own.passthrough_bytes for item in plans]
+    totals = [item.worker_plan.bytes_in + item.worker_plan.passthrough_bytes for item in plans]
     summaries: list[ConversionSummary] = []
     for i, item in enumerate(plans):
         before, name = sum(totals[:i]), f"{item.folder.name}, " if len(plans) > 1 else ""

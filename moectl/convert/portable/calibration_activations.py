@@ -1,4 +1,4 @@
-"""Calibration activations of a layer, and the Hessians that quantizers need for both matrices."""
+"""Calibration activations of a layer, and the Hessians of both matrices that quantizers need."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from ..quantize.calibration import Calibration, hessian, intermediate
 from ..steps.value_steps import Tensors
 
 Activate = Callable[[Tensor], Tensor]
-"""The first matrix's outputs, gate rows then up rows or in pairs as the output has them, to the second's
-inputs."""
+"""Maps the first matrix's outputs, gate then up or in pairs as in the output, to the second's inputs."""
 
 
 @dataclass(frozen=True)
@@ -23,31 +22,32 @@ class Activations:
     """Calibration activations of one layer.
 
     Attributes:
-        file: where they come from.
-        activate: as `Activate`.
-        layer: its number.
+        calibration: the file that they are read from.
+        activate: the experts' activation function.
+        layer: number of the layer.
         hidden: size of the activations.
     """
 
-    file: Calibration
+    calibration: Calibration
     activate: Activate
     layer: int
     hidden: int
 
     def hessians(self, batch: Tensors, role: str, first: int, source: WeightFormat, halves: int) -> Tensor:
-        """``[e, k, k]`` float32 for the matrices `role` of a batch whose first expert is `first`.
+        """``[e, k, k]`` fp32 Hessians of the matrices `role` of a batch whose first expert is `first`.
 
-        The second matrix's inputs come from the first one as it is in `source`, with `halves` in its rows.
+        The inputs of the second matrix are computed from the first one, in the format `source` with `halves`
+        equal parts of its rows.
         """
         experts = range(len(batch[role]))
-        seen = [self.file.tokens(self.layer, first + i, self.hidden) for i in experts]
+        tokens = [self.calibration.tokens(self.layer, first + i, self.hidden) for i in experts]
         device = batch[role].device
         if role == "w13":
-            return torch.stack([hessian(x.to(device)) for x in seen])
+            return torch.stack([hessian(x.to(device)) for x in tokens])
         w13 = decode_role(source, batch, "w13", halves)
         bias = batch.get("w13_bias")
         inputs = (
             intermediate(x.to(device), w13[i], self.activate, None if bias is None else bias[i])
-            for i, x in enumerate(seen)
+            for i, x in enumerate(tokens)
         )
         return torch.stack([hessian(x) for x in inputs])

@@ -1,4 +1,4 @@
-"""Rules that select a format change: exact ones first, then quantization, then requantization on request."""
+"""Rules that select a format change: exact ones first, then quantization, then requantization if allowed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .options import PortableOptions
 
 @dataclass(frozen=True)
 class ChangeRule:
-    """One way from a source format to the requested one.
+    """A change from some source formats to some requested ones.
 
     Attributes:
-        applies: whether the rule applies, for matrices of these sizes ``(n, k)``.
+        applies: whether the rule applies, to matrices of these sizes ``(n, k)``.
         target: the resulting format, in a model of this dtype.
-        change: the change of the tensors of a model of this dtype.
+        change: the change of the tensors, in a model of this dtype.
     """
 
     applies: Callable[[WeightFormat, PortableOptions, tuple[tuple[int, int], ...]], bool]
@@ -35,12 +35,12 @@ class ChangeRule:
 
 
 def _same(source: WeightFormat, options: PortableOptions, sizes: tuple[tuple[int, int], ...]) -> bool:
-    wanted = options.format.weight
-    return source.name == wanted.name and all(refines(source, wanted, n, k) for n, k in sizes)
+    target = options.format.weight
+    return source.name == target.name and all(refines(source, target, n, k) for n, k in sizes)
 
 
-def _kept_target(source: WeightFormat, options: PortableOptions, dtype: str) -> WeightFormat:
-    # Powers of two have the same value in F32, which more engines read.
+def _same_format_target(source: WeightFormat, options: PortableOptions, dtype: str) -> WeightFormat:
+    # F32 holds powers of two exactly, and more engines read it.
     scale = "F32" if source.name == "fp8" and source.scale_dtype in ("E8M0", "F8_E8M0", "U8") else ""
     return replace(source, block=options.format.weight.block, scale_dtype=scale or source.scale_dtype)
 
@@ -50,14 +50,14 @@ def _is_wide(source: WeightFormat) -> bool:
     return source.bits >= 8 and not source.number.grid.integer
 
 
-def _fresh(source: WeightFormat, options: PortableOptions, dtype: str) -> WeightFormat:
+def _quantized_target(source: WeightFormat, options: PortableOptions, dtype: str) -> WeightFormat:
     target = options.format.weight
     return replace(target, scale_dtype=dtype) if target.number.grid.integer else target
 
 
 RULES: tuple[ChangeRule, ...] = (
-    ChangeRule(_same, _kept_target, lambda source, target, options, dtype: SameFormat(source, target)),
-    # 8-bit integers may keep any block size.
+    ChangeRule(_same, _same_format_target, lambda source, target, options, dtype: SameFormat(source, target)),
+    # 8-bit integers keep any block size.
     ChangeRule(
         lambda source, options, sizes: source.name == options.format.weight.name == "int8",
         lambda source, options, dtype: source,
@@ -80,7 +80,7 @@ RULES: tuple[ChangeRule, ...] = (
     ),
     ChangeRule(
         lambda source, options, sizes: _is_wide(source) or options.requantize,
-        _fresh,
+        _quantized_target,
         lambda source, target, options, dtype: Requantized(source, replace(options.quantizer, weight=target)),
     ),
 )
@@ -90,18 +90,18 @@ RULES: tuple[ChangeRule, ...] = (
 def change_for(
     source: WeightFormat, options: PortableOptions, sizes: tuple[tuple[int, int], ...], dtype: str = "BF16"
 ) -> tuple[WeightFormat, FormatChange]:
-    """The format that comes out for matrices of `sizes` ``(n, k)`` in `source`, and how.
+    """The resulting format for matrices of `sizes` ``(n, k)`` in the format `source`, and the change to it.
 
     `dtype` is the safetensors dtype of the model's 16-bit weights and scales.
 
-    Raises UsageError when weights that have been quantized before would lose more, unasked.
+    Raises UsageError if quantized weights would be requantized without permission.
     """
     for rule in RULES:
         if rule.applies(source, options, sizes):
             target = rule.target(source, options, dtype)
             return target, rule.change(source, target, options, dtype)
     raise UsageError(
-        f"weights that are {source} have no exact form in {options.format.weight}.",
-        reason="Quantizing again what has been quantized loses more.",
+        f"weights in {source} cannot be represented exactly in {options.format.weight}.",
+        reason="Requantizing quantized weights adds to their error.",
         hint="Convert from the original weights, or give --requantize.",
     )

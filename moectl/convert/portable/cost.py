@@ -15,9 +15,9 @@ class Cost:
     Attributes:
         kind: ``repacked``, ``decoded`` or ``quantized``.
         unit: what is counted: ``weights`` or ``blocks``.
-        count: how many there are.
-        exact: how many of them have the same values as before.
-        report: errors, where weights were quantized.
+        count: number of units.
+        exact: number of units whose values are unchanged.
+        report: errors, if weights were quantized.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Cost:
         return Cost(self.kind, self.unit, self.count + other.count, self.exact + other.exact, report)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON data; ``lossless`` counts what has the same values as before."""
+        """JSON data; ``lossless`` counts the units whose values are unchanged."""
         if self.report is not None:
             return {"kind": self.kind, **self.report.summary()}
         return {"kind": self.kind, self.unit: self.count, "lossless": self.exact}

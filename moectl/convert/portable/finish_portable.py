@@ -1,4 +1,4 @@
-"""The last files of a portable output: config, index, report; the config last of all."""
+"""The last files of a portable output: index and report, and finally the config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..plan.conversion_plan import ConversionPlan
 
 STALE = frozenset(("hf_quant_config.json", "quantize_config.json", "quant_config.json", REPORT))
-"""Source files that describe the previous quantization, and are not copied."""
+"""Files of the source that describe its quantization and are not copied."""
 
 REPORT_VERSION = 1
 
@@ -31,7 +31,7 @@ class PortableFinalizer:
     """Finishes a portable output.
 
     Attributes:
-        target, container: as `PortableOptions`.
+        target, container: as in `PortableOptions`.
         config: the model's config with the new quantization.
     """
 
@@ -42,8 +42,8 @@ class PortableFinalizer:
 
     def check_finished(self, plan: ConversionPlan, folder: Path, out: Path) -> None:
         report = read_report(out)
-        wanted = {"conversion": plan.layout.name, "source": to_json(source_record(plan.checkpoint, folder))}
-        for key, value in wanted.items():
+        expected = {"conversion": plan.layout.name, "source": to_json(source_record(plan.checkpoint, folder))}
+        for key, value in expected.items():
             if report.get(key) != value:
                 raise UsageError(
                     f"{out} holds another conversion; it differs in {key}.",
@@ -66,7 +66,7 @@ class PortableFinalizer:
         passthrough: Sequence[PassthroughRecord],
         producer: Mapping[str, str],
     ) -> tuple[str, ...]:
-        """Copies small files, writes index, report and config; names of files left out."""
+        """Copies small files, writes index, report and config. Returns the names of skipped files."""
         tensor_files = {info.file for info in plan.checkpoint.tensors.values()}
         files, skipped = copy_small_files(folder, out, tensor_files, STALE, keep_index=False)
         documents = {INDEX: _document(plan.index), CONFIG: _document(self.config)}

@@ -1,4 +1,4 @@
-"""Changes of weight format, matrix by matrix: exact where the value grid allows it."""
+"""Changes of weight format, matrix by matrix; exact where the values allow it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .cost import Cost
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """The matrix and the experts that are changed.
+    """A matrix of a batch of experts.
 
     Attributes:
         role: canonical role of the codes, ``w13`` or ``w2``.
@@ -36,14 +36,14 @@ class ExpertMatrix:
 
 
 class FormatChange(Protocol):
-    """Converts canonical tensors of a matrix from one format to another."""
+    """Converts the canonical tensors of a matrix from one format to another."""
 
     @property
     def working_bytes(self) -> float:
-        """Bytes of working memory for each weight."""
+        """Bytes of working memory per weight."""
 
     def apply(self, batch: Tensors, matrix: ExpertMatrix) -> tuple[dict[str, Tensor], Cost]:
-        """The new tensors by role, and the cost; UsageError for values that must not be rounded."""
+        """The new tensors by role, and the cost; UsageError if values would be rounded without permission."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class SameFormat:
     def _finer(self, encoded: Encoded) -> Encoded:
         n, k = encoded.codes.shape[1], encoded.codes.shape[2] * 8 // self.source.bits
 
-        def each(t: Tensor | None) -> Tensor | None:
+        def refined(t: Tensor | None) -> Tensor | None:
             for axis, size in ((0, n), (1, k)):
                 old, new = (_extent(weight, axis, size) for weight in (self.source, self.target))
                 if t is not None and old != new:
                     t = t.index_select(axis + 1, torch.arange(0, size, new, device=t.device) // old)
             return t
 
-        return encoded._replace(scale=each(encoded.scale), zero=each(encoded.zero))
+        return encoded._replace(scale=refined(encoded.scale), zero=refined(encoded.zero))
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class Mxfp4ToNvfp4:
     """MXFP4 to NVFP4: the same codes, with power-of-two E4M3 scales under a global scale for each expert.
 
     A block scale 2**s becomes 2**(s - g) x 2**g with g = (largest s of the expert's matrix) - 8, so that
-    blocks down to 2**17 below the largest keep their values, and smaller ones whose codes are multiples of
-    the step that is left. Gate and up share the global scale, since engines take one for both.
+    blocks down to 2**17 below the largest keep their values, as do smaller ones whose codes are multiples of
+    the remaining step. Gate and up share the global scale, since engines take one for both.
     """
 
     requantize: bool = False
@@ -118,35 +118,35 @@ class Mxfp4ToNvfp4:
         base = (top - self.LARGEST).clamp(min=-126)
         local = power - base
         small = used & (local < self.SMALLEST)
-        kept = scale.numel()
+        exact = scale.numel()
         if bool(small.any()):
-            blocks, lost = self._nearest(blocks, local, small)
-            kept -= lost
+            blocks, changed = self._nearest(blocks, local, small)
+            exact -= changed
         local = torch.where(used, local, 0).clamp(self.SMALLEST, self.LARGEST)
         factor = E4M3.codes(torch.exp2(local.float())).repeat_interleave(2, dim=2)
         wide = torch.exp2(base.double()).float().expand(-1, matrix.halves, 1).contiguous()
-        if kept < scale.numel() and not self.requantize:
+        if exact < scale.numel() and not self.requantize:
             raise UsageError(
-                f"{scale.numel() - kept} of {scale.numel()} blocks of {matrix.role} of experts from "
-                f"{matrix.first} are too small beside the largest for NVFP4's scales and would lose bits.",
-                hint="Give --requantize to round them, and --resume to go on.",
+                f"{scale.numel() - exact} of {scale.numel()} blocks of {matrix.role} of experts from "
+                f"{matrix.first} are too small next to the largest for NVFP4's scales and would lose bits.",
+                hint="Give --requantize to round them, and --resume to continue.",
             )
         roles = Encoded(blocks.reshape(codes.shape), factor, None, wide).roles(matrix.role)
-        return roles, Cost("repacked", "blocks", scale.numel(), kept)
+        return roles, Cost("repacked", "blocks", scale.numel(), exact)
 
     def _nearest(self, blocks: Tensor, local: Tensor, small: Tensor) -> tuple[Tensor, int]:
-        """Codes where the scales of `small` blocks have grown, and how many blocks changed their values."""
+        """The codes under the raised scales of `small` blocks, and how many blocks changed their values."""
         shrink = torch.exp2((local[small] - self.SMALLEST).float())[:, None]
-        wanted = unpacked(E2M1, blocks[small]) * shrink
-        codes = E2M1.codes(wanted.clone())
-        found = blocks.clone()
-        found[small] = codes[:, 0::2] | (codes[:, 1::2] << 4)
-        return found, int((unpacked(E2M1, found[small]) != wanted).any(-1).sum())
+        values = unpacked(E2M1, blocks[small]) * shrink
+        codes = E2M1.codes(values.clone())
+        rescaled = blocks.clone()
+        rescaled[small] = codes[:, 0::2] | (codes[:, 1::2] << 4)
+        return rescaled, int((unpacked(E2M1, rescaled[small]) != values).any(-1).sum())
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Weights in the model's 16-bit dtype; `rounds` allows values that it cannot hold."""
+    """Weights in the model's 16-bit dtype; with `rounds`, values that it cannot hold are rounded."""
 
     source: WeightFormat
     dtype: str
@@ -162,8 +162,8 @@ class Decoded:
         if exact < weights.numel() and not self.rounds:
             raise UsageError(
                 f"{weights.numel() - exact} of {weights.numel()} weights of {matrix.role} of experts from "
-                f"{matrix.first} have more bits than {self.dtype} holds.",
-                hint="Give --requantize to round them, and --resume to go on.",
+                f"{matrix.first} are not representable in {self.dtype}.",
+                hint="Give --requantize to round them, and --resume to continue.",
             )
         return {matrix.role: rounded}, Cost("decoded", "weights", weights.numel(), exact)
 
@@ -190,7 +190,7 @@ class Requantized:
             )
         # Engines take one global scale for gate and up.
         shared = self.quantizer.weight.number.global_scale
-        done = quantize(
+        quantized = quantize(
             weights,
             self.quantizer,
             matrix.role,
@@ -198,11 +198,11 @@ class Requantized:
             hessian=hessian,
             first_expert=matrix.first,
         )
-        roles = dict(done.roles)
+        roles = dict(quantized.roles)
         if shared:
             name = f"{matrix.role}_global"
             roles[name] = roles[name].expand(-1, matrix.halves, 1).contiguous()
-        return roles, Cost("quantized", "weights", weights.numel(), 0, done.report)
+        return roles, Cost("quantized", "weights", weights.numel(), 0, quantized.report)
 
 
 def _extent(weight: WeightFormat, axis: int, size: int) -> int:

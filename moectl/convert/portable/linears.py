@@ -1,4 +1,4 @@
-"""Quantized matrices outside the experts: recognized, and repacked into another container."""
+"""Quantized matrices other than the experts': recognized, and repacked into another container."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from .slots import Slot, container_format, slots
 
 PLAIN = frozenset(("BF16", "F16", "F32"))
 WEIGHTS = ("weight", "weight_packed", "qweight")
-"""Suffixes of a matrix's own numbers."""
+"""Suffixes of the tensors that hold a matrix's weights or codes."""
 
 MATRIX = Arrangement(PER_EXPERT, {"w1": ""}, separator="")
-"""One matrix ``[intermediate, hidden]`` by itself, whose tensors are called by their suffixes."""
+"""A single matrix ``[intermediate, hidden]``; its tensors are named by their suffixes."""
 
 STORED_MATRICES = tuple(MATRIX.of(form) for form in FORMATS)
-"""Every way to store one."""
+"""Every way to store such a matrix."""
 
 NUMBER = re.compile(r"\.(\d+)\.")
 
@@ -48,9 +48,9 @@ class Linear:
     """One quantized matrix ``[n, k]``.
 
     Attributes:
-        module: what its tensors' names begin with.
-        storage, scheme: how its numbers are stored, and what they mean.
-        tensors: by suffix.
+        module: prefix of its tensors' names.
+        storage, scheme: how it is stored, and its number formats.
+        tensors: its tensors by suffix.
     """
 
     module: str
@@ -63,11 +63,11 @@ class Linear:
     @property
     def layer(self) -> int:
         """Number of the decoder layer in its name; -1 for none."""
-        found = NUMBER.search(self.module)
-        return int(found[1]) if found else -1
+        match = NUMBER.search(self.module)
+        return int(match[1]) if match else -1
 
     def problem(self, dtype: str) -> MoEProblem:
-        """The matrix as the only one of a single expert; `dtype` is the model's."""
+        """The matrix as that of a layer with a single expert; `dtype` is the model's."""
         return MoEProblem(
             Dims(self.k, self.n),
             1,
@@ -84,7 +84,7 @@ def quantized_linears(
 ) -> tuple[Linear, ...]:
     """Every quantized matrix other than the converted experts', whose tensors are in `consumed`.
 
-    Raises UsageError for a matrix whose tensors are in no known format.
+    Raises UsageError for a matrix in an unknown format.
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name in checkpoint.tensors:
@@ -96,22 +96,22 @@ def quantized_linears(
         codes = next((tensors[suffix] for suffix in WEIGHTS if suffix in tensors), None)
         if codes is None or codes.dtype in PLAIN:
             continue
-        linear = _recognized(module, tensors, experts)
+        linear = _recognize(module, tensors, experts)
         if linear is None:
             raise UsageError(
-                f"{module} is quantized ({', '.join(sorted(tensors))}) in no format that is known here.",
-                hint="Convert with --experts-only, and bring the other tensors over by hand.",
+                f"{module} is quantized in an unknown format ({', '.join(sorted(tensors))}).",
+                hint="Convert with --experts-only, and add the other tensors yourself.",
             )
         linears.append(linear)
     return tuple(linears)
 
 
-def _recognized(
+def _recognize(
     module: str, tensors: Mapping[str, TensorInfo], experts: tuple[MoEProblem, ...]
 ) -> Linear | None:
-    """What the tensors are: first as the experts are stored, then in any format that fits."""
+    """The matrix that `tensors` store: in the experts' format if it fits, else in any that does; or None."""
     storages, leaves = {problem.storage for problem in experts}, frozenset(tensors)
-    for storage in sorted(STORED_MATRICES, key=lambda it: not storages & set(it.format.storages)):
+    for storage in sorted(STORED_MATRICES, key=lambda s: not storages & set(s.format.storages)):
         if storage.missing(leaves) or storage.unknown(leaves):
             continue
         for weight in _weights(storage.format, experts):
@@ -123,7 +123,7 @@ def _recognized(
 
 
 def _weights(form: StoredFormat, experts: tuple[MoEProblem, ...]) -> Iterator[WeightFormat]:
-    """Formats that `form` may hold: its own, or those of its kind that experts have, or of FP8 blocks."""
+    """Weight formats that `form` may hold: its own, or if that is open, the experts' and FP8 blocks."""
     if SHOWN not in form.weight.block:
         yield form.weight
         return
@@ -135,17 +135,17 @@ def _weights(form: StoredFormat, experts: tuple[MoEProblem, ...]) -> Iterator[We
 def _sides(
     storage: Storage, weight: WeightFormat, tensors: Mapping[str, TensorInfo]
 ) -> tuple[int, int] | None:
-    """Rows and columns of the matrix; None when a tensor's shape or dtype does not go with the others."""
+    """Rows and columns of the matrix; None if a tensor's shape or dtype contradicts the others."""
     sizes: dict[str, int] = format_sizes(Scheme(weight))
-    codes, stored = next((leaf, it) for leaf, it in storage.tensors.items() if it.role == "w1")
+    codes, stored = next((leaf, tensor) for leaf, tensor in storage.tensors.items() if tensor.role == "w1")
     if len(stored.shape) != len(tensors[codes].shape):
         return None
     for axis, size in zip(stored.shape, tensors[codes].shape, strict=True):
         sizes[axis.symbol] = size * (sizes[axis.per] if isinstance(axis.per, str) else axis.per)
     for leaf, info in tensors.items():
-        it = storage.tensors[leaf]
-        expected = [shape_at(shape, sizes) for shape in (it.shape, *it.others)]
-        if info.dtype not in it.dtypes or info.shape not in expected:
+        stored = storage.tensors[leaf]
+        expected = [shape_at(shape, sizes) for shape in (stored.shape, *stored.others)]
+        if info.dtype not in stored.dtypes or info.shape not in expected:
             return None
     return sizes["intermediate"], sizes["hidden"]
 
@@ -153,7 +153,7 @@ def _sides(
 def _act(
     weight: WeightFormat, tensors: Mapping[str, TensorInfo], experts: tuple[MoEProblem, ...]
 ) -> ActFormat:
-    """How activations enter: as of experts of the same format, else as goes with the format."""
+    """The activation format: that of experts with the same weight format, else the format's usual one."""
     for problem in experts:
         if problem.scheme.weight == weight:
             return problem.scheme.act
@@ -164,9 +164,9 @@ def _act(
 
 @dataclass(frozen=True)
 class LinearsMapping(LayerMapping):
-    """Matrices beside the experts, each with roles of its own, as a layer of one expert.
+    """Matrices outside the experts as a layer of one expert, in which each has its own roles.
 
-    `problems` has each matrix's problem by its role.
+    `problems` holds each matrix's problem by role.
     """
 
     problems: Mapping[str, MoEProblem] = None  # type: ignore[assignment]
@@ -178,7 +178,7 @@ class LinearsMapping(LayerMapping):
 
 @dataclass(frozen=True)
 class LinearsPlan:
-    """Matrices of one decoder layer and one format, and how they are written."""
+    """Matrices of one decoder layer in one format, and how they are written."""
 
     map: LinearsMapping
     problem: MoEProblem
@@ -186,10 +186,10 @@ class LinearsPlan:
     linears: tuple[Linear, ...]
 
 
-def stays(linear: Linear, storage: str, checkpoint: Checkpoint) -> bool:
-    """True when `storage` stores the matrix as it is stored already."""
-    less = zeros_less_one(checkpoint.config) if linear.storage.format.packing == "gptq" else True
-    return storage in linear.storage.format.storages and less and not _rescaled(linear)
+def keeps_storage(linear: Linear, storage: str, checkpoint: Checkpoint) -> bool:
+    """True if the matrix is already stored as `storage` stores it."""
+    same_zeros = linear.storage.format.packing != "gptq" or zeros_less_one(checkpoint.config)
+    return storage in linear.storage.format.storages and same_zeros and not _rescaled(linear)
 
 
 def _rescaled(linear: Linear) -> bool:
@@ -206,14 +206,14 @@ def plan_linears(
     dtype: str,
     requantize: bool,
 ) -> LinearsPlan:
-    """How `linears`, all of one format, are written in `storage`; `number` is their plan's.
+    """How `linears`, all of one format, are written in `storage`; `number` is that of the plan.
 
-    `dtype` is the model's. UsageError when the container has no place for them.
+    `dtype` is the model's. Raises UsageError if the container cannot hold them.
     """
     mapped: list[MappedTensors] = []
     shapes: dict[str, TensorType] = {}
-    made: dict[str, TensorType] = {}
-    found: list[Slot] = []
+    new_shapes: dict[str, TensorType] = {}
+    linear_slots: list[Slot] = []
     matrices: dict[str, MatrixChange] = {}
     problems: dict[str, MoEProblem] = {}
     less = linears[0].storage.format.packing == "gptq" and zeros_less_one(checkpoint.config)
@@ -222,24 +222,24 @@ def plan_linears(
         problem = linear.problem(dtype)
         source, target, change = _change(linear, storage, problem, requantize)
         problems[role] = problem
-        own = _renamed(canonical_shapes(source, 1, _has_inputs(linear)), role)
-        shapes |= own
-        mapped += _mapped(linear, source, role, own, less)
-        new = _renamed(
+        linear_shapes = _renamed(canonical_shapes(source, 1, _has_inputs(linear)), role)
+        shapes |= linear_shapes
+        mapped += _mapped(linear, source, role, linear_shapes, less)
+        written = _renamed(
             canonical_shapes(target, 1, _has_inputs(linear) and target.scheme.weight.bits < 16), role
         )
-        made |= new
+        new_shapes |= written
         try:
             form = container_format(storage, target.scheme.weight)
         except UsageError as error:
             raise UsageError(
-                f"{linear.module} is quantized, too: {error.what}",
+                f"{linear.module} is also quantized: {error.what}",
                 hint="Choose --container compressed-tensors, or --experts-only.",
             ) from error
-        found += slots(MATRIX.of(form), target, f"{linear.module}.", new, {"w1": (role, None)})
+        linear_slots += slots(MATRIX.of(form), target, f"{linear.module}.", written, {"w1": (role, None)})
         matrices[role] = MatrixChange(change, 1, linear.n * linear.k, linear.module.rpartition(".")[2])
     layer = LinearsMapping(number, "", tuple(mapped), shapes, less, problems)
-    writer = PortableWriter(made, tuple(found), matrices, {}, label_of(number))
+    writer = PortableWriter(new_shapes, tuple(linear_slots), matrices, {}, label_of(number))
     return LinearsPlan(layer, linears[0].problem(dtype), writer, linears)
 
 
@@ -250,7 +250,7 @@ def _has_inputs(linear: Linear) -> bool:
 def _change(
     linear: Linear, storage: str, problem: MoEProblem, requantize: bool
 ) -> tuple[MoEProblem, MoEProblem, FormatChange]:
-    """The matrix as it is read, as it is written, and the step between."""
+    """The matrix as read, as written, and the change between them."""
     weight = linear.scheme.weight
     scale = next(
         (
@@ -278,7 +278,7 @@ def _change(
 
 def _renamed(shapes: Shapes, role: str) -> dict[str, TensorType]:
     """The first matrix's roles under another name."""
-    return {name.replace("w13", role, 1): form for name, form in shapes.items() if name.startswith("w13")}
+    return {name.replace("w13", role, 1): kind for name, kind in shapes.items() if name.startswith("w13")}
 
 
 def _mapped(

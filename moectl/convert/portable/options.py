@@ -1,4 +1,4 @@
-"""What a portable checkpoint is asked to be, as plain values. Imports no torch."""
+"""Options of a portable conversion as plain values. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PortableOptions:
-    """One portable output.
+    """Options of one portable output.
 
     Attributes:
-        target: a row of `PORTABLE`.
-        container: as `CONTAINERS`; None for the format's first.
-        method: as `Quantizer`; None for its default, or with `calibration` for ``gptq``.
-        rule: as `Quantizer`; None for its default.
+        target: name in `PORTABLE`.
+        container: name in `CONTAINERS`; None for the format's first.
+        method: as in `Quantizer`; None for its default, or for ``gptq`` with `calibration`.
+        rule: as in `Quantizer`; None for its default.
         calibration: a file with activations, as `Calibration` reads it: for the search or, with ``gptq``,
             for error feedback.
-        requantize: weights that have been quantized before may lose more.
+        requantize: whether quantized weights may be requantized with additional error.
     """
 
     target: str
@@ -40,7 +40,7 @@ class PortableOptions:
 
     @property
     def quantizer(self) -> Quantizer:
-        """How weights are quantized, where they are. Raises as `check`."""
+        """How weights are quantized, if they are. Raises what `check` raises."""
         from ..quantize import METHODS, Quantizer
 
         self.check()
@@ -50,18 +50,18 @@ class PortableOptions:
         return Quantizer(self.format.weight, method, self.rule)
 
     def check(self) -> None:
-        """Raises UsageError for options that do not go together."""
+        """Raises UsageError for options that contradict each other."""
         if self.method == "gptq" and self.calibration is None:
             raise UsageError(
                 "--method gptq needs activations, got none.",
                 hint="Give --calibration FILE, or --method search.",
             )
         if self.rule is not None and not self.format.has_scale_rules:
-            raise not_for("--mx-scale", self.target, "is for scales of powers of two, which mxfp4 has")
+            raise unsuitable("--mx-scale", self.target, "is for power-of-two scales, as in mxfp4")
 
     @property
     def given(self) -> dict[str, object]:
-        """The options that were given, by their names on the command line."""
+        """The options that were given, by name on the command line."""
         options = {
             "--container": self.container,
             "--method": self.method,
@@ -71,11 +71,11 @@ class PortableOptions:
         return {name: value for name, value in options.items() if value}
 
     @property
-    def quantizing(self) -> tuple[str, ...]:
-        """Those that say how weights are quantized."""
+    def quantizer_options(self) -> tuple[str, ...]:
+        """Names of the given options that affect how weights are quantized."""
         return tuple(name for name in self.given if name != "--container")
 
 
-def not_for(option: str, target: str, why: str) -> UsageError:
-    """The error of an `option` that does not go with a `target`."""
+def unsuitable(option: str, target: str, why: str) -> UsageError:
+    """The error for an `option` that does not apply to `target`."""
     return UsageError(f"{option} {why}, got --to {target}.", hint=f"Leave {option} out.")

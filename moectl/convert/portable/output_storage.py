@@ -18,9 +18,9 @@ class OutputStorage:
     """The storage of a group's experts in the output.
 
     Attributes:
-        name: as `MoEProblem.storage` of the output.
+        name: the output's `MoEProblem.storage`.
         storage: the tensors.
-        prefix: what their names begin with, with ``{layer}`` and, where each has its own, ``{expert}``.
+        prefix: prefix of their names, with ``{layer}`` and, if each expert has its own, ``{expert}``.
     """
 
     name: str
@@ -28,13 +28,13 @@ class OutputStorage:
     prefix: str
 
     @property
-    def apart(self) -> bool:
-        """True when gate and up rows do not alternate."""
+    def concatenated(self) -> bool:
+        """True if gate rows come before up rows; False if they alternate."""
         return not self.storage.fused
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Module names that a quantization config may speak of."""
+        """Templates of the modules' names in a quantization config; none for fused tensors."""
         if self.storage.fused:
             return ()
         return tuple(self.prefix + name for name in self.storage.arrangement.matrices.values())
@@ -45,21 +45,21 @@ class OutputStorage:
 
 
 def output_storage(group: LayerGroup, container: str, weight: WeightFormat, native: bool) -> OutputStorage:
-    """How the output stores the experts of `group` in `container`: as its model's own readers look for them.
+    """How the output stores the experts of `group` in `container`, as readers of the model expect them.
 
-    `native`: gpt-oss' fused tensors, of a gpt-oss model; otherwise every expert has its own, named as
-    the source names them, or as most models do where the source fuses them. Raises UsageError when the
-    container has no tensors for `weight`.
+    With `native`, a gpt-oss model keeps its fused tensors; otherwise every expert has its own tensors, named
+    as in the source, or as in most models if the source fuses them. Raises UsageError if the container cannot
+    hold `weight`.
     """
-    assert group.storage is not None, "experts are converted where their tensors are listed"
-    first, own = next(iter(group.names.experts.values())), group.storage.arrangement
+    assert group.storage is not None, "experts are converted only if their tensors are listed"
+    first, arrangement = next(iter(group.names.experts.values())), group.storage.arrangement
     if native and group.problem.model_type == "gpt_oss" and weight.name in ("mxfp4", "bf16"):
         prefix = output_prefix(first)
         if weight.name == "mxfp4":
             return OutputStorage(GPT_OSS.format.storages[0], GPT_OSS, prefix)
         return OutputStorage(container, FUSED_TRANSPOSED.of(container_format(container, weight)), prefix)
     form = container_format(container, weight)
-    head = output_prefix(first) if own.fused else first.partition("{expert}.")[0]
-    if own.fused or "w13" in own.matrices:
-        own = PROJECTIONS if group.problem.activation.gated else UNGATED_PROJECTIONS
-    return OutputStorage(container, own.of(form), head + "{expert}.")
+    head = output_prefix(first) if arrangement.fused else first.partition("{expert}.")[0]
+    if arrangement.fused or "w13" in arrangement.matrices:
+        arrangement = PROJECTIONS if group.problem.activation.gated else UNGATED_PROJECTIONS
+    return OutputStorage(container, arrangement.of(form), head + "{expert}.")

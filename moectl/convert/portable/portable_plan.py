@@ -28,7 +28,7 @@ from .calibration_activations import Activations
 from .change_rules import change_for
 from .finish_portable import PortableFinalizer
 from .format_changes import FormatChange, Requantized
-from .linears import Linear, plan_linears, quantized_linears, stays
+from .linears import Linear, keeps_storage, plan_linears, quantized_linears
 from .options import PortableOptions
 from .output_storage import OutputStorage, output_storage
 from .portable_writer import MatrixChange, PortableWriter
@@ -46,11 +46,11 @@ LINEARS_PREFIX = "linears-"
 """Prefix of the files of other quantized matrices."""
 
 KEPT_ACT_BITS = frozenset((4, 16))
-"""Bits of activations that every container of their weight format can state."""
+"""Bits of activations that every container can describe."""
 
 
 ActivationFunction = Callable[[Tensor, MoEProblem, str], Tensor]
-"""Outputs of the experts' first matrix, the problem and the order of its rows to inputs of the second."""
+"""(outputs of the experts' first matrix, problem, order of its rows) -> inputs of the second matrix."""
 
 CalibrationSource = tuple[Calibration, ActivationFunction]
 """Calibration activations, and the function from the first matrix's outputs to the second's inputs."""
@@ -61,11 +61,11 @@ class GroupPlan:
     """How the layers of one group change.
 
     Attributes:
-        layers: of the group.
-        problem: as the output's config will describe it.
-        change: of both matrices.
+        layers: numbers of the layers.
+        problem: the problem that the output's config will describe.
+        change: the change of both matrices.
         output: names and shapes of the stored tensors.
-        shapes: canonical roles in the new format.
+        shapes: types of the canonical roles in the new format.
     """
 
     layers: tuple[int, ...]
@@ -83,20 +83,22 @@ def plan_portable(
     max_memory: int | None = None,
     experts_only: bool = False,
 ) -> ConversionPlan:
-    """The `ConversionPlan` to write `checkpoint` as an ordinary checkpoint with the experts as `options` say.
+    """The plan to write `checkpoint` as an ordinary checkpoint with its experts in the format of `options`.
 
     `activate` is the experts' activation function, which calibration needs.
 
-    Raises like `plan_conversion`, and UsageError if the container cannot describe the output, options
+    Raises what `plan_conversion` raises, and UsageError if the container cannot describe the output, options
     conflict, or weights would be rounded without permission.
     """
     check_plannable(checkpoint)
     memory = default_memory() if max_memory is None else max_memory
     container = container_of(options.target, options.container)
     storage, readers = options.format.containers[container]
-    seen = _seen(options, activate)
-    planned = [_plan_group(checkpoint, group, options, seen, storage, memory) for group in checkpoint.groups]
-    layers = sorted((layer for _, found in planned for layer in found), key=lambda layer: layer.layer)
+    calibration = _calibration_source(options, activate)
+    planned = [
+        _plan_group(checkpoint, group, options, calibration, storage, memory) for group in checkpoint.groups
+    ]
+    layers = sorted((layer for _, in_group in planned for layer in in_group), key=lambda layer: layer.layer)
     plans = [plan for plan, _ in planned]
     _check_quantizer_options(options, plans)
     consumed = {info.name: info.file for layer in layers for info in layer.map.tensors}
@@ -110,9 +112,9 @@ def plan_portable(
     modules = _plain_modules(checkpoint, {*consumed, *(linear.module for linear in other_linears)})
     described = Description(*_described(plans, () if storage == "plain" else other_linears), modules)
     document = with_quantization(checkpoint.config, DOCUMENTS[plans[0].output.name](described))
-    how = _how(options) if isinstance(plans[0].change, Requantized) else ""
+    method = _quantizer_words(options) if isinstance(plans[0].change, Requantized) else ""
     record = LayoutRecord(
-        f"{options.target} in {container}{how}", options.target, 1, (), tuple(map(str, readers))
+        f"{options.target} in {container}{method}", options.target, 1, (), tuple(map(str, readers))
     )
     finalizer = PortableFinalizer(options.target, container, document)
     return ConversionPlan(
@@ -120,7 +122,9 @@ def plan_portable(
     )
 
 
-def _seen(options: PortableOptions, activate: ActivationFunction | None) -> CalibrationSource | None:
+def _calibration_source(
+    options: PortableOptions, activate: ActivationFunction | None
+) -> CalibrationSource | None:
     if options.calibration is None:
         return None
     if activate is None:
@@ -128,39 +132,41 @@ def _seen(options: PortableOptions, activate: ActivationFunction | None) -> Cali
     return Calibration(options.calibration), activate
 
 
-def _how(options: PortableOptions) -> str:
-    """How weights are quantized, so that a conversion is not resumed with something else."""
+def _quantizer_words(options: PortableOptions) -> str:
+    """How weights are quantized, so that a conversion is not resumed in another way."""
     quantizer = options.quantizer
     rule = f", {quantizer.rule}" if options.format.has_scale_rules else ""
-    seen = "" if options.calibration is None else f", activations {file_sha256(options.calibration)[:16]}"
-    return f", {quantizer.method}{rule}{seen}"
+    activations = (
+        "" if options.calibration is None else f", activations {file_sha256(options.calibration)[:16]}"
+    )
+    return f", {quantizer.method}{rule}{activations}"
 
 
 def _check_quantizer_options(options: PortableOptions, plans: list[GroupPlan]) -> None:
     """Raises UsageError for quantizer options if nothing is quantized."""
-    if not options.quantizing or any(isinstance(plan.change, Requantized) for plan in plans):
+    if not options.quantizer_options or any(isinstance(plan.change, Requantized) for plan in plans):
         return
     stored = plans[0].problem.scheme.weight
     raise UsageError(
-        f"{options.quantizing[0]} says how weights are quantized, "
-        f"but these become {stored} without quantizing.",
-        hint=f"Leave {' and '.join(options.quantizing)} out.",
+        f"{options.quantizer_options[0]} sets how weights are quantized, "
+        f"but these become {stored} without quantization.",
+        hint=f"Leave {' and '.join(options.quantizer_options)} out.",
     )
 
 
 def _plan_linears(
     checkpoint: Checkpoint, linears: tuple[Linear, ...], storage: str, requantize: bool, memory: int
 ) -> list[LayerPlan]:
-    """Plans of the matrices that are written otherwise than they are stored, numbered from -1 down."""
+    """Plans of the matrices that are repacked, numbered from -1 downwards."""
     groups: dict[tuple[object, ...], list[Linear]] = {}
     for linear in linears:
-        if not stays(linear, storage, checkpoint):
+        if not keeps_storage(linear, storage, checkpoint):
             key = (linear.layer, linear.storage.format.storages, linear.scheme)
             groups.setdefault(key, []).append(linear)
     planned = []
     dtype = checkpoint.groups[0].problem.dtype
-    for i, found in enumerate(groups.values()):
-        plan = plan_linears(-1 - i, tuple(found), storage, checkpoint, dtype, requantize)
+    for i, members in enumerate(groups.values()):
+        plan = plan_linears(-1 - i, tuple(members), storage, checkpoint, dtype, requantize)
         batch, working = plan_batch(plan.map, plan.writer, {}, memory)
         file = plan_file(f"{LINEARS_PREFIX}{i:05d}.safetensors", plan.writer.specs, {"format": "pt"})
         rank_slice = RankSlice(plan.problem)
@@ -171,35 +177,35 @@ def _plan_linears(
 def _described(
     plans: list[GroupPlan], linears: tuple[Linear, ...]
 ) -> tuple[tuple[Described, ...], tuple[Described, ...]]:
-    """The experts' formats, each with targets of the modules that have it; those of other modules."""
+    """The experts' schemes with the modules that have them, and those of other modules."""
     schemes = list(dict.fromkeys(plan.problem.scheme for plan in plans))
     other_linears: dict[Scheme, list[str]] = {}
     for linear in linears:
         other_linears.setdefault(linear.scheme, []).append(linear.module)
-    found = []
+    described = []
     for scheme in schemes:
-        alike = [plan for plan in plans if plan.problem.scheme == scheme]
-        names = [name for plan in alike for name in plan.output.modules]
-        layers = [layer for plan in alike for layer in plan.layers] if schemes[1:] else []
-        same = other_linears.pop(scheme, [])
-        found.append(Described(scheme, (*expert_targets(names, layers), *same)))
-    return tuple(found), tuple(Described(scheme, tuple(names)) for scheme, names in other_linears.items())
+        with_scheme = [plan for plan in plans if plan.problem.scheme == scheme]
+        names = [name for plan in with_scheme for name in plan.output.modules]
+        layers = [layer for plan in with_scheme for layer in plan.layers] if schemes[1:] else []
+        modules = other_linears.pop(scheme, [])
+        described.append(Described(scheme, (*expert_targets(names, layers), *modules)))
+    return tuple(described), tuple(Described(scheme, tuple(names)) for scheme, names in other_linears.items())
 
 
 def _plan_group(
     checkpoint: Checkpoint,
     group: LayerGroup,
     options: PortableOptions,
-    seen: CalibrationSource | None,
+    calibration: CalibrationSource | None,
     storage: str,
     memory: int,
 ) -> tuple[GroupPlan, list[LayerPlan]]:
     maps = map_group(checkpoint, group)
-    plan = _decide(group, maps[0], options, storage)
+    plan = _group_plan(group, maps[0], options, storage)
     planned: list[LayerPlan] = []
     batch = peak = 0
     for mapped in maps:
-        writer = _writer(group.problem, mapped, plan, seen)
+        writer = _writer(group.problem, mapped, plan, calibration)
         if not planned:
             batch, peak = plan_batch(mapped, writer, {}, memory)
         file = plan_file(f"{PREFIX}{mapped.layer:05d}.safetensors", writer.specs, {"format": "pt"})
@@ -209,7 +215,7 @@ def _plan_group(
     return plan, planned
 
 
-def _decide(group: LayerGroup, mapped: LayerMapping, options: PortableOptions, storage: str) -> GroupPlan:
+def _group_plan(group: LayerGroup, mapped: LayerMapping, options: PortableOptions, storage: str) -> GroupPlan:
     problem, dims = group.problem, group.problem.dims
     stored = problem.scheme.weight
     if "w13_scale" in mapped.shapes and (dtype := mapped.shapes["w13_scale"].dtype) != "U8":
@@ -220,74 +226,80 @@ def _decide(group: LayerGroup, mapped: LayerMapping, options: PortableOptions, s
     inputs = has_input_scales(replace(problem, scheme=Scheme(weight, act))) and "w2_input" in mapped.shapes
     native = options.container == NATIVE or storage == "plain"
     output = output_storage(group, storage, weight, native)
-    found = replace(
+    target = replace(
         problem,
         scheme=Scheme(weight, act),
         storage=output.name,
-        rows=CONCATENATED if output.apart else problem.rows,
+        rows=CONCATENATED if output.concatenated else problem.rows,
         act_order="",
     )
     try:
-        shapes = canonical_shapes(found, problem.experts, inputs)
+        shapes = canonical_shapes(target, problem.experts, inputs)
     except NoBackend as error:
         raise UsageError(
             error.what, hint="Choose another --to: int8 and fp8-channel have a scale for each row."
         ) from error
-    return GroupPlan(group.layers, found, change, output, shapes)
+    return GroupPlan(group.layers, target, change, output, shapes)
 
 
 def _act(source: Scheme, weight: WeightFormat, target: PortableFormat) -> ActFormat:
-    """The source's activations where the weight format stays, else what goes with the format."""
+    """The source's activation format if the weight format stays, else the target's."""
     same = source.weight.name == weight.name and source.act.bits in KEPT_ACT_BITS
     return source.act if same else target.act
 
 
 def _calibrated(
-    change: FormatChange, problem: MoEProblem, plan: GroupPlan, seen: CalibrationSource | None, layer: int
+    change: FormatChange,
+    problem: MoEProblem,
+    plan: GroupPlan,
+    source: CalibrationSource | None,
+    layer: int,
 ) -> FormatChange:
-    """`change` with the activations of one layer, where it can use them and there are any."""
-    if not isinstance(change, Requantized) or seen is None:
+    """`change` with the activations of one layer, if it uses them and there are any."""
+    if not isinstance(change, Requantized) or source is None:
         return change
-    calibration, activate = seen
+    calibration, activate = source
     rows = plan.problem.rows
     calibration.check(layer, problem.experts, problem.dims.hidden)
-    found = Activations(calibration, lambda h: activate(h, problem, rows), layer, problem.dims.hidden)
-    return replace(change, activations=found, w13_halves=halves(problem, "w13") if plan.output.apart else 1)
+    activations = Activations(calibration, lambda h: activate(h, problem, rows), layer, problem.dims.hidden)
+    return replace(
+        change, activations=activations, w13_halves=halves(problem, "w13") if plan.output.concatenated else 1
+    )
 
 
 def _writer(
-    problem: MoEProblem, mapped: LayerMapping, plan: GroupPlan, seen: CalibrationSource | None
+    problem: MoEProblem, mapped: LayerMapping, plan: GroupPlan, calibration: CalibrationSource | None
 ) -> PortableWriter:
-    found = plan.output.slots(mapped.layer, plan.problem, plan.shapes)
-    _check_covered(plan.shapes, found, mapped.layer)
-    stacked = halves(problem, "w13")
+    slots = plan.output.slots(mapped.layer, plan.problem, plan.shapes)
+    _check_covered(plan.shapes, slots, mapped.layer)
+    parts = halves(problem, "w13")
     size = problem.dims.hidden * problem.dims.intermediate
-    change = _calibrated(plan.change, problem, plan, seen, mapped.layer)
+    change = _calibrated(plan.change, problem, plan, calibration, mapped.layer)
     matrices = {
-        "w13": MatrixChange(change, stacked if plan.output.apart else 1, stacked * size),
+        "w13": MatrixChange(change, parts if plan.output.concatenated else 1, parts * size),
         "w2": MatrixChange(change, 1, size),
     }
-    order = {role: gate_then_up(problem, role) for role in mapped.shapes if plan.output.apart}
-    return PortableWriter(plan.shapes, found, matrices, order, label_of(mapped.layer))
+    order = {role: gate_then_up(problem, role) for role in mapped.shapes if plan.output.concatenated}
+    return PortableWriter(plan.shapes, slots, matrices, order, label_of(mapped.layer))
 
 
-def _check_covered(shapes: Shapes, found: tuple[Slot, ...], layer: int) -> None:
-    """Raises UsageError when the container has no tensor for a part of what there is to store."""
+def _check_covered(shapes: Shapes, slots: tuple[Slot, ...], layer: int) -> None:
+    """Raises UsageError if the container has no tensor for some role or some of its rows."""
     for role, (_, shape) in shapes.items():
-        rows = {row for slot in found if slot.role == role for row in range(*slot.rows)}
+        rows = {row for slot in slots if slot.role == role for row in range(*slot.rows)}
         if len(rows) != shape[1]:
             raise UsageError(
-                f"layer {layer}: the container has no place for {role} of the experts.",
+                f"layer {layer}: the container has no tensor for {role} of the experts.",
                 hint="Choose another --container.",
             )
 
 
-def _check_names(layers: list[LayerPlan], rest: list[str]) -> None:
-    names = [layer.file.name for layer in layers] + rest
+def _check_names(layers: list[LayerPlan], passthrough: list[str]) -> None:
+    names = [layer.file.name for layer in layers] + passthrough
     for name in names:
         if names.count(name) > 1:
             raise CheckpointError(
-                f"two files of the output would be called {name}.", hint="Rename the source's."
+                f"two files of the output would have the name {name}.", hint="Rename that of the source."
             )
 
 

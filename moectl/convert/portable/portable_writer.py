@@ -1,4 +1,4 @@
-"""Writes a layer's batches in another format, as the tensors of an ordinary checkpoint."""
+"""Writes the batches of a layer in another format, as tensors of an ordinary checkpoint."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class MatrixChange:
     Attributes:
         change: from the source's format to the output's.
         halves: number of equal parts of its rows with separate blocks.
-        weights: of one expert.
-        title: names it in the report; its role where empty.
+        weights: number of weights of one expert.
+        title: its name in the report; empty for its role.
     """
 
     change: FormatChange
@@ -43,14 +43,14 @@ class MatrixChange:
 
 @dataclass(frozen=True)
 class PortableWriter:
-    """One tensor per expert and matrix part, or one for all experts, as each slot's name says.
+    """A `Writer` of one tensor per expert and matrix part, or one for all experts, as each slot defines.
 
     Attributes:
-        shapes: canonical roles in the new format, for all experts.
+        shapes: types of the canonical roles in the new format, for all experts.
         slots: the stored tensors.
-        matrices: by the role of each matrix.
-        order: steps that put a role's rows into the order of the output, before anything else.
-        label: names the layer in the report.
+        matrices: changes of the matrices by role.
+        order: steps that first put a role's rows into the order of the output.
+        label: the layer's name in the report.
     """
 
     shapes: Shapes
@@ -83,23 +83,23 @@ class PortableWriter:
         return ()
 
     @property
-    def _made(self) -> Shapes:
+    def _stored_shapes(self) -> Shapes:
         return {slot.template: TensorType(slot.dtype, (self.experts, *slot.shape)) for slot in self.slots}
 
     def buffer_bytes(self, experts: int) -> int:
-        return buffer_bytes(self._made, experts)
+        return buffer_bytes(self._stored_shapes, experts)
 
     def block_bytes(self, experts: int) -> int:
-        return math.ceil(self._block(experts) * self._work / CHAIN_COPIES)
+        return math.ceil(self._block(experts) * self._expert_memory / CHAIN_COPIES)
 
     @property
-    def _work(self) -> float:
+    def _expert_memory(self) -> float:
         """Working memory in bytes for changing one expert."""
-        return max(work.change.working_bytes * work.weights for work in self.matrices.values())
+        return max(matrix.change.working_bytes * matrix.weights for matrix in self.matrices.values())
 
     def _block(self, experts: int) -> int:
         """Experts processed at once."""
-        return max(1, min(experts, int(BLOCK_BYTES // max(1.0, self._work))))
+        return max(1, min(experts, int(BLOCK_BYTES // max(1.0, self._expert_memory))))
 
     def update_statistics(self, batch: Tensors, before: Statistics) -> dict[ExpertStatistic, Tensor]:
         return {}
@@ -108,42 +108,42 @@ class PortableWriter:
         if first == 0:
             self._costs.clear()
         experts = len(next(iter(batch.values())))
-        made = buffer_views(buffer, self._made, experts)
+        stored = buffer_views(buffer, self._stored_shapes, experts)
         block = self._block(experts)
         for at in range(0, experts, block):
             stop = min(at + block, experts)
             changed = self._change(slice_experts(batch, at, stop), first + at)
             for slot in self.slots:
-                into = made[slot.template][at:stop]
-                into.copy_(slot.stored(changed, stop - at).view(into.dtype))
+                target = stored[slot.template][at:stop]
+                target.copy_(slot.stored(changed, stop - at).view(target.dtype))
         for slot in self.slots:
-            yield from _pieces(slot, made[slot.template], first)
+            yield from _pieces(slot, stored[slot.template], first)
 
     def _change(self, batch: Tensors, first: int) -> dict[str, Tensor]:
         """The new canonical roles of a batch whose first expert is `first`."""
         for role, steps in self.order.items():
             if role in batch and steps:
                 batch = {**batch, role: Chain(steps).apply(batch[role])}
-        found = {role: t for role, t in batch.items() if role in self.shapes}
-        for role, work in self.matrices.items():
-            roles, cost = work.change.apply(batch, ExpertMatrix(role, work.halves, first))
-            found.update(roles)
-            cost = self._restated(role, cost, roles)
-            title = work.title or role
+        changed = {role: t for role, t in batch.items() if role in self.shapes}
+        for role, matrix in self.matrices.items():
+            roles, cost = matrix.change.apply(batch, ExpertMatrix(role, matrix.halves, first))
+            changed.update(roles)
+            cost = self._with_reciprocal_loss(role, cost, roles)
+            title = matrix.title or role
             self._costs[title] = self._costs[title].merge(cost) if title in self._costs else cost
-        return found
+        return changed
 
-    def _restated(self, role: str, cost: Cost, roles: Tensors) -> Cost:
-        """`cost` less what loses its last bit because the container stores a reciprocal of its scale."""
+    def _with_reciprocal_loss(self, role: str, cost: Cost, roles: Tensors) -> Cost:
+        """`cost` less the units that lose a bit because the container stores the reciprocal of a scale."""
         name = f"{role}_global"
         if cost.report is not None or name not in roles:
             return cost
-        each = cost.count // roles[name].numel()
+        units_per_scale = cost.count // roles[name].numel()
         for slot in self.slots:
             if slot.divisor and slot.role == name:
-                stated = roles[name][:, slot.rows[0] : slot.rows[1]]
-                moved = int((stated.reciprocal().reciprocal() != stated).sum())
-                cost = replace(cost, exact=cost.exact - moved * each)
+                scales = roles[name][:, slot.rows[0] : slot.rows[1]]
+                inexact = int((scales.reciprocal().reciprocal() != scales).sum())
+                cost = replace(cost, exact=cost.exact - inexact * units_per_scale)
         return cost
 
     def done(self, folder: Path) -> None:
@@ -154,5 +154,5 @@ def _pieces(slot: Slot, data: Tensor, first: int) -> Iterator[Piece]:
     if slot.fused:
         yield Piece(slot.template, first * nbytes(slot.dtype, slot.shape), data)
         return
-    for i, one in enumerate(data):
-        yield Piece(slot.template.replace("{expert}", str(first + i)), 0, one)
+    for i, expert_data in enumerate(data):
+        yield Piece(slot.template.replace("{expert}", str(first + i)), 0, expert_data)

@@ -25,8 +25,8 @@ class Described:
     """Modules with the same scheme.
 
     Attributes:
-        scheme: their formats.
-        targets: module names, or ``re:`` and a regular expression of them.
+        scheme: their weight and activation formats.
+        targets: module names, or ``re:`` with a regular expression.
     """
 
     scheme: Scheme
@@ -38,9 +38,9 @@ class Description:
     """The content of an output's quantization config.
 
     Attributes:
-        experts: formats of the routed experts, the usual one first.
+        experts: schemes of the routed experts, the first group's first.
         others: other quantized modules.
-        plain: modules of weights that are not quantized.
+        plain: modules whose weights are not quantized.
     """
 
     experts: tuple[Described, ...]
@@ -49,41 +49,41 @@ class Description:
 
     @property
     def single(self) -> Scheme:
-        """The one scheme of everything quantized; UsageError when there are several."""
+        """The only scheme of everything quantized; UsageError if there are several."""
         first, *more = (*self.experts, *self.others)
         for other in more:
             if other.scheme.weight != first.scheme.weight:
                 raise UsageError(
                     f"this container holds one format, but {other.targets[0]} would be "
-                    f"{other.scheme.weight} beside {first.scheme.weight}.",
+                    f"{other.scheme.weight} and the others {first.scheme.weight}.",
                     hint="Choose --container compressed-tensors, which holds several.",
                 )
         return first.scheme
 
 
 def with_quantization(config: Mapping[str, Any], quantization: Json | None) -> Json:
-    """`config` with `quantization` for whatever it said before; None for a model that is not quantized."""
-    found: Json = {}
+    """`config` with its quantization replaced by `quantization`; None for a model that is not quantized."""
+    updated: Json = {}
     for key, value in config.items():
         if key in QUANTIZATION_KEYS:
             continue
         inner = isinstance(value, Mapping) and any(name in value for name in QUANTIZATION_KEYS)
-        found[key] = {k: v for k, v in value.items() if k not in QUANTIZATION_KEYS} if inner else value
+        updated[key] = {k: v for k, v in value.items() if k not in QUANTIZATION_KEYS} if inner else value
     if quantization is not None:
-        found["quantization_config"] = quantization
-    return found
+        updated["quantization_config"] = quantization
+    return updated
 
 
 def _compressed(description: Description) -> Json:
     groups: Json = {}
-    every = (*description.experts, *description.others)
-    for i, described in enumerate(every):
+    described_modules = (*description.experts, *description.others)
+    for i, described in enumerate(described_modules):
         scheme = described.scheme
         groups[f"group_{i}"] = {
             "format": scheme.weight.number.compressed_tensors,
             "input_activations": _compressed_act(scheme.act),
             "output_activations": None,
-            "targets": list(described.targets) if every[1:] else ["Linear"],
+            "targets": list(described.targets) if described_modules[1:] else ["Linear"],
             "weights": _compressed_weight(scheme.weight),
         }
     formats = {group["format"] for group in groups.values()}
@@ -99,7 +99,7 @@ def _compressed(description: Description) -> Json:
 
 
 def _strategy(block: tuple[int, int], rows: str, two_level: bool = False) -> Json:
-    """How compressed-tensors spells a block; `rows` is its word for one scale for each row."""
+    """A block in the terms of compressed-tensors; `rows` is its term for one scale per row."""
     if block == (FULL, FULL):
         return {"strategy": "tensor", "group_size": None, "block_structure": None}
     if block == (1, FULL):
@@ -118,7 +118,7 @@ def _kind(number: NumberFormat) -> str:
 
 
 def _compressed_weight(weight: WeightFormat) -> Json:
-    found = {
+    arguments = {
         "actorder": None,
         "dynamic": False,
         "num_bits": weight.bits,
@@ -129,9 +129,9 @@ def _compressed_weight(weight: WeightFormat) -> Json:
         **_strategy(weight.block, "channel", weight.number.global_scale),
     }
     if not weight.number.byte_scale:
-        return found
+        return arguments
     scale = "U8" if weight.number.byte_scale == "E8M0" else weight.number.byte_scale
-    return found | {"scale_dtype": f"torch.{DTYPES[scale].torch}"}
+    return arguments | {"scale_dtype": f"torch.{DTYPES[scale].torch}"}
 
 
 def _compressed_act(act: ActFormat) -> Json | None:
@@ -204,16 +204,17 @@ DOCUMENTS: Mapping[str, Callable[[Description], Json | None]] = {
 
 
 def expert_targets(templates: Sequence[str], layers: Sequence[int]) -> tuple[str, ...]:
-    """Targets that match experts' modules, from name templates without suffixes; all `layers` if none."""
+    """Targets that match experts' modules, from templates of their names; all layers if `layers` is empty."""
     if not templates:
         return ()
     heads = {template.split("{layer}")[0] for template in templates}
     middles = {template.split("{layer}")[1].split("{expert}")[0] for template in templates}
     tails = {template.split("{expert}")[1] for template in templates}
     layer = "|".join(map(str, sorted(layers))) or r"\d+"
-    return (f"re:{_one(heads)}({layer}){_one(middles)}\\d+{_one(tails)}$",)
+    return (f"re:{_alternatives(heads)}({layer}){_alternatives(middles)}\\d+{_alternatives(tails)}$",)
 
 
-def _one(texts: set[str]) -> str:
-    found = "|".join(sorted(map(re.escape, texts)))
-    return found if len(texts) == 1 else f"({found})"
+def _alternatives(texts: set[str]) -> str:
+    """A regular expression that matches any of `texts`."""
+    pattern = "|".join(sorted(map(re.escape, texts)))
+    return pattern if len(texts) == 1 else f"({pattern})"

@@ -1,4 +1,4 @@
-"""The report of a portable output: one fragment per layer during conversion, then a single document."""
+"""The report of a portable output: a fragment per layer during the conversion, then a single document."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ PART = "moectl-report-part-"
 
 
 def label_of(layer: int) -> str:
-    """What the report calls a layer, or, below zero, other matrices."""
+    """The name of a layer in the report; numbers below zero are those of other matrices."""
     return str(layer) if layer >= 0 else f"linears{-1 - layer}"
 
 
 def part_name(label: str) -> str:
-    """The file of one layer's part."""
+    """Name of the file with one layer's fragment."""
     return f"{PART}{label}.json"
 
 
 def write_part(folder: Path, label: str, costs: Mapping[str, Any]) -> None:
-    """Writes the report of what `label` names: costs by role."""
+    """Writes the fragment of the layer `label`: costs by role."""
     write_file(folder / part_name(label), json.dumps({"label": label, "roles": dict(costs)}).encode())
 
 
 def read_parts(folder: Path, labels: Iterable[str]) -> dict[str, Any]:
-    """Costs by label and role; CheckpointError when a part is missing."""
-    found: dict[str, Any] = {}
+    """Costs by label and role; CheckpointError if a fragment is missing."""
+    costs: dict[str, Any] = {}
     for label in labels:
         path = folder / part_name(label)
         if not path.is_file():
             raise CheckpointError(
-                f"{path} is missing: the report of a finished layer.", hint="Convert into an empty directory."
+                f"{path}, the report of a finished layer, is missing.",
+                hint="Convert into an empty directory.",
             )
-        found[label] = parse_json_object(path.read_bytes(), part_name(label)).get("roles")
-    return found
+        costs[label] = parse_json_object(path.read_bytes(), part_name(label)).get("roles")
+    return costs
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,20 @@ class CostTable:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What stands in `rows`."""
+        """Titles of the columns of `rows`."""
         outputs = ("output SNR dB", "rtn output SNR dB") if self._calibrated else ()
         errors = ("RMS error", "SNR dB", "rtn SNR dB", "worst block")
         return ("tensor", "layers", "became", "lossless", *errors, *outputs)
 
     @property
     def _calibrated(self) -> bool:
-        return any("output_snr_db" in cost for found in self.layers.values() for cost in found.values())
+        return any("output_snr_db" in cost for roles in self.layers.values() for cost in roles.values())
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """For each role: how many layers, what became of it, and the worst layer's errors, as text."""
+        """For each role as text: number of layers, kind of change, and the errors of the worst layer."""
         roles = dict.fromkeys(role for costs in self.layers.values() for role in costs)
         for role in roles:
-            costs = [found[role] for found in self.layers.values() if role in found]
+            costs = [layer[role] for layer in self.layers.values() if role in layer]
             outputs = _signal_to_noise(costs, "output_snr_db") if self._calibrated else ()
             yield (role, str(len(costs)), costs[0]["kind"], _lossless(costs), *_errors(costs), *outputs)
 
@@ -79,7 +80,7 @@ def _lossless(costs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _errors(costs: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str]:
-    """RMS error, SNR, that of round-to-nearest, and worst block, of the layer where each is worst."""
+    """RMS error, SNR, SNR of round-to-nearest, worst block's error: each of the layer where it is worst."""
     measured = [cost for cost in costs if "rms_error" in cost]
     if not measured:
         return "", "", "", ""
@@ -89,18 +90,18 @@ def _errors(costs: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str]:
 
 
 def _signal_to_noise(costs: Sequence[Mapping[str, Any]], key: str) -> tuple[str, str]:
-    """The least `key`, and the least of round-to-nearest; empty where nothing was measured."""
+    """The lowest `key`, and the lowest of round-to-nearest; empty if nothing was measured."""
     measured = [cost for cost in costs if key in cost]
     if not measured:
         return "", ""
-    kinds = (measured, [cost["rtn"] for cost in measured])
-    least = [min((c[key] for c in kind if c[key] is not None), default=None) for kind in kinds]
+    compared = (measured, [cost["rtn"] for cost in measured])
+    least = [min((c[key] for c in costs if c[key] is not None), default=None) for costs in compared]
     ours, nearest = ("exact" if snr is None else f"{snr:.2f}" for snr in least)
     return ours, nearest
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """The report in `folder`; CheckpointError when there is none, or it lacks a part."""
+    """The report in `folder`; CheckpointError if it is missing or incomplete."""
     try:
         report = parse_json_object((folder / REPORT).read_bytes(), REPORT)
     except OSError as error:
@@ -112,6 +113,6 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 
 def remove_parts(folder: Path) -> None:
-    """Removes the parts once the document holds them."""
+    """Removes the fragments once the report holds them."""
     for path in folder.glob(f"{PART}*.json"):
         path.unlink()

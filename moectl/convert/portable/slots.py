@@ -28,17 +28,17 @@ class Slot:
     """One kind of stored tensor of a layer.
 
     Attributes:
-        template: its name, ``{expert}`` left in where each expert has one.
-        role: canonical role that it is made of; ``""`` for what sizes alone say.
+        template: its name, with ``{expert}`` if each expert has its own tensor.
+        role: canonical role that it stores; empty for a tensor whose values follow from sizes.
         rows: first and last row (exclusive) of that role.
-        dtype: as the file states it.
-        shape: of one expert's.
-        steps: from the stored tensor to canonical rows; undone on writing.
-        raw: dtype of the bytes that the steps move.
-        fill: for a tensor that is not made of a role, its numbers: one, or those of its last axis.
-        divisor: it holds the reciprocal.
-        limits: smallest and largest number that it can hold.
-        fused: one tensor for all experts, with their axis first.
+        dtype: dtype in the file's header.
+        shape: shape for one expert.
+        steps: from the stored tensor to canonical rows; their inverse is applied on writing.
+        raw: dtype of the elements that the steps move.
+        fill: values of a tensor without a role: one, or those of its last axis.
+        divisor: whether it holds the reciprocal.
+        limits: smallest and largest value that it can hold.
+        fused: whether it is one tensor for all experts, with an expert axis in front.
     """
 
     template: str
@@ -54,11 +54,11 @@ class Slot:
     fused: bool = False
 
     def stored(self, batch: Tensors, experts: int) -> Tensor:
-        """The tensors ``[experts, *shape]`` of the experts whose new canonical roles `batch` holds."""
+        """The stored tensors ``[experts, *shape]`` of the experts whose new roles are in `batch`."""
         shape = (experts, *self.shape)
         if not self.role:
-            numbers = torch.tensor(self.fill, dtype=DTYPES.get(self.raw, torch.int64))
-            return numbers.expand(shape)
+            values = torch.tensor(self.fill, dtype=DTYPES.get(self.raw, torch.int64))
+            return values.expand(shape)
         rows = batch[self.role][:, self.rows[0] : self.rows[1]]
         if self.limits is not None:
             self._check_limits(rows)
@@ -69,7 +69,7 @@ class Slot:
         return Chain(self.steps).undo(rows.contiguous(), self.raw, shape)
 
     def _check_limits(self, rows: Tensor) -> None:
-        low, high = (int(found) for found in rows.aminmax())
+        low, high = (int(value) for value in rows.aminmax())
         assert self.limits is not None
         if low < self.limits[0] or high > self.limits[1]:
             raise UsageError(
@@ -80,10 +80,10 @@ class Slot:
 
 
 def container_format(container: str, weight: WeightFormat) -> StoredFormat:
-    """How a container stores `weight`; UsageError when it has no such tensors."""
+    """How a container stores `weight`; UsageError if it cannot."""
     form = format_in(container, weight)
     if form is None:
-        raise UsageError(f"no {container} container holds weights that are {weight}.")
+        raise UsageError(f"a {container} container cannot hold weights in {weight}.")
     return form
 
 
@@ -94,10 +94,10 @@ def slots(
     shapes: Shapes,
     roles: Mapping[str, tuple[str, int | None]] = ROLE_AND_HALF,
 ) -> Iterator[Slot]:
-    """The tensors of a layer of `problem` in `storage`, with names that begin with `prefix`.
+    """The stored tensors of a layer of `problem` in `storage`, with names that begin with `prefix`.
 
-    `storage` says which tensors there are, `shapes` the canonical roles of the new format, `roles` which
-    role and half of its rows a stored matrix is.
+    `shapes` are the canonical roles of the new format; `roles` maps a stored matrix to its role and the half
+    of the role's rows that it holds (None for all rows).
     """
     weight, packing = problem.scheme.weight, storage.format.packing
     sizes = {
@@ -111,11 +111,11 @@ def slots(
         matrix, _, kind = stored.role.partition("_")
         role, half = roles[matrix]
         role = f"{role}_{kind}" if kind else role
-        whole = shape_at(_written(stored, packing), sizes)
+        whole = shape_at(_written_shape(stored, packing), sizes)
         shape = whole[1:] if storage.fused else whole
         if role in shapes:
             raw, (_, total, *_) = shapes[role]
-            dtype = _stated(weight.number, kind) if raw == "U8" else raw
+            dtype = _header_dtype(weight.number, kind) if raw == "U8" else raw
             steps = packed.get(kind, ())
             if steps and kind in ("", "zero"):
                 raw = dtype = "I32"
@@ -133,42 +133,44 @@ def slots(
                 divisor=packing == "divisors" and kind in ("global", "input"),
                 fused=storage.fused,
             )
-        elif (filled := _filled(packing, matrix, kind, problem)) is not None:
-            dtype, numbers = filled
-            yield Slot(prefix + leaf, "", (0, 0), dtype, shape, raw=dtype, fill=numbers, fused=storage.fused)
+        elif (constant := _constant(packing, matrix, kind, problem)) is not None:
+            dtype, values = constant
+            yield Slot(prefix + leaf, "", (0, 0), dtype, shape, raw=dtype, fill=values, fused=storage.fused)
 
 
-def _stated(number: NumberFormat, kind: str) -> str:
-    """The safetensors dtype of bytes of one kind: of numbers by themselves their own, else U8."""
+def _header_dtype(number: NumberFormat, kind: str) -> str:
+    """The safetensors dtype of a byte tensor: that of its numbers if one byte holds one, else U8."""
     if kind == "scale" and number.byte_scale == "F8_E4M3":
         return number.byte_scale
     return number.grid.dtype if not kind else "U8"
 
 
 def _rows(half: int | None, total: int, parts: int) -> tuple[int, int]:
-    """The rows that a matrix has of the `total` of a role: all, of a role with one row for both halves."""
+    """The rows of a matrix among the `total` rows of a role; all of them if both halves share one."""
     if half is None or total < parts:
         return 0, total
-    each = total // parts
-    return half * each, (half + 1) * each
+    size = total // parts
+    return half * size, (half + 1) * size
 
 
 def _limits(packing: str, kind: str, weight: WeightFormat) -> tuple[int, int] | None:
-    """What zero points a container's packed codes hold; GPTQ's first version stores one less."""
+    """Smallest and largest zero point of a container's packed codes; GPTQ's first version stores one less."""
     if kind != "zero":
         return None
     least = int(packing == "gptq")
     return least, (1 << weight.bits) - 1 + least
 
 
-def _written(stored: StoredTensor, packing: str) -> SymbolicShape:
-    """The shape that is written, of several that are read: compressed-tensors' numbers have an axis."""
+def _written_shape(stored: StoredTensor, packing: str) -> SymbolicShape:
+    """The shape that is written if several can be read: compressed-tensors' scalars have an axis."""
     shapes = (stored.shape, *stored.others)
     return next(shape for shape in shapes if shape or packing != "divisors")
 
 
-def _filled(packing: str, matrix: str, kind: str, problem: MoEProblem) -> tuple[str, tuple[int, ...]] | None:
-    """Dtype and numbers of a tensor that the format and sizes say; None for one that is left out."""
+def _constant(
+    packing: str, matrix: str, kind: str, problem: MoEProblem
+) -> tuple[str, tuple[int, ...]] | None:
+    """Dtype and values of a tensor that follows from format and sizes; None for one that is not written."""
     weight, n, k = problem.scheme.weight, problem.dims.intermediate, problem.dims.hidden
     if matrix == "w2":
         n, k = k, n
@@ -178,9 +180,9 @@ def _filled(packing: str, matrix: str, kind: str, problem: MoEProblem) -> tuple[
         return None
     if kind == "order":
         group = k if weight.group == FULL else weight.group
-        return "I32", tuple(at // group for at in range(k))
+        return "I32", tuple(column // group for column in range(k))
     if kind == "zero":
-        # The middle of the codes, stored less one.
+        # The middle of the codes, minus one as stored.
         code = (1 << (weight.bits - 1)) - 1
         return "I32", (int.from_bytes(bytes([code if weight.bits == 8 else code * 17] * 4), "little"),)
     return None

@@ -19,22 +19,22 @@ from .report_fragments import REPORT, read_report
 
 
 def is_portable(folder: Path) -> bool:
-    """True for a directory with the report of a portable conversion."""
+    """True if `folder` has the report of a portable conversion."""
     return (folder / REPORT).is_file()
 
 
 def layer_digest(header: bytes, tensors: Iterable[str]) -> str:
-    """SHA-256 of a layer's file header, then of the SHA-256 of its tensors in the order of the file.
+    """SHA-256 over the header of a layer's file and the SHA-256 of its tensors, in the order of the file.
 
-    Tensors are hashed while they are made, in no order, so that a file need not be read again.
+    Tensors are hashed while they are written, in any order, so that the file need not be read again.
     """
     return hashlib.sha256(header + "".join(tensors).encode()).hexdigest()
 
 
 def verify_portable(out: Path, *, progress: Progress = silent) -> VerifyReport:
-    """Checks a portable output against the lengths and hashes of its report; damage is a finding.
+    """Checks a portable output against the sizes and hashes in its report; damage is a finding.
 
-    Raises CheckpointError when the report cannot be read.
+    Raises CheckpointError if the report cannot be read.
     """
     report = read_report(out)
     layers = [_file_record(item) for item in report["experts"]]
@@ -47,7 +47,7 @@ def verify_portable(out: Path, *, progress: Progress = silent) -> VerifyReport:
             meter.start(item.file)
             try:
                 if _digest(out, item, reader) != item.sha256:
-                    findings.append(f"{item.file} holds other bytes than were written")
+                    findings.append(f"{item.file} has changed since it was written")
             except CheckpointError as error:
                 findings.append(str(error))
             meter.advance(item.size)
@@ -59,7 +59,7 @@ def verify_portable(out: Path, *, progress: Progress = silent) -> VerifyReport:
 
 
 def _digest(out: Path, item: FileRecord, reader: FolderReader) -> str:
-    """The `layer_digest` of a file that is there."""
+    """The `layer_digest` of an existing file."""
     header = read_file_header(out, item.file, item.size)
     infos = sorted(header.values(), key=lambda info: info.start)
     head = bytearray(infos[0].start if infos else item.size)
@@ -71,5 +71,5 @@ def _digest(out: Path, item: FileRecord, reader: FolderReader) -> str:
 def _file_record(data: Any) -> FileRecord:
     record = from_json(FileRecord, data if isinstance(data, Mapping) else {}, REPORT)
     if not is_plain_name(record.file):
-        raise CheckpointError(f"{REPORT} names the file {record.file!r}, which lies outside.")
+        raise CheckpointError(f"{REPORT} names the file {record.file!r}, which is outside the directory.")
     return record

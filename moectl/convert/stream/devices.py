@@ -16,15 +16,16 @@ from ...errors import Unavailable, UsageError
 from .pipeline import PipelineSlot
 from .source_reader import Piece
 
-LARGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20
+"""Size of a huge page in bytes; smaller buffers are allocated as usual."""
 
 Convert = Callable[[Tensor, Tensor, Tensor], list[Piece]]
-"""Converts the first buffer of a slot (what was read), through the second, to pieces of the third."""
+"""Converts a slot's first buffer (the bytes read) by way of the second to pieces of the third."""
 
 
 @dataclass(frozen=True)
 class BufferExtent:
-    """How many bytes of a slot's buffers a batch uses."""
+    """Number of bytes of a slot's buffers that a batch uses."""
 
     read: int
     written: int
@@ -32,7 +33,7 @@ class BufferExtent:
 
 def memory(size: int) -> Tensor:
     """A uint8 host tensor of `size` bytes, in huge pages if possible (faster to fault in and to pin)."""
-    if size < LARGE_PAGE:
+    if size < HUGE_PAGE:
         return torch.empty(size, dtype=torch.uint8)
     block = mmap.mmap(-1, size)
     with suppress(AttributeError, OSError):
@@ -70,7 +71,7 @@ class HostMemory(AbstractContextManager["HostMemory"]):
 
 @dataclass(frozen=True)
 class _DeviceBuffers:
-    """Device counterparts of a slot's buffers, and the stream that uses them."""
+    """A slot's buffers on the device, and the stream that uses them."""
 
     stream: torch.cuda.Stream
     read: Tensor
@@ -103,10 +104,10 @@ class CudaDevice(AbstractContextManager["CudaDevice"]):
         return slot
 
     def _pin(self, t: Tensor) -> Tensor:
-        """`t` with its pages locked in memory, for asynchronous copies.
+        """Pins the pages of `t`, for asynchronous copies, and returns it.
 
-        The pages are registered with CUDA, since torch rounds pinned allocations up to powers of two. If
-        registration fails, copies are only slower.
+        They are registered with CUDA, since torch rounds pinned allocations up to powers of two. If that
+        fails, copies are only slower.
         """
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if t.numel() and int(runtime.cudaHostRegister(t.data_ptr(), t.numel(), 0)) == 0:
@@ -128,7 +129,7 @@ class CudaDevice(AbstractContextManager["CudaDevice"]):
 
     @staticmethod
     def _on_host(piece: Piece, buffer: Tensor, host: Tensor) -> Piece:
-        """The piece in the `host` copy of `buffer`; a piece outside of `buffer` is copied separately."""
+        """The piece in the `host` copy of `buffer`; one outside of `buffer` is copied by itself."""
         data = piece.data
         offset = data.data_ptr() - buffer.data_ptr()
         nbytes = data.numel() * data.element_size()

@@ -19,6 +19,7 @@ Read = Callable[[TensorInfo, int, memoryview], None]
 """Fills a buffer with a tensor's bytes, starting at an offset within the tensor."""
 
 ALIGN = 256
+"""Alignment of the tensors in a buffer, in bytes."""
 
 
 def buffer_views(buffer: Tensor, shapes: Shapes, experts: int) -> dict[str, Tensor]:
@@ -42,8 +43,8 @@ def buffer_bytes(shapes: Shapes, experts: int) -> int:
 class ExpertBatches:
     """Reads batches of a layer's experts and converts them to canonical form.
 
-    A pipeline runs the two steps in different threads: `read` fills stored tensors, `convert` turns them into
-    canonical roles. `canonical` and `load` do both, in newly allocated buffers.
+    A pipeline runs the two steps in different threads: `read` fills stored tensors, `convert` makes canonical
+    roles of them. `canonical` and `load` do both, in newly allocated buffers.
 
     Args:
         layer: the mapped layer.
@@ -128,7 +129,7 @@ class ExpertBatches:
             role: torch.empty((len(ids), *shape[1:]), dtype=TORCH_DTYPES[dtype])
             for role, (dtype, shape) in self.layer.shapes.items()
         }
-        others = {role: form for role, form in self._read_shapes.items() if role not in batch}
+        others = {role: kind for role, kind in self._read_shapes.items() if role not in batch}
         for first, last in _runs(ids):
             rows = {role: t[first:last] for role, t in batch.items()}
             buffer = torch.empty(buffer_bytes(others, last - first), dtype=torch.uint8)

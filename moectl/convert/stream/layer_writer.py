@@ -1,9 +1,9 @@
-"""Writers, which turn a layer's canonical batches into the tensors of its output file."""
+"""Writers turn a layer's canonical batches into the tensors of its output file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -37,7 +37,7 @@ class Writer(Protocol):
         """Size in bytes of the buffer that `store` needs for a batch of `experts`."""
 
     def block_bytes(self, experts: int) -> int:
-        """Bytes of the largest tensor processed at once, for estimating the memory of temporaries."""
+        """Bytes of the largest tensor processed at once, to estimate the memory of temporaries."""
 
     def update_statistics(self, batch: Tensors, before: Statistics) -> dict[ExpertStatistic, Tensor]:
         """The statistics `before`, updated with a batch."""
@@ -54,18 +54,14 @@ class PreparedWriter:
     """Writes one tensor per role of a recipe, and the tensors kept for restoring the source.
 
     Attributes:
-        recipe: of the layer.
-        kept: source tensors that are kept unchanged, by role.
+        recipe: the layer's recipe.
+        kept: types of the source tensors that are kept unchanged, by role.
         prefix: prefix of the tensors' names.
     """
 
     recipe: Recipe
     kept: Shapes
     prefix: str
-
-    def on(self, prefix: str) -> PreparedWriter:
-        """The same writer for another layer."""
-        return replace(self, prefix=prefix)
 
     @property
     def roles(self) -> Shapes:
@@ -113,11 +109,8 @@ class PreparedWriter:
         for name, output in self.recipe.outputs.items():
             if output.per_layer:
                 if first == 0:
-                    yield Piece(
-                        output_name(self.prefix, name),
-                        0,
-                        output.apply(slice_experts(batch, 0, 1), statistics),
-                    )
+                    data = output.apply(slice_experts(batch, 0, 1), statistics)
+                    yield Piece(output_name(self.prefix, name), 0, data)
                 continue
             # A chain splits its input into blocks itself; a value step does not.
             step = self._block(experts) if output.values and not buffer.is_cuda else experts
@@ -133,7 +126,7 @@ class PreparedWriter:
             yield self._piece(role, stored[role].copy_(t), first)
 
     def done(self, folder: Path) -> None:
-        """Does nothing: the layer's file is all there is."""
+        """Does nothing: a prepared layer has no other files."""
 
     def _piece(self, role: str, data: Tensor, first: int) -> Piece:
         expert_bytes = data.numel() * data.element_size() // max(len(data), 1)

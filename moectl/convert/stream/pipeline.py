@@ -20,11 +20,11 @@ from torch import Tensor
 SLOTS = 3
 """Jobs in flight at once: one being read, one converted, one written."""
 
-MOST_HASHERS = 8
+MAX_HASHERS = 8
 """Most hashing threads; each hashes one tensor at a time, and a layer has few large ones."""
 
-MOST_WRITERS = 4
-"""Most writing threads; more of them only contend in the file system."""
+MAX_WRITERS = 4
+"""Most writing threads; more would only contend in the file system."""
 
 
 @dataclass
@@ -52,16 +52,16 @@ def usable_cores() -> int:
 
 
 class WorkerThreads:
-    """Threads that hash and write in the background; with `threads` 1, tasks run in the calling thread."""
+    """Threads that hash and write in the background; with one thread, tasks run in the calling thread."""
 
     def __init__(self, threads: int) -> None:
         self.size, self.alone = threads, threads == 1
         count = 0 if self.alone else 1
-        self._hashers = [ThreadPoolExecutor(1, "hash") for _ in range(count * min(threads, MOST_HASHERS))]
+        self._hashers = [ThreadPoolExecutor(1, "hash") for _ in range(count * min(threads, MAX_HASHERS))]
         self._waiting = [0] * len(self._hashers)
         self._hasher_of: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._writers = ThreadPoolExecutor(min(MOST_WRITERS, max(1, threads // 4)), "write")
+        self._writers = ThreadPoolExecutor(min(MAX_WRITERS, max(1, threads // 4)), "write")
         self._closer = ThreadPoolExecutor(1, "sync")
 
     def hash(self, name: str, nbytes: int, task: Callable[[], None], *, last: bool) -> Future[None]:
@@ -76,14 +76,14 @@ class WorkerThreads:
                 del self._hasher_of[name]
             self._waiting[hasher] += nbytes
 
-        def counted() -> None:
+        def run() -> None:
             try:
                 task()
             finally:
                 with self._lock:
                     self._waiting[hasher] -= nbytes
 
-        return self._hashers[hasher].submit(counted)
+        return self._hashers[hasher].submit(run)
 
     def write(self, task: Callable[[], None]) -> Future[None]:
         """Runs `task` concurrently with all others."""

@@ -80,7 +80,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a stored tensor: the tensor's name, the byte offset of the run in it, and the data."""
+    """Consecutive bytes of a stored tensor: the tensor's name, the offset in bytes, and the data."""
 
     name: str
     at: int
@@ -88,7 +88,7 @@ class Piece:
 
 
 def spans(experts: int, batch: int) -> list[tuple[int, int]]:
-    """Ranges of at most `batch` experts: first and last (exclusive) of each.
+    """Ranges of at most `batch` experts, first and last (exclusive).
 
     Example:
         >>> spans(5, 2)

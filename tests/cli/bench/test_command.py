@@ -110,7 +110,7 @@ def test_files_instead_of_the_table_are_said_in_a_line(tiny_gpt_oss, tmp_path):
     assert done.stdout == "" and said in done.stderr
     done = moectl("bench", tiny_gpt_oss, *QUICK, "-o", table, "-q")
     assert done.stdout == f"{table}\n" and done.stderr == ""
-    assert "instead of the table on stdout" in moectl("bench", "--help").words
+    assert "instead of stdout" in moectl("bench", "--help").words
 
 
 def test_a_backend_that_cannot_serve_is_a_row_beside_others(tiny_gpt_oss):
@@ -194,7 +194,7 @@ def test_times_are_kept_for_choices_by_measurement(tiny_gpt_oss):
     done = moectl(
         "bench", tiny_gpt_oss, *QUICK, "--repeats", 2, "--routing", "uniform,balanced", "--save", "--json"
     )
-    assert "kept in" in done.stderr
+    assert "saved in" in done.stderr
     source = find_source(str(tiny_gpt_oss), None, offline=True)
     opened: Bench = open_bench(BenchSettings(checkpoint=str(tiny_gpt_oss), device="cpu"), source)
     target: BenchTarget = opened.targets[0]
@@ -217,7 +217,7 @@ def test_compiling_says_what_was_run(tiny_gpt_oss):
 def test_compiling_fails_where_a_part_does():
     asked = ("--model", "gpt-oss-20b", "--backend", "humming", "--device", "cpu")
     done = moectl("bench", *asked, "--compile-only", code=1)
-    assert "part 1 of 1 failed, with status 3" in done.words
+    assert "part 1 of 1 failed with status 3" in done.words
 
 
 def test_compiling_stops_what_it_has_started_when_a_part_cannot_start(monkeypatch):
@@ -253,11 +253,11 @@ def test_a_part_that_ends_before_it_is_told_its_work_is_a_part_that_fails(monkey
 
     monkeypatch.setattr(precompile.subprocess, "Popen", start)
     (line,) = precompile.compile_parts(BenchSettings(models=("kimi-k2",), tokens=(1,)), None, 1)
-    assert line.failed and line.text == "part 1 of 1 failed, with status 7"
+    assert line.failed and line.text == "part 1 of 1 failed with status 7"
 
 
 def test_a_layer_that_cannot_be_prepared_is_a_part_that_fails(tiny_gpt_oss, monkeypatch):
-    from moectl.bench.precompile import CompileJob, work
+    from moectl.bench.precompile import CompileJob, run_job
     from moectl.bench.settings import BenchSettings
     from moectl.cli.checkpoint_argument import find_source
 
@@ -266,10 +266,10 @@ def test_a_layer_that_cannot_be_prepared_is_a_part_that_fails(tiny_gpt_oss, monk
 
     settings = BenchSettings(checkpoint=str(tiny_gpt_oss), tokens=(1,), backends=("torch",), device="cpu")
     job = CompileJob(settings, find_source(str(tiny_gpt_oss), None, offline=True), 0, 1)
-    monkeypatch.setattr("moectl.bench.run_bench.make_ready", failing)
+    monkeypatch.setattr("moectl.bench.run_bench.prepare_kernels", failing)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(pickle.dumps(job))))
     with pytest.raises(SystemExit, match="1"):
-        work()
+        run_job()
 
 
 def test_rows_in_the_documents_have_no_failures_and_a_cut_line_is_noted(tmp_path):
@@ -283,7 +283,7 @@ def test_rows_in_the_documents_have_no_failures_and_a_cut_line_is_noted(tmp_path
     assert refused <= {(backend, "int4") for backend in ("triton_kernels", "flashinfer_cutlass")}
     cut = tmp_path / "cut.jsonl"
     cut.write_text(there.read_text()[:-10])
-    assert "was not finished" in moectl("bench", "--rows", cut).stderr
+    assert "is incomplete" in moectl("bench", "--rows", cut).stderr
     assert "B: the last line" in moectl("compare", there, cut, code=1).words
 
 

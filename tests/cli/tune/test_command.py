@@ -63,7 +63,7 @@ def test_what_is_found_is_shown_kept_and_not_measured_again(gpu, monkeypatch):
     assert "out of resources" in done.stderr and "rows=192" in done.stderr
     monkeypatch.setattr(Bench, "time", None)
     again = moectl("tune", "--model", "qwen3-30b", "-m", "1,16")
-    assert "(kept)" in again.words and "6%" in again.words
+    assert "(cached)" in again.words and "6%" in again.words
     assert moectl("tune", "--model", "qwen3-30b", "-m", "1,16", "-q").stdout.splitlines() == [
         "qwen3-30b\t1\t2.0",
         "qwen3-30b\t16\t17.0",
@@ -149,7 +149,7 @@ def test_again_measures_anew(gpu, monkeypatch):
 
 def test_a_budget_that_is_spent_leaves_cells_and_says_so(gpu):
     done = moectl("tune", "--model", "qwen3-30b,kimi-k2", "-m", "1,64", "--budget", "0s")
-    assert "the budget is spent, 4 cells left; the same command goes on" in done.stderr
+    assert "the budget is spent, 4 cases left; run the same command to continue" in done.stderr
     assert done.words.count("not done") == 4
 
 
@@ -166,13 +166,13 @@ def test_layers_that_the_kernels_do_not_run_are_refused(gpu):
 
 
 def test_the_list_tells_used_from_stale(monkeypatch):
-    assert moectl("tune", "--list").words == "nothing is kept"
+    assert moectl("tune", "--list").words == "nothing is cached"
     store = LaunchesStore.of(MODELS["qwen3-30b"], H200)
     store.finish(ROW)
     store.note(64, LaunchAttempt("grouped", asdict(TILE), us=3.0, error=0.0))
     shown = moectl("tune", "--list").words
     assert "grouped tokens=16 rows=128" in shown and "1 tile tried, not done" in shown and "yes" in shown
-    assert moectl("tune", "--list", "--stale").words == "nothing is kept"
+    assert moectl("tune", "--list", "--stale").words == "nothing is cached"
     monkeypatch.setattr(launches_file, "built", lambda: {**built(), "kernels": "changed"})
     (entry,) = moectl("tune", "--list", "--stale", "--json").document["entries"]
     assert entry["stale"] == f"kernels {built()['kernels']}, now changed"
@@ -211,11 +211,11 @@ def test_without_a_gpu():
         ((), "tune takes either CKPT or --model"),
         (("x", "--model", "qwen3-30b"), "tune takes either CKPT or --model"),
         (("--model", "qwen4"), "model 'qwen4' is not known"),
-        (("--model", "qwen3-30b", "--budget", "soon"), "--budget takes a time as 90s, 10m or 1h30m"),
+        (("--model", "qwen3-30b", "--budget", "soon"), "--budget takes a time such as 90s, 10m or 1h30m"),
         (("--model", "qwen3-30b", "-m", "0"), "token counts must be"),
         (("--model", "qwen3-30b", "--families", "huge"), "family 'huge' is not known"),
         (("--model", "qwen3-30b", "--tp", "5"), "cannot be sliced"),
-        (("--model", "qwen3-30b", "--stale"), "--stale goes with --list or --clear"),
+        (("--model", "qwen3-30b", "--stale"), "--stale needs --list or --clear"),
     ],
 )
 def test_wrong_usage(arguments, said):

@@ -264,14 +264,14 @@ def test_a_conversion_is_not_resumed_with_another_revision(
     out = tmp_path / "out"
     interrupted(gpt_oss, out, drive)
     other = other_revision(gpt_oss, tmp_path / "other")
-    with pytest.raises(UsageError, match=r"begun with another checkpoint: .*_blocks has other bytes"):
+    with pytest.raises(UsageError, match=r"started with another checkpoint: .*_blocks differ"):
         convert(plan_of(other), out, resume=True)
     assert not (out / "READY").exists()
     same = tmp_path / "same"
     shutil.copytree(gpt_oss, same)
     convert(plan_of(same), out, resume=True)
     assert verify(out, gpt_oss).ok
-    with pytest.raises(UsageError, match="begun with another checkpoint"):
+    with pytest.raises(UsageError, match="started with another checkpoint"):
         convert(plan_of(other), out, resume=True)
 
 
@@ -283,7 +283,7 @@ def test_a_finished_conversion_is_that_of_one_checkpoint(gpt_oss: Path, tmp_path
         other = tmp_path / str(number)
         shutil.copytree(gpt_oss, other)
         poke(other, name, b"\x01\x02")
-        with pytest.raises(UsageError, match=r"another checkpoint: .*\.safetensors has other bytes"):
+        with pytest.raises(UsageError, match=r"another checkpoint: .*\.safetensors differ"):
             convert(plan_of(other), out, resume=True)
     other = tmp_path / "other"
     shutil.copytree(gpt_oss, other)

@@ -347,7 +347,7 @@ def test_another_ranks_conversion_is_not_resumed(gpt_oss: Path, tmp_path: Path) 
 def test_the_folder_of_ranks_holds_nothing_else(gpt_oss: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes").write_text("")
-    with pytest.raises(UsageError, match="is for ranks alone, and holds notes"):
+    with pytest.raises(UsageError, match="is for ranks only, but holds notes"):
         shard_all(gpt_oss, tmp_path / "out", 2)
 
 

@@ -66,7 +66,7 @@ def test_fp8_stays_beside_int4_experts(tmp_path):
 
 
 def test_a_mix_that_a_container_cannot_hold_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(UsageError, match=r"o_proj is quantized, too: no gptq container holds .* fp8"):
+    with pytest.raises(UsageError, match=r"o_proj is also quantized: a gptq container cannot hold .* fp8"):
         converted(random_layer("fp8", FP8_BLOCK, "inv"), tmp_path, "int4-g128", "gptq", dense=DENSE)
     assert not (tmp_path / "out").exists()
 

@@ -77,7 +77,7 @@ def test_the_command_writes_verifies_and_leaves_no_traces(tmp_path, capsys):
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
-    assert verify_portable(out).findings == (f"{damaged.name} holds other bytes than were written",)
+    assert verify_portable(out).findings == (f"{damaged.name} has changed since it was written",)
 
 
 def test_an_interrupted_conversion_is_resumed_to_the_same_bytes(tmp_path, monkeypatch):
@@ -155,10 +155,10 @@ def test_calibration_of_another_size_is_refused_before_anything_is_written(tmp_p
     [
         (("--to", "bf16", "--container", "gptq"), "bf16 is not written in a gptq container"),
         (("--to", "int8", "--method", "gptq"), "--method gptq needs activations"),
-        (("--to", "int8", "--tp-size", "2"), "a portable checkpoint is whole"),
-        (("--to", "marlin", "--container", "gptq"), "--container goes with portable formats only"),
-        (("--to", "int8", "--mx-scale", "even"), "--mx-scale is for scales of powers of two"),
-        (("--to", "bf16", "--method", "rtn"), "--method says how weights are quantized, but these become"),
+        (("--to", "int8", "--tp-size", "2"), "a portable checkpoint is not sliced"),
+        (("--to", "marlin", "--container", "gptq"), "--container applies to portable formats only"),
+        (("--to", "int8", "--mx-scale", "even"), "--mx-scale is for power-of-two scales"),
+        (("--to", "bf16", "--method", "rtn"), "--method sets how weights are quantized, but these become"),
     ],
     ids=lambda it: "",
 )
@@ -176,7 +176,7 @@ def test_options_that_do_not_go_together(words, why, tmp_path):
 def test_a_repack_heeds_no_quantizer(tmp_path):
     checkpoint = write_folder(tmp_path / "source", random_layer("compressed-tensors", MXFP4))
     asked = PortableOptions("mxfp4", method="rtn", rule="up")
-    with pytest.raises(UsageError, match=r"--method says .* Leave --method and --mx-scale out"):
+    with pytest.raises(UsageError, match=r"--method sets .* Leave --method and --mx-scale out"):
         plan_portable(checkpoint, asked)
 
 
