@@ -20,7 +20,7 @@ from typing import Any
 
 from own_environment import give_up
 
-from moectl.bench.bench_rows import BenchRow, Key
+from moectl.bench.bench_rows import BenchRow, RowKey
 from moectl.bench.journal import RunHeader
 from moectl.bench.precompile import compile_parts
 from moectl.bench.settings import BenchSettings
@@ -116,8 +116,8 @@ class Watch:
     begin: Callable[[Mapping[str, Any]], None]
     report: Callable[[BenchRow], None]
     about: dict[str, Any] = field(default_factory=dict)
-    rows: dict[Key, BenchRow] = field(default_factory=dict)
-    _begun: list[Key] = field(default_factory=list)
+    rows: dict[RowKey, BenchRow] = field(default_factory=dict)
+    _begun: list[RowKey] = field(default_factory=list)
     _said: list[str] = field(default_factory=list)
 
     def run(self) -> list[BenchRow]:
@@ -134,7 +134,7 @@ class Watch:
         self._give_up(wanted, why)
         return [self.rows[key] for key in wanted]
 
-    def _work_through(self, wanted: Mapping[Key, BenchRow]) -> str:
+    def _work_through(self, wanted: Mapping[RowKey, BenchRow]) -> str:
         """Workers one after the other; why what is left then is left."""
         while wanted.keys() - self.rows.keys() and time.monotonic() < self.end:
             before, self._begun = len(self.rows), []
@@ -148,7 +148,7 @@ class Watch:
                 return why
         return NOT_REACHED
 
-    def _give_up(self, rows: Mapping[Key, BenchRow], why: str) -> None:
+    def _give_up(self, rows: Mapping[RowKey, BenchRow], why: str) -> None:
         for key, row in rows.items():
             if key not in self.rows:
                 self._add(replace(row, reason=why))

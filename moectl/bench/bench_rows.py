@@ -10,7 +10,7 @@ from ..cache.backend_times import FEWEST_ROUNDS
 from ..errors import UsageError
 from ..files.records import from_cells, to_cells
 
-Key = tuple[str, str, str, str, int, str, str]
+RowKey = tuple[str, str, str, str, int, str, str]
 """Model, layers, scheme, backend, tokens, routing and parallel of a row."""
 
 KEY_FIELDS = ("model", "layers", "scheme", "backend", "tokens", "routing", "parallel")
@@ -115,7 +115,7 @@ class BenchRow:
     throttled: str = ""
 
     @property
-    def key(self) -> Key:
+    def key(self) -> RowKey:
         """The values of `KEY_FIELDS`."""
         return (
             self.model,

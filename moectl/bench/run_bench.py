@@ -22,7 +22,7 @@ from ..kernels.tolerance import Tolerance, tolerance_for
 from ..problem.roofline import DeviceRates, roofline_time
 from ..run import BackendChoice, RunMachine, choose_backends, unsupported_error
 from .bench_cases import BenchCase, CaseInputs, CheckedOutputs, check_outputs, make_case, plan_cases
-from .bench_rows import BenchRow, CompileOutcome, Key
+from .bench_rows import BenchRow, CompileOutcome, RowKey
 from .bench_targets import BenchTarget
 from .prepare_layer import MemoryLeft, ReadyKernels, call_bytes, one_line, prepare_kernels
 from .routings import RoutingSource, routing_of
@@ -81,7 +81,7 @@ class Bench:
             source(max(self.settings.tokens), 1)  # a file that is too short is an error before the work
         return source
 
-    def pending(self, done: AbstractSet[Key] = frozenset()) -> int:
+    def pending(self, done: AbstractSet[RowKey] = frozenset()) -> int:
         """Number of rows that `measured` yields."""
         cases = product(enumerate(self.targets), self.settings.tokens, self.settings.routings)
         return sum(
@@ -90,7 +90,7 @@ class Bench:
             for name in (*self._choices[number].names, *self._choices[number].refused)
         )
 
-    def measured(self, done: AbstractSet[Key] = frozenset()) -> Iterator[BenchRow]:
+    def measured(self, done: AbstractSet[RowKey] = frozenset()) -> Iterator[BenchRow]:
         """Yields a `BenchRow` per case and backend, case by case, except those whose keys are `done`.
 
         A backend that fails becomes a row with the reason. Raises Unavailable, after yielding the row, if the
@@ -189,7 +189,7 @@ class _TargetRun:
     choice: BackendChoice
     routings: Mapping[str, RoutingSource]
     clocks: ClockWatch
-    done: AbstractSet[Key]
+    done: AbstractSet[RowKey]
 
     @property
     def device(self) -> torch.device:

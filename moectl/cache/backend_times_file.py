@@ -23,7 +23,7 @@ KIND = CacheFileKind("measured", 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class CachedTimes:
     """The cached times of one layer on one device, with notes for the user."""
 
     path: Path
@@ -96,7 +96,7 @@ def _digest(versions: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def known(device: Device, problem: MoEProblem, versions: Mapping[str, str] | None = None) -> Known:
+def known(device: Device, problem: MoEProblem, versions: Mapping[str, str] | None = None) -> CachedTimes:
     """The times of a layer on a device that are valid for this software.
 
     `versions` are the packages' current versions: times measured with a different version are ignored, with
@@ -105,7 +105,7 @@ def known(device: Device, problem: MoEProblem, versions: Mapping[str, str] | Non
     path = KIND.path(device)
     document, note = read(path, KIND, device_key(device))
     if document is None:
-        return Known(path, notes=(note,) if note else ())
+        return CachedTimes(path, notes=(note,) if note else ())
     key, notes, rows = layer_key(problem), [], list[BackendTime]()
     try:
         for item in document["entries"]:
@@ -123,5 +123,5 @@ def known(device: Device, problem: MoEProblem, versions: Mapping[str, str] | Non
             else:
                 rows += [replace(row, source=f"{row.source} in {path}") for row in times]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return Known(path, notes=(f"{path} is ignored: an entry is damaged ({error})",))
-    return Known(path, MeasuredTimes(tuple(rows)), tuple(dict.fromkeys(notes)))
+        return CachedTimes(path, notes=(f"{path} is ignored: an entry is damaged ({error})",))
+    return CachedTimes(path, MeasuredTimes(tuple(rows)), tuple(dict.fromkeys(notes)))

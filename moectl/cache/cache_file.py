@@ -22,7 +22,7 @@ VARIABLE = "MOECTL_CACHE"
 LARGEST = 64 << 20
 """Maximum size of a cache file, bytes."""
 
-Document = dict[str, Any]
+CacheDocument = dict[str, Any]
 
 
 class CacheWarning(UserWarning):
@@ -61,14 +61,14 @@ class CacheFileKind:
         """Every file of this kind, for all devices."""
         return tuple(sorted((cache_folder(env) / self.folder).glob("*.json")))
 
-    def head(self, device: Mapping[str, Any]) -> Document:
+    def head(self, device: Mapping[str, Any]) -> CacheDocument:
         """The header: a document without entries."""
         return {"format": f"moectl-{self.folder}", "version": self.version, "device": dict(device)}
 
 
 def read(
     path: Path, kind: CacheFileKind, device: Mapping[str, Any] | None = None
-) -> tuple[Document | None, str]:
+) -> tuple[CacheDocument | None, str]:
     """The document at `path`, or None and a note why it cannot be used; the note is empty without a file.
 
     `device` is the expected `device_key`, if known.

@@ -16,7 +16,7 @@ from ..environment import Device
 from ..errors import Unavailable
 from ..files.records import from_json, to_json
 from ..problem.moe_problem import MoEProblem
-from .cache_file import CacheFileKind, Document, change, device_key, read
+from .cache_file import CacheDocument, CacheFileKind, change, device_key, read
 from .measurement_keys import built, layer_key
 
 KIND = CacheFileKind("launches", 2)
@@ -82,7 +82,7 @@ class CachedLayer:
         changed = [name for name in now if self.software.get(name) != now[name]]
         return ", ".join(f"{name} {self.software.get(name, '?')}, now {now[name]}" for name in changed)
 
-    def to_json(self) -> Document:
+    def to_json(self) -> CacheDocument:
         """The entry as JSON values."""
         return {
             "built": to_json(self.software),

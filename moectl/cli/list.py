@@ -18,7 +18,7 @@ EXAMPLES = (
 )
 
 
-class Kind(str, Enum):
+class Listing(str, Enum):
     """What can be listed."""
 
     models = "models"
@@ -30,7 +30,7 @@ class Kind(str, Enum):
 
 @framed("list")
 def list_names(
-    kind: Annotated[Kind, typer.Argument(help="What to list.", show_default=False)],
+    kind: Annotated[Listing, typer.Argument(help="What to list.", show_default=False)],
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="[WORD]...", help="Only names that contain all of these words."),
@@ -60,11 +60,11 @@ def list_names(
 
 
 COLUMNS = {
-    Kind.models: ("name", "experts", "layers", "config", "tensors"),
-    Kind.gpus: ("name", "product", "arch", "memory", "bandwidth"),
-    Kind.variables: ("name", "takes", "default", "status", "does", "instead"),
-    Kind.layouts: ("name", "to", "act", "archs", "readers", "verified"),
-    Kind.formats: ("name", "container", "weights", "activations", "readers"),
+    Listing.models: ("name", "experts", "layers", "config", "tensors"),
+    Listing.gpus: ("name", "product", "arch", "memory", "bandwidth"),
+    Listing.variables: ("name", "takes", "default", "status", "does", "instead"),
+    Listing.layouts: ("name", "to", "act", "archs", "readers", "verified"),
+    Listing.formats: ("name", "container", "weights", "activations", "readers"),
 }
 """Keys of a row that tables show."""
 
@@ -147,11 +147,11 @@ def _formats() -> Iterable[dict[str, Any]]:
 
 
 LISTS = {
-    Kind.models: _models,
-    Kind.gpus: _gpus,
-    Kind.variables: _variables,
-    Kind.layouts: _layouts,
-    Kind.formats: _formats,
+    Listing.models: _models,
+    Listing.gpus: _gpus,
+    Listing.variables: _variables,
+    Listing.layouts: _layouts,
+    Listing.formats: _formats,
 }
 
 

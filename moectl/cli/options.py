@@ -46,14 +46,14 @@ WeightsArg = Annotated[
     str,
     typer.Argument(metavar="CKPT", help="A checkpoint's directory, or a converted one.", show_default=False),
 ]
-Activation = Annotated[
+ActivationOption = Annotated[
     str | None,
     option(
         "--activation",
         help="If config.json does not say: silu, swigluoai:limit=7.",
     ),
 ]
-Routing = Annotated[
+RoutingOption = Annotated[
     str | None,
     option(
         "--routing",

@@ -175,6 +175,11 @@ def gate_then_up(problem: MoEProblem, role: str) -> tuple[Rearrange, ...]:
     return (Rearrange(f"e (n s){tail} -> e (s n){tail}", {"s": 2}),)
 
 
+def gates_first(problem: MoEProblem, role: str) -> tuple[Step, ...]:
+    """Steps that pad a canonical tensor and order rows of `w13` all gates, then all ups."""
+    return (*padded(problem, role), *gate_then_up(problem, role))
+
+
 def up_then_gate(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     """Steps that order padded `w13` rows all ups, then all gates; none for other roles."""
     if halves(problem, role) == 1:

@@ -20,7 +20,7 @@ from ..problem.moe_problem import MoEProblem, Parallel
 from .assumptions import assume
 from .deployment import StepTimes, WeightMemory, memory_of, roofline_of
 from .fallback import Fallback, fallback_of
-from .measured_evidence import Known, MeasuredEvidence, nothing
+from .measured_evidence import EvidenceLookup, MeasuredEvidence, nothing
 from .problem_facts import facts, source_of
 
 
@@ -191,7 +191,7 @@ class Question:
     allow_fallback: bool = False
     assumptions: Mapping[str, str] = field(default_factory=dict)
     others: tuple[Policy, ...] = ()
-    known: Known = nothing
+    known: EvidenceLookup = nothing
 
     def inputs(self, problem: MoEProblem, device: Device, packages: Packages) -> SelectionInputs:
         """The selection inputs for one rank's share of a layer group's `problem`, assumptions applied.

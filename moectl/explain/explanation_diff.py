@@ -167,12 +167,12 @@ def _verdicts(candidate: Document) -> frozenset[Verdict]:
     )
 
 
-Key = tuple[str, str, str]
+ReasonKey = tuple[str, str, str]
 
 
-def _candidates(decision: Document) -> dict[Key, Document]:
+def _candidates(decision: Document) -> dict[ReasonKey, Document]:
     """Candidates by backend, the engine's name and experts class; the first if there are several."""
-    by_key: dict[Key, Document] = {}
+    by_key: dict[ReasonKey, Document] = {}
     for candidate in decision["candidates"]:
         key = (candidate["backend"], candidate["engine_name"], candidate["experts"])
         by_key.setdefault(key, candidate)
@@ -217,7 +217,7 @@ def _sorted(verdicts: frozenset[Verdict]) -> tuple[Verdict, ...]:
     return tuple(sorted(verdicts, key=lambda verdict: (verdict.group, verdict.question)))
 
 
-def _moves(before: list[Key], after: list[Key]) -> Iterator[RankMove]:
+def _moves(before: list[ReasonKey], after: list[ReasonKey]) -> Iterator[RankMove]:
     """Entries outside the longest common order, which alone count as moved."""
     matcher = SequenceMatcher(None, before, after, autojunk=False)
     kept = {

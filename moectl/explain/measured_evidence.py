@@ -36,7 +36,7 @@ class MeasuredEvidence:
         }
 
 
-Known = Callable[[Device, MoEProblem, Packages], MeasuredEvidence]
+EvidenceLookup = Callable[[Device, MoEProblem, Packages], MeasuredEvidence]
 
 
 def nothing(device: Device, problem: MoEProblem, packages: Packages) -> MeasuredEvidence:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CheckpointError
@@ -68,6 +69,16 @@ def _parse_plain(data: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if valid else None
+
+
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """The file that moectl writes for a JSON object: indented, in UTF-8.
+
+    Example:
+        >>> json_bytes({"a": 1})
+        b'{\\n  "a": 1\\n}\\n'
+    """
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _strings(value: dict[str, Any] | list[Any]) -> int:

@@ -20,7 +20,7 @@ CONFIG_HINT = "Check that config.json is the one that belongs to these files."
 SIDES = (16, 32, 64, 128, 256, 512)
 """Block sides in use; of several that result in the same number of scales, the first is chosen."""
 
-Tensors = Mapping[str, TensorInfo]
+HeadersByName = Mapping[str, TensorInfo]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class StorageMatch:
     sizes: Mapping[str, int]
     weight: WeightFormat
 
-    def scheme(self, config_scheme: Scheme, declared: bool, tensors: Tensors) -> Scheme:
+    def scheme(self, config_scheme: Scheme, declared: bool, tensors: HeadersByName) -> Scheme:
         """The full scheme, with the config's activation format if `declared`, else the storage's default."""
         form = self.storage.format
         if declared and config_scheme.weight.name == self.weight.name:
@@ -80,7 +80,7 @@ def _is_declared(storage: Storage, problem: MoEProblem) -> bool:
     return problem.storage in storage.format.storages and storage.weight.name == problem.scheme.weight.name
 
 
-def _typed(storage: Storage, leaf: str, tensors: Tensors) -> bool:
+def _typed(storage: Storage, leaf: str, tensors: HeadersByName) -> bool:
     return tensors[leaf].dtype in storage.tensors[leaf].dtypes
 
 
@@ -141,7 +141,7 @@ def _refuse_lacking(layer: LayerTensors, problem: MoEProblem) -> None:
         )
 
 
-def _wrong_dtype(storage: Storage, tensors: Tensors) -> CheckpointError:
+def _wrong_dtype(storage: Storage, tensors: HeadersByName) -> CheckpointError:
     for leaf, info in sorted(tensors.items()):
         allowed = storage.tensors[leaf].dtypes
         if not _typed(storage, leaf, tensors):
@@ -152,7 +152,7 @@ def _wrong_dtype(storage: Storage, tensors: Tensors) -> CheckpointError:
     raise AssertionError("a storage without a wrong dtype fits")
 
 
-def _solve(storage: Storage, tensors: Tensors, declared: WeightFormat, experts: int) -> StorageMatch:
+def _solve(storage: Storage, tensors: HeadersByName, declared: WeightFormat, experts: int) -> StorageMatch:
     """Solves all shapes for the sizes and the block; CheckpointError names a tensor that disagrees."""
     shapes = {leaf: _axes(storage, leaf, info) for leaf, info in tensors.items()}
     sizes = _plain_sizes(storage, tensors, shapes, experts)
@@ -188,7 +188,7 @@ def _axes(storage: Storage, leaf: str, info: TensorInfo) -> SymbolicShape:
 
 
 def _plain_sizes(
-    storage: Storage, tensors: Tensors, shapes: Mapping[str, SymbolicShape], experts: int
+    storage: Storage, tensors: HeadersByName, shapes: Mapping[str, SymbolicShape], experts: int
 ) -> dict[str, int]:
     """Sizes that are an axis of a shape, or a fixed multiple of one."""
     sizes: dict[str, int] = {}
@@ -213,7 +213,7 @@ def _plain_sizes(
 
 def _block_shown(
     storage: Storage,
-    tensors: Tensors,
+    tensors: HeadersByName,
     shapes: Mapping[str, SymbolicShape],
     sizes: Mapping[str, int],
     declared: WeightFormat,

@@ -29,7 +29,7 @@ from ..output import Output, count
 from .output import RowOutput, RowOutputOptions
 
 if TYPE_CHECKING:
-    from ...bench.bench_rows import BenchRow, Key
+    from ...bench.bench_rows import BenchRow
     from ...bench.journal import RowJournal
     from ...bench.run_bench import Bench
     from ...layer.layer_source import LayerSource
@@ -256,7 +256,7 @@ def _measure(
 
 
 def _measured(
-    opened: "Bench", done: "frozenset[Key]", journal: "RowJournal | None", out: Output
+    opened: "Bench", done: "frozenset[RowKey]", journal: "RowJournal | None", out: Output
 ) -> "Iterator[BenchRow]":
     """Yields the rows that are not `done`, after adding each to the journal."""
     pending = opened.pending(done)

@@ -12,7 +12,7 @@ import typer
 from ...convert.portable.options import PortableOptions
 from ...errors import CheckpointError, UsageError
 from ...problem.portable_formats import CONTAINERS, PORTABLE
-from ..options import Activation, CheckpointArg, Offline, RecordOptions, Routing, framed, option
+from ..options import ActivationOption, CheckpointArg, Offline, RecordOptions, RoutingOption, framed, option
 from ..output import Output, count, size
 from .planner import TargetOptions, planner
 from .text import draw_done, draw_plans, finished_document, plan_document, ranks_document
@@ -92,8 +92,8 @@ def convert(
     ] = None,
     ranks: RankOptions,
     execution: ExecutionOptions,
-    activation: Activation = None,
-    routing: Routing = None,
+    activation: ActivationOption = None,
+    routing: RoutingOption = None,
     offline: Offline = False,
     out: Output,
 ) -> None:

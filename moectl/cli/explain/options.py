@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...errors import UsageError
-from ..options import Activation, Offline, Routing, option, pick, split_names
+from ..options import ActivationOption, Offline, RoutingOption, option, pick, split_names
 
 if TYPE_CHECKING:
     from ...explain.assumed_machines import AssumedMachine
@@ -137,8 +137,8 @@ class DecisionOptions:
         list[str] | None,
         option("--assume", help="hidden=, act=, dtype=, ... instead of the checkpoint's."),
     ] = None
-    activation: Activation = None
-    routing: Routing = None
+    activation: ActivationOption = None
+    routing: RoutingOption = None
 
     @property
     def switches(self) -> dict[str, str]:

@@ -10,7 +10,7 @@ import typer
 
 from ...bench import parse_counts
 from ...errors import ExitCode, Unavailable, UsageError
-from ..options import Activation, Offline, framed, option, pick, split_names
+from ..options import ActivationOption, Offline, framed, option, pick, split_names
 from ..output import Output, count
 from ..output_paths import check_not_read
 from .text import draw_list, draw_search, listed, search_document, tile_words
@@ -45,7 +45,7 @@ class TunedLayerOptions:
     ] = None
     tp: Annotated[int, option("--tp", own=True, help="Tensor-parallel ranks.", min=1)] = 1
     ep: Annotated[bool, option("--ep", own=True, help="Distribute whole experts over the ranks.")] = False
-    activation: Activation = None
+    activation: ActivationOption = None
     offline: Offline = False
 
     def layers(self, checkpoint: str | None) -> "list[TunedLayer]":

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ... import __version__
 from ...files.atomic import write_file
+from ...files.strict_json import json_bytes
 from ..manifest.manifest_records import (
     CONFIG,
     FORMAT_VERSION,
@@ -58,8 +57,8 @@ def finish_folder(
     config = converted_config(plan.checkpoint.config, plan.layout)
     source = source_record(plan.checkpoint, folder)
     documents = {
-        INDEX: _document(plan.index),
-        CONFIG: _document(config),
+        INDEX: json_bytes(plan.index),
+        CONFIG: json_bytes(config),
         SOURCE_CONFIG: (folder / CONFIG).read_bytes(),
     }
     for name, data in documents.items():
@@ -83,7 +82,3 @@ def finish_folder(
     write_file(out / MANIFEST, data)
     write_file(out / READY, ready_bytes(data))
     return skipped
-
-
-def _document(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from ...dtypes import MODEL_DTYPES
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import BF16, FP8_BLOCK, FULL, MXFP4, int_format
-from ..canonical import gate_then_up, padded, scale_dtype
+from ..canonical import gate_then_up, gates_first, scale_dtype
 from ..recipe.chain import Chain
 from ..recipe.recipe import StoredOutput
 from ..recipe.weight_sums import MIDDLE, CodesAndSums, Fill
@@ -37,30 +37,26 @@ _INT4_CODES = {"p": 2, "h": 2, "r": 8, "c": 4}
 _LONGEST = 128
 
 
-def _start(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    return (*padded(problem, role), *gate_then_up(problem, role))
-
-
 def _bf16(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     if role.endswith("_bias"):
-        return _start(problem, role)
-    return (*_start(problem, role), Rearrange("e (o r) (k t) -> e o k (r t)", {"r": 16, "t": 2}))
+        return gates_first(problem, role)
+    return (*gates_first(problem, role), Rearrange("e (o r) (k t) -> e o k (r t)", {"r": 16, "t": 2}))
 
 
 def _bf16_vec(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     if role.endswith("_bias"):
-        return _start(problem, role)
-    return (*_start(problem, role), Rearrange("e (o r) k -> e o k r", {"r": 16}))
+        return gates_first(problem, role)
+    return (*gates_first(problem, role), Rearrange("e (o r) k -> e o k r", {"r": 16}))
 
 
 def _fp8(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     if role.endswith(("_bias", "_scale")):
-        return _start(problem, role)
-    return (*_start(problem, role), Rearrange("e (o r) (k t) -> e o k (r t)", {"r": 32, "t": 2}))
+        return gates_first(problem, role)
+    return (*gates_first(problem, role), Rearrange("e (o r) (k t) -> e o k (r t)", {"r": 32, "t": 2}))
 
 
 def _mxfp4(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    start = _start(problem, role)
+    start = gates_first(problem, role)
     if role.endswith("_bias"):
         return (*start, Widen(MODEL_DTYPES[problem.dtype]))
     if role.endswith("_scale"):

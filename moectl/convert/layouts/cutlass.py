@@ -21,13 +21,23 @@ from collections.abc import Callable, Mapping
 from ...dtypes import MODEL_DTYPES
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, NVFP4
-from ..canonical import gate_then_up, groups, halves, padded, up_then_gate
+from ..canonical import gates_first, groups, halves, padded, up_then_gate
 from ..recipe.chain import Chain
 from ..recipe.recipe import StoredOutput
 from ..steps.rescale import Round
 from ..steps.transforms import Pad, Rearrange, Step
 from ..steps.value_steps import Shapes
-from .scaled_tensors import Steps, fp8_block, fp8_tensor, nvfp4
+from .scaled_tensors import (
+    E4M3_SCALES,
+    E4M3_WEIGHTS,
+    E8M0_SCALES,
+    F4_WEIGHTS,
+    FLOAT_DTYPES,
+    Steps,
+    fp8_block,
+    fp8_tensor,
+    nvfp4,
+)
 from .trtllm import TILES_128X4
 from .weight_layout import Build, WeightLayout, by_role, round_up
 from .word_orders import BYTES, E2M1_SHIFTED, WORDS
@@ -58,10 +68,6 @@ def swizzled(problem: MoEProblem, role: str) -> tuple[Step, ...]:
 
 def _ups_first(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     return (*padded(problem, role), *up_then_gate(problem, role))
-
-
-def _gates_first(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    return (*padded(problem, role), *gate_then_up(problem, role))
 
 
 def _blocks_of_64(problem: MoEProblem, role: str) -> tuple[Step, ...]:
@@ -97,20 +103,13 @@ def _nothing(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     return ()
 
 
-_F4 = {"w13": "F4", "w2": "F4"}
-_E4M3 = {"w13": "F8_E4M3", "w2": "F8_E4M3"}
-_E8M0_SCALES = {"w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"}
-_E4M3_SCALES = {"w13_scale": "F8_E4M3", "w2_scale": "F8_E4M3"}
-_FLOATS = ("F32", "BF16", "F16")
-
-
 def _mxfp4_layout(name: str, build: Build, bias: bool = True, ungated: bool = True) -> WeightLayout:
-    return WeightLayout(name, 1, (MXFP4,), build, _F4 | _E8M0_SCALES, ("U8",), bias, ungated)
+    return WeightLayout(name, 1, (MXFP4,), build, F4_WEIGHTS | E8M0_SCALES, ("U8",), bias, ungated)
 
 
 def _nvfp4_layout(name: str, rows: Steps, inputs: str) -> WeightLayout:
     build = nvfp4(rows, _with(swizzled, rows), inputs=inputs)
-    return WeightLayout(name, 1, (NVFP4,), build, _F4 | _E4M3_SCALES, ("U8",), bias=False)
+    return WeightLayout(name, 1, (NVFP4,), build, F4_WEIGHTS | E4M3_SCALES, ("U8",), bias=False)
 
 
 CUTLASS_SM90 = _mxfp4_layout(
@@ -120,20 +119,20 @@ CUTLASS_SM90 = _mxfp4_layout(
 CUTLASS: tuple[WeightLayout, ...] = (
     CUTLASS_SM90,
     _mxfp4_layout("cutlass-sm100", _mxfp4(_ups_first, _nothing, swizzled)),
-    _mxfp4_layout("cutlass-mxfp4", _mxfp4(_gates_first, _nothing, swizzled)),
-    _mxfp4_layout("b12x-mxfp4", by_role(_gates_first), bias=False),
+    _mxfp4_layout("cutlass-mxfp4", _mxfp4(gates_first, _nothing, swizzled)),
+    _mxfp4_layout("b12x-mxfp4", by_role(gates_first), bias=False),
     _nvfp4_layout("flashinfer-cutlass-nvfp4", _ups_first, "layer"),
-    _nvfp4_layout("cutlass-nvfp4", _gates_first, "expert"),
+    _nvfp4_layout("cutlass-nvfp4", gates_first, "expert"),
     _nvfp4_layout("cutedsl-nvfp4", _blocks_of_64, "layer"),
-    _nvfp4_layout("cutedsl-batched-nvfp4", _gates_first, "layer"),
-    _nvfp4_layout("b12x-nvfp4", _gates_first, "expert"),
+    _nvfp4_layout("cutedsl-batched-nvfp4", gates_first, "layer"),
+    _nvfp4_layout("b12x-nvfp4", gates_first, "expert"),
     WeightLayout(
         name="cutlass-fp8-tensor",
         version=1,
         weights=(FP8_TENSOR,),
         build=fp8_tensor(_ups_first),
-        logical_dtypes=_E4M3,
-        scale_dtypes=_FLOATS,
+        logical_dtypes=E4M3_WEIGHTS,
+        scale_dtypes=FLOAT_DTYPES,
         bias=False,
     ),
     WeightLayout(
@@ -141,8 +140,8 @@ CUTLASS: tuple[WeightLayout, ...] = (
         version=1,
         weights=(FP8_BLOCK,),
         build=fp8_block(_ups_first, up_then_gate),
-        logical_dtypes=_E4M3,
-        scale_dtypes=_FLOATS,
+        logical_dtypes=E4M3_WEIGHTS,
+        scale_dtypes=FLOAT_DTYPES,
         bias=False,
     ),
     WeightLayout(name="cutlass-bf16", version=1, weights=(BF16,), build=by_role(_ups_first)),

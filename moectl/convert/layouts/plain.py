@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import BF16, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, int_format
-from ..canonical import gate_then_up, padded
 from ..recipe.chain import Chain
 from ..recipe.recipe import StoredOutput
 from ..steps.rescale import AtMost
@@ -19,11 +18,6 @@ from ..steps.transforms import PackedCodes, Rearrange, Step
 from ..steps.value_steps import Shapes
 from .scaled_tensors import fp8_tensor
 from .weight_layout import WeightLayout, by_role
-
-
-def _rows(problem: MoEProblem, role: str) -> tuple[Step, ...]:
-    return (*padded(problem, role), *gate_then_up(problem, role))
-
 
 _ZEROS_IN_TWOS: tuple[Step, ...] = (
     Rearrange("e (n s) g -> e n (g s)", {"s": 2}),
@@ -33,21 +27,23 @@ _ZEROS_IN_TWOS: tuple[Step, ...] = (
 
 def _fp8(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
     if problem.scheme.weight == FP8_TENSOR:
-        return fp8_tensor(_rows)(problem, shapes, requantize)
-    return by_role(_rows)(problem, shapes, requantize)
+        return fp8_tensor(gates_first)(problem, shapes, requantize)
+    return by_role(gates_first)(problem, shapes, requantize)
 
 
 def _wna16(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
-    outputs = dict(by_role(_rows)(problem, shapes, requantize))
+    outputs = dict(by_role(gates_first)(problem, shapes, requantize))
     for role in [role for role in shapes if role.endswith("_zero")]:
         if problem.scheme.weight.bits == 4:
             bound = AtMost(15, "zero points are 4-bit codes here")
-            outputs[role] = StoredOutput(role, (bound,), Chain((*_rows(problem, role), *_ZEROS_IN_TWOS)))
+            outputs[role] = StoredOutput(
+                role, (bound,), Chain((*gates_first(problem, role), *_ZEROS_IN_TWOS))
+            )
     return outputs
 
 
 PLAIN: tuple[WeightLayout, ...] = (
-    WeightLayout(name="plain-bf16", version=1, weights=(BF16,), build=by_role(_rows)),
+    WeightLayout(name="plain-bf16", version=1, weights=(BF16,), build=by_role(gates_first)),
     WeightLayout(
         name="plain-fp8",
         version=1,

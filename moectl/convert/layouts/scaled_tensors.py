@@ -18,6 +18,12 @@ from .weight_layout import Build
 
 Steps = Callable[[MoEProblem, str], tuple[Step, ...]]
 
+F4_WEIGHTS = {"w13": "F4", "w2": "F4"}
+E4M3_WEIGHTS = {"w13": "F8_E4M3", "w2": "F8_E4M3"}
+E8M0_SCALES = {"w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"}
+E4M3_SCALES = {"w13_scale": "F8_E4M3", "w2_scale": "F8_E4M3"}
+FLOAT_DTYPES = ("F32", "BF16", "F16")
+
 LEAST_SCALE = 1e-10
 """Smallest block scale: below it FlashInfer's FP8 kernels return NaN."""
 

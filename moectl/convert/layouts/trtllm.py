@@ -26,7 +26,15 @@ from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, MXFP8, NVFP4, int_format
 from ..canonical import groups, halves, padded, up_then_gate
 from ..steps.transforms import Rearrange, Step, Widen, Xor
-from .scaled_tensors import fp8_block, fp8_tensor, nvfp4
+from .scaled_tensors import (
+    E4M3_SCALES,
+    E4M3_WEIGHTS,
+    F4_WEIGHTS,
+    FLOAT_DTYPES,
+    fp8_block,
+    fp8_tensor,
+    nvfp4,
+)
 from .weight_layout import WeightLayout, by_role
 
 TILES_128X4 = Rearrange("e (nb i j) (kb k) -> e (nb kb j i k)", {"i": 4, "j": 32, "k": 4})
@@ -81,17 +89,12 @@ def _fp8_block(problem: MoEProblem, role: str) -> tuple[Step, ...]:
     return (*padded(problem, role), *up_then_gate(problem, role), shuffle, _in_blocks(128))
 
 
-_F4 = {"w13": "F4", "w2": "F4"}
-_E4M3 = {"w13": "F8_E4M3", "w2": "F8_E4M3"}
-_E4M3_SCALES = {"w13_scale": "F8_E4M3", "w2_scale": "F8_E4M3"}
-_FLOATS = ("F32", "BF16", "F16")
-
 TRTLLM_MXFP4 = WeightLayout(
     name="trtllm-mxfp4",
     version=1,
     weights=(MXFP4,),
     build=by_role(_mxfp4),
-    logical_dtypes=_F4 | _E4M3_SCALES,
+    logical_dtypes=F4_WEIGHTS | E4M3_SCALES,
     scale_dtypes=("U8",),
     ungated=False,
 )
@@ -115,7 +118,7 @@ TRTLLM_NVFP4 = WeightLayout(
         lambda problem, role: (*shuffled_rows(problem, role), *tiled(problem, role)),
         inputs="layer",
     ),
-    logical_dtypes=_F4 | _E4M3_SCALES,
+    logical_dtypes=F4_WEIGHTS | E4M3_SCALES,
     scale_dtypes=("U8",),
     bias=False,
 )
@@ -130,8 +133,8 @@ TRTLLM: tuple[WeightLayout, ...] = (
         version=1,
         weights=(FP8_TENSOR,),
         build=fp8_tensor(shuffled_rows),
-        logical_dtypes=_E4M3,
-        scale_dtypes=_FLOATS,
+        logical_dtypes=E4M3_WEIGHTS,
+        scale_dtypes=FLOAT_DTYPES,
         bias=False,
     ),
     WeightLayout(
@@ -139,8 +142,8 @@ TRTLLM: tuple[WeightLayout, ...] = (
         version=1,
         weights=(FP8_BLOCK,),
         build=fp8_block(_fp8_block, up_then_gate),
-        logical_dtypes=_E4M3,
-        scale_dtypes=_FLOATS,
+        logical_dtypes=E4M3_WEIGHTS,
+        scale_dtypes=FLOAT_DTYPES,
         bias=False,
     ),
     WeightLayout(
@@ -148,7 +151,7 @@ TRTLLM: tuple[WeightLayout, ...] = (
         version=1,
         weights=(MXFP8,),
         build=by_role(_mxfp8),
-        logical_dtypes=_E4M3 | {"w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"},
+        logical_dtypes=E4M3_WEIGHTS | {"w13_scale": "F8_E8M0", "w2_scale": "F8_E8M0"},
         scale_dtypes=("U8",),
         bias=False,
     ),

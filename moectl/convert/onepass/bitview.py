@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Vector = tuple[int, ...]
+from .word_program import Vector
 
 
 class NotComposable(Exception):

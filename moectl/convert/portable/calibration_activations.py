@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +9,8 @@ from torch import Tensor
 
 from ...problem.schemes import WeightFormat
 from ..codecs import decode_role
-from ..quantize.calibration import Calibration, hessian, intermediate
+from ..quantize.calibration import Activate, Calibration, hessian, intermediate
 from ..steps.value_steps import Tensors
-
-Activate = Callable[[Tensor], Tensor]
-"""Maps the first matrix's outputs, gate then up or in pairs as in the output, to the second's inputs."""
 
 
 @dataclass(frozen=True)

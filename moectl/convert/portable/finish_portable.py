@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import CheckpointError, UsageError
 from ...files.atomic import write_file
 from ...files.records import to_json
+from ...files.strict_json import json_bytes
 from ..execute.passthrough import copy_small_files, source_record
 from ..manifest.manifest_records import CONFIG, INDEX, LOG, FileRecord, LayerRecord, PassthroughRecord
 from .report_fragments import REPORT, label_of, read_parts, read_report, remove_parts
@@ -69,7 +69,7 @@ class PortableFinalizer:
         """Copies small files, writes index, report and config. Returns the names of skipped files."""
         tensor_files = {info.file for info in plan.checkpoint.tensors.values()}
         files, skipped = copy_small_files(folder, out, tensor_files, STALE, keep_index=False)
-        documents = {INDEX: _document(plan.index), CONFIG: _document(self.config)}
+        documents = {INDEX: json_bytes(plan.index), CONFIG: json_bytes(self.config)}
         write_file(out / INDEX, documents[INDEX])
         written = [FileRecord(name, len(data), _digest(data)) for name, data in documents.items()]
         report = {
@@ -90,14 +90,10 @@ class PortableFinalizer:
                 for item in (*passthrough, *files, *written)
             ],
         }
-        write_file(out / REPORT, _document(report))
+        write_file(out / REPORT, json_bytes(report))
         write_file(out / CONFIG, documents[CONFIG])
         remove_parts(out)
         return skipped
-
-
-def _document(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _digest(data: bytes) -> str:

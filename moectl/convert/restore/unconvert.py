@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from ...files.atomic import copy_bytes, copy_file, link_or_copy, replacing, writ
 from ...files.output_folder import create_folder, refuse_inside, refuse_small_disk
 from ...files.safe_reading import file_findings
 from ...files.safetensors_writer import FilePlan, TensorSpec, plan_file
+from ...files.strict_json import json_bytes
 from ...files.tensor_table import TensorInfo
 from ..manifest.manifest import Manifest, read_file_header
 from ..manifest.manifest_records import CONFIG, INDEX, SOURCE_CONFIG, SOURCE_INDEX, FileRecord, group_recipe
@@ -179,4 +179,4 @@ def _write_documents(
             total += sum(info.nbytes for info in header.values())
     if len(set(weight_map.values())) > 1 or "model.safetensors" not in weight_map.values():
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_file(out / INDEX, (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())
+        write_file(out / INDEX, json_bytes(index))

@@ -152,7 +152,7 @@ class Rounded(ExactStep):
         return t.to(DTYPES[self.source]).reshape(shape)
 
 
-Steps = Mapping[str, tuple[Step, ...]]
+StepsOfRole = Mapping[str, tuple[Step, ...]]
 
 
 @dataclass(frozen=True)
@@ -167,21 +167,21 @@ class Packing:
         refuse: why a problem is not supported; empty if it is.
     """
 
-    steps: Callable[[int, bool], Steps] = lambda bits, one_less: {}
+    steps: Callable[[int, bool], StepsOfRole] = lambda bits, one_less: {}
     values: Mapping[str, tuple[ValueStep, ...]] = field(default_factory=dict)
     whole_words: bool = False
     refuse: Callable[[MoEProblem], str] = lambda problem: ""
 
 
-def _words(bits: int, one_less: bool) -> Steps:
+def _words(bits: int, one_less: bool) -> StepsOfRole:
     return {"": WORDS_ALONG_K, "zero": zeros_along_n(bits)}
 
 
-def _gptq(bits: int, one_less: bool) -> Steps:
+def _gptq(bits: int, one_less: bool) -> StepsOfRole:
     return {"": WORDS_OF_K, "scale": TRANSPOSED, "zero": gptq_zeros(bits, one_less)}
 
 
-def _awq(bits: int, one_less: bool) -> Steps:
+def _awq(bits: int, one_less: bool) -> StepsOfRole:
     return {"": awq_weights(), "scale": TRANSPOSED, "zero": awq_zeros()}
 
 

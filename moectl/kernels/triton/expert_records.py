@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from . import expert_records_kernels as kernels
-from .kernel_family import Order
+from .kernel_family import ExpertOrder
 from .launches import token_tiles
 from .sort_and_combine import launch_options, sort_by_expert
 
@@ -23,7 +23,7 @@ COLUMNS = 1024
 """Columns of a token that one program reorders."""
 
 
-def plan(ids: Tensor, experts: int, tokens: int, order: Order | None = None) -> Tensor:
+def plan(ids: Tensor, experts: int, tokens: int, order: ExpertOrder | None = None) -> Tensor:
     """Records ``[records, 8 + tokens]`` int32 of the assignments `ids` (see `expert_records_kernels._plan`).
 
     If `order` is given, the records are cut from it.
@@ -38,7 +38,7 @@ def plan(ids: Tensor, experts: int, tokens: int, order: Order | None = None) -> 
 
 
 def plan_and_order(
-    ids: Tensor, experts: int, tokens: int, x: Tensor, columns: int, order: Order | None = None
+    ids: Tensor, experts: int, tokens: int, x: Tensor, columns: int, order: ExpertOrder | None = None
 ) -> tuple[Tensor, Tensor]:
     """`plan`, and `x` padded to `columns` columns in the order of `expert_records_kernels._order`."""
     arguments, programs = _plan_arguments(ids, experts, tokens)
@@ -74,7 +74,7 @@ def _plan_arguments(ids: Tensor, experts: int, tokens: int) -> tuple[dict[str, A
     return arguments, math.ceil(max(t, records) / per_program)
 
 
-def _cut(order: Order, out: Tensor, experts: int, tokens: int) -> None:
+def _cut(order: ExpertOrder, out: Tensor, experts: int, tokens: int) -> None:
     slots, offsets = order
     sizes = {"E": experts, "EPAD": max(16, triton.next_power_of_2(experts)), "BLOCK": tokens}
     kernels._cut_kernel[(experts,)](slots, offsets, out, len(out), num_warps=1, **sizes, **launch_options())

@@ -162,7 +162,7 @@ def layer_of(prepared: PreparedMoE) -> KernelLayer:
     return layer
 
 
-Order = tuple[Tensor, Tensor]
+ExpertOrder = tuple[Tensor, Tensor]
 """Slots sorted by expert, and the offset of each expert's first slot (`sort_and_combine.sort_by_expert`)."""
 
 
@@ -181,7 +181,7 @@ class KernelCall:
     ids: Tensor
     weights: Tensor
     y: Tensor
-    order: Order | None = None
+    order: ExpertOrder | None = None
 
     @property
     def assignments(self) -> int:

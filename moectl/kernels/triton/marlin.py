@@ -24,7 +24,7 @@ from ..prepared_layer import PreparedMoE
 from ..runner import ActivationFormat, Runner
 from . import marlin_kernels as kernels
 from .expert_batches import compute_batch, one_each
-from .kernel_family import CODE_BASES, KernelCall, Order, activation_numbers, scale_name
+from .kernel_family import CODE_BASES, ExpertOrder, KernelCall, activation_numbers, scale_name
 from .launches import Launch, tile_words, token_tiles
 from .sort_and_combine import INTERPRETED, finish, launch_options, sort_by_expert
 from .triton_runner import gpu_refusal
@@ -116,7 +116,7 @@ def _matrices(prepared: PreparedMoE) -> tuple[MarlinMatrix, MarlinMatrix]:
     )
 
 
-def list_items(ids: Tensor, experts: int, block: int, order: Order | None = None) -> dict[str, Any]:
+def list_items(ids: Tensor, experts: int, block: int, order: ExpertOrder | None = None) -> dict[str, Any]:
     """The kernels' routing arguments; an item is up to `block` tokens of one expert.
 
     Two to four small launches sort the assignments by expert, unless their `order` is given, and list the

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from . import sort_and_combine_kernels as kernels
-from .kernel_family import KernelCall, Order
+from .kernel_family import ExpertOrder, KernelCall
 
 INTERPRETED = not isinstance(kernels._combine_kernel, triton.runtime.JITFunction)
 """True under ``TRITON_INTERPRET=1``: for tests, kernels run on the CPU, slowly."""
@@ -40,7 +40,7 @@ def launch_options() -> dict[str, Any]:
     return {"PDL": False}
 
 
-def sort_by_expert(ids: Tensor, experts: int) -> Order:
+def sort_by_expert(ids: Tensor, experts: int) -> ExpertOrder:
     """Slots ``[T]`` stably sorted by expert, and the offset of each expert's first slot, ``[experts + 1]``.
 
     One launch for up to `FEW` assignments, three for more.
@@ -54,12 +54,12 @@ def sort_by_expert(ids: Tensor, experts: int) -> Order:
     return slots, offsets
 
 
-def order_of(call: KernelCall, experts: int) -> Order:
+def order_of(call: KernelCall, experts: int) -> ExpertOrder:
     """The call's `order` if it has one; otherwise its assignments are sorted."""
     return call.order or sort_by_expert(call.ids, experts)
 
 
-def order_of_counts(counts: Tensor, most: int) -> tuple[Tensor, Tensor, Order]:
+def order_of_counts(counts: Tensor, most: int) -> tuple[Tensor, Tensor, ExpertOrder]:
     """Ids and weights ``[experts * most]`` of a batch, and its `KernelCall.order`, in one launch.
 
     Row ``e * most + i`` of the batch is a token of expert e if ``i < counts[e]``; other rows have id -1.
