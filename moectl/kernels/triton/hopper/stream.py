@@ -34,8 +34,8 @@ DTYPES = ("bf16", "fp16")
 TOKENS = (1, 2, 4, 8, 16)
 
 REGISTERS_OF_8 = 128
-"""Registers per thread for 8 tokens and MXFP4. Shared memory limits the number of programs anyway; without this
-number the compiler uses fewer registers and spills."""
+"""Registers per thread for 8 tokens and MXFP4. Shared memory limits the number of programs anyway; without
+this number the compiler uses fewer registers and spills."""
 
 
 @dataclass(frozen=True, slots=True)
