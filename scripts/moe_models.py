@@ -1,4 +1,4 @@
-"""How options of scripts name models, formats, routings and numbers. Imports no torch."""
+"""Parsers of option values: names, numbers and routings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from moectl.kernels.routing_distributions import check_distribution
 
 
 def names_of(choices: Iterable[str], what: str) -> Callable[[str], list[str]]:
-    """What reads an option's names of `choices`, with commas between."""
+    """A parser of comma-separated names out of `choices`."""
     known = tuple(choices)
 
     def read(text: str) -> list[str]:
         names = text.split(",")
         for name in names:
             if name not in known:
-                raise ArgumentTypeError(f"no {what} is called {name!r}; there are {', '.join(known)}")
+                raise ArgumentTypeError(f"no {what} is called {name!r}; choose from {', '.join(known)}")
         return names
 
     return read
 
 
 def whole_numbers(text: str) -> list[int]:
-    """An option's numbers, from 1, with commas between."""
-    found = text.split(",")
-    if not all(n.isdecimal() and int(n) for n in found):
-        raise ArgumentTypeError(f"it takes whole numbers from 1, with commas between, got {text!r}")
-    return [int(n) for n in found]
+    """Comma-separated positive integers."""
+    numbers = text.split(",")
+    if not all(n.isdecimal() and int(n) for n in numbers):
+        raise ArgumentTypeError(f"expected positive integers separated by commas, got {text!r}")
+    return [int(n) for n in numbers]
 
 
 def whole_number(text: str) -> int:
-    """An option's number, from 1."""
+    """A positive integer."""
     if not (text.isdecimal() and int(text)):
-        raise ArgumentTypeError(f"it takes a whole number from 1, got {text!r}")
+        raise ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
 
 
 def distribution(text: str) -> str:
-    """An option's routing."""
+    """A routing distribution."""
     try:
         check_distribution(text)
     except UsageError as error:
@@ -48,5 +48,5 @@ def distribution(text: str) -> str:
 
 
 def distributions(text: str) -> list[str]:
-    """An option's routings, with commas between."""
+    """Comma-separated routing distributions."""
     return [distribution(name) for name in text.split(",")]

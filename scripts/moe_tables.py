@@ -1,4 +1,4 @@
-"""The rows of `bench_peers` as lines, and as tables with ratios to the best peer and to the floor."""
+"""The rows of `bench_peers` as lines, and as tables with ratios to the best peer and to the roofline."""
 
 from __future__ import annotations
 
@@ -17,57 +17,57 @@ COLUMNS: Mapping[str, str] = {
     "flashinfer": "flashinfer_cutlass",
     "moectl-marlin": "triton_marlin",
 }
-"""Backends by what their columns are called."""
+"""Column -> backend."""
 
 NAMES = {backend: column for column, backend in COLUMNS.items()}
 OURS = "moectl"
 
 Table = tuple[str, str, str]
-"""Model, scheme and routing: what one table is about."""
+"""Model, scheme and routing of a table."""
 
 Cells = Mapping[str, Mapping[int, BenchRow]]
 """The rows of one table by column and tokens."""
 
 
 def one_line(row: BenchRow) -> str:
-    """A row for the screen."""
+    """A row as one line of text."""
     weights = row.scheme.partition(",")[0]
-    where = f"{row.model:13s} {weights:14s} {row.routing:9s} {NAMES[row.backend]:14s} M={row.tokens:<6d}"
+    case = f"{row.model:13s} {weights:14s} {row.routing:9s} {NAMES[row.backend]:14s} M={row.tokens:<6d}"
     if row.median_us is None:
-        return f"{where} -  {row.reason}"
+        return f"{case} -  {row.reason}"
     return (
-        f"{where} {row.median_us:9.1f} us  floor {row.floor_us:8.1f} ({row.floor_percent:.0f}%)  "
-        f"{row.experts:5.1f} experts  error {row.error_rms:.1e}  {row.tactic}"
+        f"{case} {row.median_us:9.1f} us  roofline {row.floor_us:8.1f} ({row.floor_percent:.0f}%)  "
+        f"{row.experts:5.1f} active experts  error {row.error_rms:.1e}  {row.tactic}"
     )
 
 
 def geometric_mean(numbers: Iterable[float]) -> float:
-    """0 for none."""
+    """The geometric mean; 0 without numbers."""
     logs = [math.log(n) for n in numbers]
     return math.exp(sum(logs) / len(logs)) if logs else 0.0
 
 
 def tables_of(rows: Sequence[BenchRow]) -> dict[Table, dict[str, dict[int, BenchRow]]]:
     """Rows by table, column and tokens."""
-    found: dict[Table, dict[str, dict[int, BenchRow]]] = {}
+    tables: dict[Table, dict[str, dict[int, BenchRow]]] = {}
     for row in rows:
-        table = found.setdefault((row.model, row.scheme, row.routing), {})
+        table = tables.setdefault((row.model, row.scheme, row.routing), {})
         table.setdefault(NAMES[row.backend], {})[row.tokens] = row
-    return found
+    return tables
 
 
 def speedups(table: Cells) -> dict[int, float]:
-    """The best peer's time over moectl's, by tokens, where both have one: of right results alone."""
-    found = {}
+    """The best peer's time over moectl's, by tokens, where both have a time; wrong results have none."""
+    ratios = {}
     for tokens, row in table.get(OURS, {}).items():
         peers = [
-            theirs.median_us
+            peer.median_us
             for column, cells in table.items()
-            if not column.startswith(OURS) and (theirs := cells.get(tokens)) and theirs.median_us
+            if not column.startswith(OURS) and (peer := cells.get(tokens)) and peer.median_us
         ]
         if row.median_us and peers:
-            found[tokens] = min(peers) / row.median_us
-    return found
+            ratios[tokens] = min(peers) / row.median_us
+    return ratios
 
 
 def _line(name: str, cells: Iterable[str]) -> str:
@@ -84,58 +84,58 @@ def _table(key: Table, table: Cells) -> list[str]:
     tokens = sorted({t for cells in table.values() for t in cells})
     timed = {t: row for cells in table.values() for t, row in cells.items() if row.timed}
     ratios, ours = speedups(table), table.get(OURS, {})
-    floors = {t: row.floor_percent for t, row in ours.items()}
+    percents = {t: row.floor_percent for t, row in ours.items()}
 
     def line(name: str, values: Mapping[int, float | None], digits: int) -> str:
-        found = (values.get(t) for t in tokens)
-        return _line(name, ("-" if value is None else f"{value:.{digits}f}" for value in found))
+        numbers = (values.get(t) for t in tokens)
+        return _line(name, ("-" if number is None else f"{number:.{digits}f}" for number in numbers))
 
     lines = [
         f"### {', '.join(key)} routing",
         "",
-        _line("us of a layer", (f"M={t}" for t in tokens)),
+        _line("us per layer", (f"M={t}" for t in tokens)),
         _line("---", ("---:" for _ in tokens)),
-        line("experts touched", {t: row.experts for t, row in timed.items()}, 1),
-        line("floor", {t: row.floor_us for t, row in timed.items()}, 1),
+        line("active experts", {t: row.experts for t, row in timed.items()}, 1),
+        line("roofline", {t: row.floor_us for t, row in timed.items()}, 1),
         *(_line(column, (_us(cells.get(t)) for t in tokens)) for column, cells in table.items()),
         line("best peer / moectl", ratios, 2),
-        line("floor / moectl", {t: value and value / 100 for t, value in floors.items()}, 2),
+        line("roofline / moectl", {t: percent and percent / 100 for t, percent in percents.items()}, 2),
         "",
     ]
     if ratios:
         lines += [f"Geometric mean of best peer / moectl: {geometric_mean(ratios.values()):.3f}.", ""]
     for column, cells in table.items():
         errors = [row.error_rms for row in cells.values() if row.error_rms is not None]
-        held = [str(row.tokens) for row in cells.values() if row.throttled]
-        said = [f"largest relative error {max(errors):.1e}"] if errors else []
-        said += [f"clocks held down at M = {', '.join(held)}"] if held else []
-        said += dict.fromkeys(row.reason for row in cells.values() if row.reason)
-        if said:
-            lines.append(f"- {column}: {'; '.join(said)}")
+        throttled = [str(row.tokens) for row in cells.values() if row.throttled]
+        notes = [f"largest relative error {max(errors):.1e}"] if errors else []
+        notes += [f"clocks throttled at M = {', '.join(throttled)}"] if throttled else []
+        notes += dict.fromkeys(row.reason for row in cells.values() if row.reason)
+        if notes:
+            lines.append(f"- {column}: {'; '.join(notes)}")
     return [*lines, ""]
 
 
 def as_markdown(about: Mapping[str, Any], rows: Sequence[BenchRow]) -> str:
-    """Tables by model, scheme and routing, the geometric means, and what they were taken on."""
+    """Tables by model, scheme and routing, geometric means, and the conditions of the measurement."""
     lines = ["# Fused MoE layers: moectl and its peers", ""]
-    found = tables_of(rows)
-    for key, table in found.items():
+    tables = tables_of(rows)
+    for key, table in tables.items():
         timed = any(row.timed for cells in table.values() for row in cells.values())
         reasons = "; ".join(dict.fromkeys(row.reason for cells in table.values() for row in cells.values()))
         lines += _table(key, table) if timed else [f"{', '.join(key)}: nothing was timed ({reasons}).", ""]
-    return "\n".join([*lines, *_sums(found), *(f"- {line}" for line in footer(about, rows)), ""])
+    return "\n".join([*lines, *_means(tables), *(f"- {line}" for line in footer(about, rows)), ""])
 
 
-def _sums(tables: Mapping[Table, Cells]) -> list[str]:
-    """A line for each routing, and one for all of them."""
-    found: dict[str, list[float]] = {}
+def _means(tables: Mapping[Table, Cells]) -> list[str]:
+    """A line for each routing, and one over all of them."""
+    speedups_of: dict[str, list[float]] = {}
     for (_, _, routing), table in tables.items():
-        found.setdefault(f" of {routing} routing", []).extend(speedups(table).values())
-    if len(found) > 1:
-        found[""] = [ratio for ratios in found.values() for ratio in ratios]
+        speedups_of.setdefault(f" with {routing} routing", []).extend(speedups(table).values())
+    if len(speedups_of) > 1:
+        speedups_of[""] = [ratio for ratios in speedups_of.values() for ratio in ratios]
     return [
-        f"Geometric mean of best peer / moectl over {len(ratios)} cells{which}: "
+        f"Geometric mean of best peer / moectl over {len(ratios)} cases{routing}: "
         f"{geometric_mean(ratios):.3f}; moectl is ahead in {sum(ratio > 1 for ratio in ratios)}.\n"
-        for which, ratios in found.items()
+        for routing, ratios in speedups_of.items()
         if ratios
     ]

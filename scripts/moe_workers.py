@@ -1,8 +1,7 @@
-"""The processes of `bench_peers`: one that measures, by `moectl.bench`, and the one that watches it.
+"""The processes of `bench_peers`: workers that measure, by `moectl.bench`, and the one that watches them.
 
-A kernel that fails can take its CUDA context along, or never come back: then its process is ended, what it
-was at gets the reason, and another goes on behind. What a worker finds comes line by line, as JSON behind
-`MARK`.
+A kernel that fails can destroy its CUDA context, or hang. Its worker is then killed, the case that it was
+measuring gets the reason, and a new worker continues after it. Workers report lines of JSON after `MARK`.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ MARK = "@bench "
 NO_GPU = "it needs a CUDA GPU, and torch sees none"
 NOT_REACHED = "not reached within the time limit"
 LAST_LINES = 12
-"""Lines of a worker's own output that are shown when it ends early."""
+"""Lines of a worker's other output that are shown if it ends early."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One bench, and all rows that it is to give, as they are before anything is known of them."""
+    """One bench, and all of its rows before they are measured."""
 
     settings: BenchSettings
     rows: tuple[BenchRow, ...]
 
 
-def whole(parts: Sequence[Part]) -> BenchSettings:
-    """All that `parts` have in one: every routing, every number of tokens."""
+def merged_settings(parts: Sequence[Part]) -> BenchSettings:
+    """The settings of one bench with every routing and every number of tokens of `parts`."""
     routings = dict.fromkeys(name for part in parts for name in part.settings.routings)
     tokens = sorted({count for part in parts for count in part.settings.tokens})
     return replace(parts[0].settings, routings=tuple(routings), tokens=tuple(tokens))
@@ -53,11 +52,11 @@ def whole(parts: Sequence[Part]) -> BenchSettings:
 
 
 def work(order: Mapping[str, Any]) -> int:
-    """Measures the benches of `order` but for what is done, and says what is found; an exit status."""
+    """Measures the benches of `order` except rows already done, and reports each; returns an exit status."""
     import torch
 
     if order["gpu"] and not torch.cuda.is_available():
-        _say("fatal", why=NO_GPU)
+        _send("fatal", why=NO_GPU)
         return 0
     from moectl.bench.open_bench import open_bench
     from moectl.bench.run_metadata import machine_metadata
@@ -66,7 +65,7 @@ def work(order: Mapping[str, Any]) -> int:
     rates = DeviceRates(**order["rates"]) if order["rates"] else None
 
     def on_start(rows: Sequence[BenchRow]) -> None:
-        _say("begin", keys=[row.key for row in rows])
+        _send("begin", keys=[row.key for row in rows])
 
     try:
         for number, data in enumerate(order["benches"]):
@@ -74,19 +73,19 @@ def work(order: Mapping[str, Any]) -> int:
             try:
                 bench = open_bench(settings, None, rates=rates, on_start=on_start)
             except MoectlError as error:
-                _say("none", bench=number, why=error.what)
+                _send("none", bench=number, why=error.what)
                 continue
             rates = bench.rates
-            _say("about", about=machine_metadata(bench.machine, settings, rates))
+            _send("about", about=machine_metadata(bench.machine, settings, rates))
             for row in bench.measured(done):
-                _say("row", row=row.to_json())
+                _send("row", row=row.to_json())
     except MoectlError as error:
         print("\n".join(text for text in (error.what, error.hint) if text), flush=True)
         return int(error.exit_code)
     return 0
 
 
-def _say(kind: str, **data: Any) -> None:
+def _send(kind: str, **data: Any) -> None:
     print(MARK + json.dumps({"kind": kind, **data}), flush=True)
 
 
@@ -95,17 +94,17 @@ def _say(kind: str, **data: Any) -> None:
 
 @dataclass
 class Watch:
-    """What workers have found so far.
+    """Runs workers one after the other and collects their rows.
 
     Attributes:
         command: starts a worker, which reads its order from stdin.
-        rates: of the floor; None to measure them.
-        end: a reading of the monotonic clock at which it stops.
-        cell_limit: seconds in which a worker has to say something.
-        begin: told once what the rows are taken on, before the first.
-        report: told every row as it comes.
-        about: what the rows were taken on.
-        rows: by their keys.
+        rates: rates of the roofline; None to measure them.
+        end: time of the monotonic clock at which to stop.
+        cell_limit: seconds without a message after which a worker is killed.
+        begin: called once with the conditions of the measurement, before the first row.
+        report: called with every row as it arrives.
+        about: the conditions of the measurement.
+        rows: rows by key.
     """
 
     command: Sequence[str]
@@ -118,48 +117,48 @@ class Watch:
     about: dict[str, Any] = field(default_factory=dict)
     rows: dict[RowKey, BenchRow] = field(default_factory=dict)
     _begun: list[RowKey] = field(default_factory=list)
-    _said: list[str] = field(default_factory=list)
+    _last_lines: list[str] = field(default_factory=list)
 
     def run(self) -> list[BenchRow]:
-        """All rows in their order: a time, or the reason why there is none.
+        """All rows in their order, each with a time or the reason why there is none.
 
-        When time is up, or it is interrupted (SIGTERM too), what was measured is kept.
+        Rows already measured are kept at the time limit and on interrupts (including SIGTERM).
         """
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        wanted = {row.key: row for part in self.parts for row in part.rows}
+        pending = {row.key: row for part in self.parts for row in part.rows}
         try:
-            why = self._work_through(wanted)
+            reason = self._run_workers(pending)
         except KeyboardInterrupt:
-            why = "interrupted"
-        self._give_up(wanted, why)
-        return [self.rows[key] for key in wanted]
+            reason = "interrupted"
+        self._give_up(pending, reason)
+        return [self.rows[key] for key in pending]
 
-    def _work_through(self, wanted: Mapping[RowKey, BenchRow]) -> str:
-        """Workers one after the other; why what is left then is left."""
-        while wanted.keys() - self.rows.keys() and time.monotonic() < self.end:
+    def _run_workers(self, pending: Mapping[RowKey, BenchRow]) -> str:
+        """Runs workers one after the other; returns the reason for the rows that remain."""
+        while pending.keys() - self.rows.keys() and time.monotonic() < self.end:
             before, self._begun = len(self.rows), []
-            why = self._worker()
-            if not why:
-                return "its process said nothing about it"
-            print("\n".join(self._said), file=sys.stderr)
-            if why != BROKEN:
-                self._give_up({key: wanted[key] for key in self._begun if key in wanted}, why)
+            reason = self._run_worker()
+            if not reason:
+                return "its process reported no result"
+            print("\n".join(self._last_lines), file=sys.stderr)
+            if reason != BROKEN:
+                self._give_up({key: pending[key] for key in self._begun if key in pending}, reason)
             if len(self.rows) == before:
-                return why
+                return reason
         return NOT_REACHED
 
-    def _give_up(self, rows: Mapping[RowKey, BenchRow], why: str) -> None:
+    def _give_up(self, rows: Mapping[RowKey, BenchRow], reason: str) -> None:
         for key, row in rows.items():
             if key not in self.rows:
-                self._add(replace(row, reason=why))
+                self._add(replace(row, reason=reason))
 
-    def _known(self, machine: Mapping[str, Any]) -> None:
+    def _set_conditions(self, machine: Mapping[str, Any]) -> None:
         if not self.about:
-            self.about = RunHeader(whole(self.parts).to_json(), machine).to_json()
+            self.about = RunHeader(merged_settings(self.parts).to_json(), machine).to_json()
             self.begin(self.about)
 
     def _add(self, row: BenchRow) -> None:
-        self._known({})
+        self._set_conditions({})
         self.rows[row.key] = row
         self.report(row)
 
@@ -169,8 +168,8 @@ class Watch:
         gpu = any(part.settings.device == "cuda" for part in self.parts)
         return json.dumps({"benches": benches, "rates": rates, "done": list(self.rows), "gpu": gpu})
 
-    def _worker(self) -> str:
-        """Runs one worker to its end; why it ended too early, or nothing."""
+    def _run_worker(self) -> str:
+        """Runs one worker to its end; returns why it ended early, or an empty string."""
         process = subprocess.Popen(
             self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -189,32 +188,32 @@ class Watch:
                 if line is None:
                     code = process.wait()
                     return _ENDS.get(code, f"its process ended with status {code}")
-                self._take(line)
+                self._handle(line)
         finally:
             if process.poll() is None:
                 process.kill()
             process.wait()
 
-    def _take(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         if not line.startswith(MARK):
-            self._said = [*self._said, line.rstrip()][-LAST_LINES:]
+            self._last_lines = [*self._last_lines, line.rstrip()][-LAST_LINES:]
             return
-        found = json.loads(line[len(MARK) :])
-        if found["kind"] == "about":
-            self._known(found["about"])
-        elif found["kind"] == "fatal":
-            give_up(found["why"], 3)
-        elif found["kind"] == "begin":
-            self._begun = [tuple(key) for key in found["keys"]]
-        elif found["kind"] == "none":
-            for row in self.parts[found["bench"]].rows:
+        message = json.loads(line[len(MARK) :])
+        if message["kind"] == "about":
+            self._set_conditions(message["about"])
+        elif message["kind"] == "fatal":
+            give_up(message["why"], 3)
+        elif message["kind"] == "begin":
+            self._begun = [tuple(key) for key in message["keys"]]
+        elif message["kind"] == "none":
+            for row in self.parts[message["bench"]].rows:
                 if row.key not in self.rows:
-                    self._add(replace(row, reason=found["why"], refused=True))
+                    self._add(replace(row, reason=message["why"], refused=True))
         else:
-            self._add(BenchRow.from_json(found["row"], "a row of a worker"))
+            self._add(BenchRow.from_json(message["row"], "a row of a worker"))
 
 
-BROKEN = "the GPU answers its process no more"
+BROKEN = "the GPU no longer responds in its process"
 _ENDS = {0: "", int(ExitCode.UNAVAILABLE): BROKEN}
 
 
@@ -225,19 +224,19 @@ def _read(stream: Iterable[str], lines: queue.Queue[str | None]) -> None:
 
 
 def compiled(parts: Sequence[Part], processes: int, seconds: float) -> int:
-    """Compiles what `parts` would run, in so many processes at once, and says what; 1 when something failed.
+    """Compiles the kernels that `parts` run, in that many processes, and prints each; 1 if something failed.
 
-    What is not ready after so many seconds is compiled later, when it is measured.
+    Kernels that are not ready after `seconds` are compiled later, during the measurement.
     """
     signal.signal(signal.SIGALRM, _late)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
     failed = False
     try:
-        for line in compile_parts(whole(parts), None, processes):
+        for line in compile_parts(merged_settings(parts), None, processes):
             failed |= line.failed
             print(line.text, flush=True)
     except TimeoutError:
-        print(f"not all was ready after {seconds:.0f} s", flush=True)
+        print(f"not everything was compiled after {seconds:.0f} s", flush=True)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     return int(failed)

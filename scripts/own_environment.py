@@ -1,4 +1,4 @@
-"""Scripts that need torch: they run in the project's environment where their own interpreter has none."""
+"""For scripts that need torch: runs them in the project's environment if their interpreter has none."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ VENV = ROOT / ".venv"
 
 
 def enter() -> None:
-    """Puts the project on the path, in an interpreter that has torch.
+    """Puts the project on the path of an interpreter that has torch.
 
-    Where this one has none, the script starts again in .venv; ends the program with status 3 where torch
-    is not there either.
+    If this interpreter lacks torch, the script is restarted in .venv; exits with status 3 if torch is missing
+    there, too.
     """
     if importlib.util.find_spec("torch") is None:
         python = VENV / "bin" / "python"
@@ -26,14 +26,14 @@ def enter() -> None:
 
 
 def need_a_gpu() -> None:
-    """Ends the program with status 3 where torch sees no CUDA GPU."""
+    """Exits with status 3 if torch sees no CUDA GPU."""
     import torch
 
     if not torch.cuda.is_available():
         give_up("it needs a CUDA GPU, and torch sees none", 3)
 
 
-def give_up(why: str, status: int) -> None:
-    """Ends the program with a sentence in its name, and `status`."""
-    print(f"{Path(sys.argv[0]).name}: {why}", file=sys.stderr)
+def give_up(reason: str, status: int) -> None:
+    """Prints `reason` after the script's name and exits with `status`."""
+    print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
     sys.exit(status)

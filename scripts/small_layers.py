@@ -1,4 +1,4 @@
-"""Small layers of every kind that moectl's kernels tell apart, for tools that are slow. Imports no torch."""
+"""Small layers of every kind that moectl's kernels distinguish, for slow tools. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from moectl.problem.published_layers import MODELS
 from moectl.problem.schemes import FULL, Scheme, int_format
 
 SMALL = {"dims": Dims(1408, 1152), "experts": 6, "local_experts": 6, "top_k": 2}
-"""Several tiles of rows in both matrices, and no whole number of them for most tiles; more columns than any
-ring in shared memory holds, so that what was read is overwritten."""
+"""Several row tiles in both matrices, the last one partial for most tile sizes; more columns than any ring in
+shared memory holds, so that ring stages are reused."""
 
 RELU2 = Activation("relu2", gated=False)
 
@@ -41,5 +41,5 @@ LAYERS: Mapping[str, MoEProblem] = {
     "int8-channel": _int(8, FULL),
     "int8-g128-zeros": _int(8, 128, zeros=True),
 }
-"""By format and groups of its scales, and by what else differs from bf16 tokens and scales, a gate, and codes
-around a middle. gpt-oss has biases, rows that alternate, and a clamp, the others none of them."""
+"""By format and scale groups, and by deviations from bf16 tokens and scales, a gate, and symmetric codes.
+gpt-oss has biases, interleaved rows and a clamp, the others none of these."""

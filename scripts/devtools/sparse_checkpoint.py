@@ -1,4 +1,4 @@
-"""Checkpoints with real headers and holes for data: full-size models that take no disk."""
+"""Checkpoints with real headers and sparse data: full-size models that take no disk space."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from moectl.files.output_folder import all_or_none, refuse_filled
 from moectl.files.safetensors_writer import TensorSpec, header_bytes, in_file_order
 
 SHARD_BYTES = 10_000_000_000
-"""Most bytes of one file, unless a single tensor has more; files of published checkpoints have such sizes."""
+"""Most bytes of one file, unless a single tensor is larger; a usual size in published checkpoints."""
 
 METADATA = {"format": "pt", "moectl": "sparse: headers only, every byte of data is zero"}
-"""What a file's header says of itself."""
+"""The metadata in the header of each file."""
 
 PROBE_BYTES = 16 << 20
-"""Size of the file that shows whether the file system keeps holes."""
+"""Size of the probe file that shows whether the file system supports sparse files."""
 
 
 @dataclass(frozen=True)
 class SparseCheckpoint:
-    """What was written: tensors and weight files, their bytes as they appear, and those that they take."""
+    """What was written: numbers of tensors and weight files, and the files' apparent and allocated bytes."""
 
     tensors: int
     files: int
@@ -84,16 +84,16 @@ def _shards(entry: CatalogueEntry, shard_bytes: int) -> Iterator[list[TensorSpec
 
 
 def _write_shard(path: Path, shard: list[TensorSpec]) -> tuple[int, int]:
-    """Writes one file; its bytes as they appear, and those that it takes."""
+    """Writes one file; returns its apparent and allocated bytes."""
     header = header_bytes(shard, METADATA)
     path.write_bytes(header)
     os.truncate(path, len(header) + sum(spec.nbytes for spec in shard))
-    found = path.stat()
-    return found.st_size, found.st_blocks * 512
+    status = path.stat()
+    return status.st_size, status.st_blocks * 512
 
 
 def _refuse_without_holes(probe: Path, needed: int) -> None:
-    """UsageError when a file made longer takes as many blocks, so that `needed` bytes would be written."""
+    """UsageError if the file system allocates holes, so that `needed` bytes would be written."""
     probe.touch()
     os.truncate(probe, PROBE_BYTES)
     taken = probe.stat().st_blocks * 512

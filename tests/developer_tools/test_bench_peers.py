@@ -44,8 +44,8 @@ def test_other_routings_may_have_tokens_of_their_own() -> None:
     cells = {(row.routing, row.tokens) for row in skewed.rows}
     assert cells == {(name, tokens) for name in ("zipf:1.2", "experts:4") for tokens in (8, 16)}
     # Kernels follow from the number of tokens alone: what is compiled beforehand needs every one once.
-    whole = workers.whole([uniform, skewed])
-    assert whole.tokens == (1, 8, 16) and whole.routings == ("uniform", "zipf:1.2", "experts:4")
+    merged = workers.merged_settings([uniform, skewed])
+    assert merged.tokens == (1, 8, 16) and merged.routings == ("uniform", "zipf:1.2", "experts:4")
     assert {row.tokens for row in asked(line)[1].rows} == {1, 8}
 
 
@@ -180,7 +180,7 @@ def test_workers_that_come_to_nothing_are_not_started_for_ever(
     assert "a last word" in capsys.readouterr().err
     rows = stub(tmp_path, "say('none', bench=0, why='no such library')", "marlin")
     assert [(row.reason, row.refused) for row in rows] == [("no such library", True)]
-    assert {row.reason for row in stub(tmp_path, "", "marlin")} == {"its process said nothing about it"}
+    assert {row.reason for row in stub(tmp_path, "", "marlin")} == {"its process reported no result"}
 
 
 def test_rows_are_in_the_file_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,15 +231,15 @@ def test_tables_compare_right_results_alone() -> None:
     about = {"device": "G", "versions": {"moectl": "1"}}
     text = tables.as_markdown(about, rows)
     assert "| best peer / moectl | 1.25 | 4.00 | - | - |" in text
-    assert "| floor / moectl | 0.50 | 1.00 | - | - |" in text
+    assert "| roofline / moectl | 0.50 | 1.00 | - | - |" in text
     assert "| marlin | 30.0 | wrong | 50.0 | 50.0 |" in text and "broke" in text
-    assert "clocks held down at M = 1" in text and "largest relative error 1.0e-03" in text
+    assert "clocks throttled at M = 1" in text and "largest relative error 1.0e-03" in text
     mean = math.sqrt(1.25 * 4)
-    assert f"over 2 cells of uniform routing: {mean:.3f}; moectl is ahead in 2" in text
+    assert f"over 2 cases with uniform routing: {mean:.3f}; moectl is ahead in 2" in text
     skewed = [replace(r, routing="zipf:1.2") for r in rows[:2]]
     text = tables.as_markdown({}, rows + skewed)
-    assert f"over 2 cells of uniform routing: {mean:.3f}; moectl is ahead in 2" in text
-    assert "over 1 cells of zipf:1.2 routing: 1.500; moectl is ahead in 1" in text
-    assert f"over 3 cells: {(mean**2 * 1.5) ** (1 / 3):.3f}; moectl is ahead in 3" in text
+    assert f"over 2 cases with uniform routing: {mean:.3f}; moectl is ahead in 2" in text
+    assert "over 1 cases with zipf:1.2 routing: 1.500; moectl is ahead in 1" in text
+    assert f"over 3 cases: {(mean**2 * 1.5) ** (1 / 3):.3f}; moectl is ahead in 3" in text
     assert "nothing was timed (broke)" in tables.as_markdown({}, rows[-2:-1])
     assert "broke" in tables.one_line(rows[-2]) and "20.0 us" in tables.one_line(rows[0])

@@ -103,7 +103,7 @@ sanitize_kernels: end"""
     [
         (SAID + THIRD, 1000, 1, "memcheck   3 configurations, 1 reports"),
         (SAID + THIRD, 1, 1, "memcheck   3 configurations, 1 reports, 1 configurations unknown"),
-        (SAID, 1000, 2, "memcheck   broke off in other; 1 reports"),
+        (SAID, 1000, 2, "memcheck   aborted in other; 1 reports"),
         ("sanitize_kernels: end", 1000, 0, "memcheck   0 configurations, 0 reports"),
     ],
 )

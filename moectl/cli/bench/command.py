@@ -15,7 +15,7 @@ from ...problem.published_layers import MODELS
 from ..checkpoint_argument import DEVICE, backend_names, find_source
 from ..options import (
     SEED,
-    Activation,
+    ActivationOption,
     Offline,
     ParsedOption,
     RecordOptions,
@@ -29,7 +29,7 @@ from ..output import Output, count
 from .output import RowOutput, RowOutputOptions
 
 if TYPE_CHECKING:
-    from ...bench.bench_rows import BenchRow
+    from ...bench.bench_rows import BenchRow, RowKey
     from ...bench.journal import RowJournal
     from ...bench.run_bench import Bench
     from ...layer.layer_source import LayerSource
@@ -137,7 +137,7 @@ def bench(
     ] = None,
     *,
     measured: Annotated[Callable[..., BenchSettings], SETTINGS],
-    activation: Activation = None,
+    activation: ActivationOption = None,
     offline: Offline = False,
     rows_to: RowOutputOptions,
     actions: ActionOptions,

@@ -11,12 +11,12 @@ from ...run.run_plan import EVERY, RunPlan
 from ..checkpoint_argument import DEVICE, backend_names, find_source, pick_layers
 from ..options import (
     SEED,
-    Activation,
+    ActivationOption,
     Layer,
     Offline,
     ParsedOption,
     RecordOptions,
-    Routing,
+    RoutingOption,
     WeightsArg,
     framed,
     option,
@@ -80,8 +80,8 @@ def run(
             "--output", own=True, help="Write y (or y.BACKEND for several), x, ids and weights to this file."
         ),
     ] = None,
-    activation: Activation = None,
-    routing: Routing = None,
+    activation: ActivationOption = None,
+    routing: RoutingOption = None,
     offline: Offline = False,
     out: Output,
 ) -> ExitCode:

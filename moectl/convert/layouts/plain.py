@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import BF16, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, int_format
+from ..canonical import gates_first
 from ..recipe.chain import Chain
 from ..recipe.recipe import StoredOutput
 from ..steps.rescale import AtMost

@@ -1,4 +1,4 @@
-"""Tensors of multi-token prediction, which a config counts apart, derived from the main model's."""
+"""Tensors of multi-token prediction layers, which configs count separately, derived from the main model's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moectl.checkpoint.tensors.shapes import AxisSize
 
 @dataclass(frozen=True)
 class _ExtraLayersRule:
-    """Where such layers stand: the key that counts them, how the main model's names begin, and how theirs do.
+    """The key that counts such layers, the prefix of the main model's names, and the prefix of theirs.
 
     `spelled` has ``{past}`` for the number past the last layer, ``{at}`` for the number from 0.
     """
@@ -40,16 +40,16 @@ PLAIN_OF: Mapping[tuple[str, str], tuple[int, int]] = {
     ("weight", "BF16"): (1, 1),
     ("weight", "F32"): (1, 1),
 }
-"""What a quantized matrix's sizes are multiplied by for those of the plain one, by its suffix and dtype."""
+"""Factors from the sizes of a quantized matrix to those of the unquantized one, by its suffix and dtype."""
 
 _SCALES = ("scale", "scale_inv", "scale_2", "scales", "qzeros", "g_idx", "shape")
 
 
 def extra_schemas(entry: CatalogueEntry) -> tuple[list[TensorSchema], list[str]]:
-    """The tensors of the layers that come after the main model's, and what to say of them.
+    """The tensors of the layers after the main model's, and notes about them.
 
-    They are as the main model's last layer where the config quantizes them alike, plain where it leaves
-    them out; in another case they are left out, which is said.
+    They are like those of the main model's last layer if the config quantizes both alike, and unquantized if
+    it excludes them; otherwise they are left out, with a note.
     """
     fields = ConfigFields(entry.config)
     counted = {key: fields.integer("layers", (key,), 0, low=0) for key in KEYS_OF_EXTRA}
@@ -79,7 +79,7 @@ def _moved(schema: TensorSchema, main: str, begins: str) -> TensorSchema:
 
 
 def _single(rows: list[TensorSchema], rule: _ExtraLayersRule) -> list[TensorSchema]:
-    """The rows with experts of their own where the main model has all of them in one tensor."""
+    """The rows with one tensor for each expert where the main model has all experts in one tensor."""
     found = []
     for row in rows:
         head, fused, leaf = row.name.rpartition("experts.")

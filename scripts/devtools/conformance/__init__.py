@@ -1,4 +1,4 @@
-"""How far a policy agrees with recorded answers of the engine that it mirrors."""
+"""Agreement of a policy with recorded answers of the engine that it mirrors."""
 
 from .decisions import compare, compare_file
 from .fields import FIELDS, ComparedField, DecisionPair, gate_kind

@@ -1,4 +1,4 @@
-"""What is compared of a recorded decision: a table of fields."""
+"""The fields of a recorded decision that are compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DecisionPair:
 
 @dataclass(frozen=True, slots=True)
 class ComparedField:
-    """A compared field: what was `recorded`, what is `ours`, and whether the record says anything of it."""
+    """A compared field: the `recorded` value, `ours`, and whether the record states the field."""
 
     name: str
     recorded: Callable[[DecisionPair], object]
@@ -38,7 +38,7 @@ def _usable(pair: DecisionPair) -> bool:
 
 
 def _selected(pair: DecisionPair) -> str | None:
-    """The engine's name of the choice, or of what it goes on with instead; None where it fails."""
+    """The engine's name of the chosen backend, or of its stand-in; None if selection fails."""
     decision = pair.decision
     if decision.chosen is not None:
         return decision.chosen.engine_name
@@ -67,7 +67,7 @@ def _our_sizes(pair: DecisionPair) -> tuple[int, int] | None:
 
 
 def gate_kind(text: str, engine: Engine) -> str:
-    """Our kind for the text of a gate that `engine` recorded; the text itself where it is none of ours."""
+    """Our kind for the text of a gate that `engine` recorded; the text itself if it is unknown."""
     known = engine.recordings.gates if engine.recordings else {}
     return next((kind for words, kind in known.items() if words in text), text)
 
@@ -95,7 +95,7 @@ def _asked(pair: DecisionPair) -> list[str]:
 
 
 def _kept(pair: DecisionPair) -> list[str]:
-    """Our backends in the order asked, without those that the activation filter drops."""
+    """Our backends in priority order, without those that the activation filter drops."""
     return _distinct(
         c.engine_name
         for c in pair.decision.candidates
@@ -116,7 +116,7 @@ def _recorded_order(pair: DecisionPair) -> dict[str, object]:
 
 
 def _our_order(pair: DecisionPair) -> dict[str, object]:
-    """The full order, and what is left of it, as far as the record states them."""
+    """The full order and the remaining candidates, as far as the record states them."""
     stated = _recorded_order(pair)
     asked = _distinct(c.engine_name for c in pair.decision.candidates)
     ours: dict[str, object] = {
@@ -132,7 +132,7 @@ def _recorded_refusals(pair: DecisionPair) -> list[tuple[str, str | None, str]]:
 
 
 def _our_refusals(pair: DecisionPair) -> list[tuple[str, str | None, str]]:
-    """The recorded refusals that are among our failing questions, and our codes for the others."""
+    """The recorded rejections that are among our failed checks, and our codes for the others."""
     found = []
     for backend, experts, code in _recorded_refusals(pair):
         same: list[Candidate] = [
@@ -171,4 +171,4 @@ FIELDS: tuple[ComparedField, ...] = (
     ),
     ComparedField("rejected", _recorded_refusals, _our_refusals, lambda pair: bool(pair.record["rejected"])),
 )
-"""What is compared, in the order in which it is shown."""
+"""The compared fields, in display order."""

@@ -27,7 +27,7 @@ Record = Mapping[str, Any]
 LINE_LIMIT = 1 << 20
 """Longest line that is read, in bytes."""
 CELL = ("scheme", "model", "device", "profile", "parallel", "forced")
-"""The names that make a cell of the grid."""
+"""The names that identify a case of the grid."""
 NEEDED = (
     *CELL,
     "gates",
@@ -185,13 +185,13 @@ def recorded_problem(grid: RecordedGrid, record: Record) -> MoEProblem:
         eplb=parallel.get("eplb", False),
     )
     if deployed.ep_size > whole.experts:
-        # The engine selects for ranks without experts, too; a user is told that this makes no sense.
+        # The engine selects for ranks without experts, too; moectl rejects such deployments.
         return replace(whole, parallel=deployed, local_experts=1)
     return whole.on(deployed)
 
 
 def decide(grid: RecordedGrid, record: Record, policy: Policy) -> Decision:
-    """What `policy` decides for a recorded cell; OutOfScope when it has no row for it."""
+    """The decision of `policy` for a recorded case; OutOfScope if it has no row for it."""
     config = grid.row("schemes", record["scheme"])[0]
     profile = grid.row("profiles", record["profile"])
     asked = policy
@@ -207,7 +207,7 @@ def decide(grid: RecordedGrid, record: Record, policy: Policy) -> Decision:
 
 
 def has_meaning(grid: RecordedGrid, record: Record, engine: Engine) -> bool:
-    """False for cells that were never run, and for those that say nothing of `engine`."""
+    """False for cases that were never run, and for those that are not meaningful for `engine`."""
     if record.get("not_run"):
         return False
     if engine.recordings is None:
@@ -218,5 +218,5 @@ def has_meaning(grid: RecordedGrid, record: Record, engine: Engine) -> bool:
 
 
 def is_direct(grid: RecordedGrid, record: Record) -> bool:
-    """True for a question that was put to the select function and never reached a layer."""
+    """True if the engine's select function was called directly, without a layer."""
     return isinstance(grid.row("schemes", record["scheme"])[0], str)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 AXES = ("scheme", "device", "parallel")
-"""Names of a cell along which recorded decisions are counted."""
+"""Names of a case by which recorded decisions are counted."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FieldDisagreement:
 
 @dataclass
 class AgreementTally:
-    """Answers compared, those that agree in every field, and those left out."""
+    """Counts of answers compared, of those that agree in every field, and of those left out."""
 
     asked: int = 0
     agreed: int = 0
@@ -63,7 +63,7 @@ class AgreementTally:
 
 @dataclass
 class ConformanceReport:
-    """Tallies by the names of each axis, by field, and in all; `title` says of what.
+    """Tallies by the names of each axis, by field, and in total; `title` names what was compared.
 
     `out_of_scope` are the reasons with their counts.
     """

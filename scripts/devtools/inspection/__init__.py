@@ -1,1 +1,1 @@
-"""What the compiler made of the kernels, for any GPU, on a machine without one."""
+"""Compiles kernels for any GPU on a machine without one, and inspects their machine code."""

@@ -1,14 +1,14 @@
-"""Registers that are touched while a wgmma that may still be running needs them.
+"""Finds instructions that touch registers which a wgmma in flight still needs.
 
-A wgmma runs on after it was issued, until a ``WARPGROUP.DEPBAR`` has waited for its group (a group ends
-at the wgmma marked ``gsb0``). Until then its A operand, where that is in registers, must not be written,
-and its result neither read nor written, except by another wgmma. ptxas does not always keep to the first:
-code that Triton 3.6.0 makes of a pipelined loop overwrites A operands in flight.
+A wgmma is in flight from its issue until a ``WARPGROUP.DEPBAR`` has waited for its group (a group ends at the
+wgmma marked ``gsb0``). Until then an A operand in registers must not be written, and the result must be
+neither read nor written, except by another wgmma. ptxas sometimes violates the first rule: the code that
+Triton 3.6.0 generates for a pipelined loop overwrites A operands in flight.
 
-All paths through the code are followed, over loop edges too. Where paths meet, a wgmma is in flight when it
-is on one of them. Predicates count as true and every jump as possible, so that a hazard on a path that
-cannot be taken is still named. Jumps to computed addresses are followed where nvdisasm lists them; code that
-is behind others is found by `SassCode.unreached`.
+All paths through the code are followed, including loop back edges. Where paths join, a wgmma is in flight if
+it is in flight on one of them. Predicates count as true and every jump as possible, so hazards on infeasible
+paths are reported, too. Jumps to computed addresses are followed where nvdisasm lists their targets;
+`SassCode.unreached` has the code behind other ones.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .sass import Instruction, SassCode
 
 WGMMA = ("HGMMA", "QGMMA", "IGMMA")
 A_REGISTERS = 4
-"""A warp's share of an A operand, 64 rows deep 32 bytes: 16 rows, four 32-bit registers a lane."""
+"""Registers per lane of an A operand of 64 rows by 32 bytes, of which a warp has 16 rows."""
 
 MOST_GROUPS = 8
-"""Groups that are told apart; `WARPGROUP.DEPBAR` counts to seven."""
+"""Groups that are distinguished; `WARPGROUP.DEPBAR` counts to seven."""
 
-Flying = tuple[frozenset[int], ...]
-"""Wgmmas in flight by their place: the group that is not ended yet, then ended ones, youngest first."""
+InFlight = tuple[frozenset[int], ...]
+"""Wgmmas in flight by index: the open group, then the committed groups, youngest first."""
 
-NOTHING: Flying = (frozenset(),)
+NOTHING: InFlight = (frozenset(),)
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Hazard:
 
 
 def a_registers(wgmma: Instruction) -> frozenset[int]:
-    """Registers of the A operand; none when it comes from shared memory."""
-    found = re.match(r"R(\d+)", wgmma.operands[1])
-    return frozenset(range(int(found[1]), int(found[1]) + A_REGISTERS)) if found else frozenset()
+    """Registers of the A operand; empty if it is in shared memory."""
+    first = re.match(r"R(\d+)", wgmma.operands[1])
+    return frozenset(range(int(first[1]), int(first[1]) + A_REGISTERS)) if first else frozenset()
 
 
 def result_registers(wgmma: Instruction) -> frozenset[int]:
@@ -58,56 +58,63 @@ def result_registers(wgmma: Instruction) -> frozenset[int]:
 
 def hazards(code: SassCode) -> tuple[Hazard, ...]:
     """Every pair of an instruction and a wgmma in flight whose registers it must not touch yet."""
-    places = code.instructions
-    wgmmas = {n: (a_registers(i), result_registers(i)) for n, i in enumerate(places) if i.family in WGMMA}
+    instructions = code.instructions
+    wgmmas = {
+        index: (a_registers(instruction), result_registers(instruction))
+        for index, instruction in enumerate(instructions)
+        if instruction.family in WGMMA
+    }
     if not wgmmas:
         return ()
-    found: dict[tuple[int, int], str] = {}
-    for place, flying in _reached(code, set(wgmmas)).items():
-        instruction = places[place]
-        if place in wgmmas or not instruction.named:
+    touched: dict[tuple[int, int], str] = {}
+    for index, in_flight in _reached(code, set(wgmmas)).items():
+        instruction = instructions[index]
+        if index in wgmmas or not instruction.named:
             continue
-        for number in frozenset().union(*flying):
-            a, result = wgmmas[number]
+        for wgmma in frozenset().union(*in_flight):
+            a, result = wgmmas[wgmma]
             if instruction.written & a:
-                found[place, number] = "the A operand"
+                touched[index, wgmma] = "the A operand"
             elif instruction.named & result:
-                found[place, number] = "the result"
-    return tuple(Hazard(str(places[at]), str(places[n]), what) for (at, n), what in sorted(found.items()))
+                touched[index, wgmma] = "the result"
+    return tuple(
+        Hazard(str(instructions[index]), str(instructions[wgmma]), what)
+        for (index, wgmma), what in sorted(touched.items())
+    )
 
 
-def _reached(code: SassCode, wgmmas: set[int]) -> dict[int, Flying]:
-    """For each place that is reached from the first: the wgmmas that may be in flight before it."""
-    before: dict[int, Flying] = {0: NOTHING}
+def _reached(code: SassCode, wgmmas: set[int]) -> dict[int, InFlight]:
+    """The wgmmas that may be in flight before each reachable instruction, by index."""
+    before: dict[int, InFlight] = {0: NOTHING}
     todo = [0]
     while todo:
-        place = todo.pop()
-        after = _after(code.instructions[place], place in wgmmas, place, before[place])
-        for following in code.following[place]:
-            known = before.get(following)
-            joined = after if known is None else _joined(known, after)
-            if joined != known:
-                before[following] = joined
-                todo.append(following)
+        index = todo.pop()
+        after = _after(code.instructions[index], index in wgmmas, index, before[index])
+        for successor in code.following[index]:
+            previous = before.get(successor)
+            joined = after if previous is None else _joined(previous, after)
+            if joined != previous:
+                before[successor] = joined
+                todo.append(successor)
     return before
 
 
-def _after(instruction: Instruction, is_wgmma: bool, place: int, flying: Flying) -> Flying:
-    """What is in flight once `instruction` was issued."""
+def _after(instruction: Instruction, is_wgmma: bool, index: int, in_flight: InFlight) -> InFlight:
+    """What is in flight after `instruction` was issued."""
     if is_wgmma:
-        open_group = flying[0] | {place}
+        open_group = in_flight[0] | {index}
         if "gsb0" not in instruction.operands:
-            return (open_group, *flying[1:])
-        ended = (open_group, *flying[1:])
-        if len(ended) > MOST_GROUPS:
-            ended = (*ended[: MOST_GROUPS - 1], frozenset().union(*ended[MOST_GROUPS - 1 :]))
-        return (frozenset(), *ended)
+            return (open_group, *in_flight[1:])
+        committed = (open_group, *in_flight[1:])
+        if len(committed) > MOST_GROUPS:
+            committed = (*committed[: MOST_GROUPS - 1], frozenset().union(*committed[MOST_GROUPS - 1 :]))
+        return (frozenset(), *committed)
     if instruction.op.startswith("WARPGROUP.DEPBAR"):
-        return flying[: 1 + int(instruction.operands[-1], 16)]
-    return flying
+        return in_flight[: 1 + int(instruction.operands[-1], 16)]
+    return in_flight
 
 
-def _joined(one: Flying, other: Flying) -> Flying:
-    """What may be in flight where two paths meet, group by group from the youngest."""
-    longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
-    return (*(a | b for a, b in zip(longer, shorter, strict=False)), *longer[len(shorter) :])
+def _joined(a: InFlight, b: InFlight) -> InFlight:
+    """What may be in flight where two paths join, group by group from the youngest."""
+    longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
+    return (*(x | y for x, y in zip(longer, shorter, strict=False)), *longer[len(shorter) :])

@@ -24,16 +24,16 @@ from .offline_gpu import OFFLINE_GPUS, LaunchedKernel
 from .sass import SassCode, SassLoop, parse
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-"""nvdisasm and cuobjdump as they come with Triton."""
+"""Where Triton's wheels have nvdisasm and cuobjdump."""
 
 SERIALIZED = re.compile(r"\bC751[0-5]\b")
-"""ptxas' codes for "wgmma instructions are serialized", each with another reason."""
+"""ptxas' warnings that wgmma instructions are serialized, one code for each reason."""
 
 MOST_STACK = 16
-"""Bytes of stack per thread that are tolerated: a few saved addresses outside of loops."""
+"""Tolerated bytes of stack per thread: a few saved addresses outside of loops."""
 
 TUNED_FOR = 90
-"""Architecture on which tiles were tuned and no register may spill; elsewhere `MOST_STACK` is allowed."""
+"""Architecture for which tiles are tuned, where no register may spill; elsewhere `MOST_STACK` is allowed."""
 
 COUNTED: Mapping[str, re.Pattern[str]] = {
     name: re.compile(pattern)
@@ -65,15 +65,15 @@ COUNTED: Mapping[str, re.Pattern[str]] = {
         "STL": r"STL\b",
     }.items()
 }
-"""Instructions that are counted: matrix products (wgmma, mma.sync, tcgen05), copies, what dequantization
-takes, barriers, and local memory, which is where spilled registers go."""
+"""Instructions that are counted: matrix products (wgmma, mma.sync, tcgen05), copies, barriers,
+dequantization, and local memory accesses (spilled registers)."""
 
 MMA = ("HMMA", "QMMA", "IMMA", "UTCMMA")
 
 
 @dataclass(frozen=True)
 class LoopReport:
-    """An innermost loop with matrix products: its instructions, and those of them that multiply."""
+    """An innermost loop: the number of its instructions, and of its matrix products."""
 
     instructions: int
     products: int
@@ -84,18 +84,18 @@ class KernelReport:
     """One compiled kernel.
 
     Attributes:
-        arch: what it was compiled for: 90 is sm_90.
-        registers, stack: registers and bytes of one thread.
-        shared: bytes of shared memory of one program.
-        instructions: all of its code.
-        opcodes: how many there are of each of `COUNTED`, none left out.
+        arch: the architecture: 90 is sm_90.
+        registers, stack: registers and bytes of stack per thread.
+        shared: bytes of shared memory per program.
+        instructions: number of instructions in the code.
+        opcodes: number of each of `COUNTED`, including zeros.
         wgmma, wgmma_a: wgmma instructions, and those of them with the A operand in registers.
         loops: innermost loops with matrix products, in the order of the code.
-        warnings: ptxas' codes C7510 to C7515: it serialized wgmmas. Only checked in kernels with wgmma.
-        hazards: instructions that touch registers which a wgmma in flight still needs, with that wgmma.
+        warnings: ptxas' codes C7510 to C7515 for serialized wgmmas; only checked in kernels with wgmma.
+        hazards: instructions that touch registers which a wgmma in flight still needs, see `hazards`.
         handovers: shared memory that is released too early, see `handovers`.
-        unreached: wgmmas and accesses to shared memory that no known path leads to, so that hazards and
-            handovers could not be checked there.
+        unreached: number of wgmmas and shared accesses that no known path reaches, for which hazards and
+            handovers could not be checked.
     """
 
     name: str
@@ -125,7 +125,7 @@ class KernelReport:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What must not be in a kernel that is shipped, in words; nothing when all is well."""
+        """Defects that a shipped kernel must not have, as text; empty if there are none."""
         faults = []
         if self.spills and (self.arch == TUNED_FOR or self.stack > MOST_STACK):
             faults.append(f"{self.spills} spill instructions")
@@ -144,19 +144,19 @@ class KernelReport:
         if self.handovers:
             faults.append(f"{len(self.handovers)} early handovers, the first: {self.handovers[0]}")
         if self.unreached:
-            faults.append(f"{self.unreached} products or accesses that no known path leads to")
+            faults.append(f"{self.unreached} products or accesses that no known path reaches")
         return tuple(faults)
 
 
 def report_of(launched: LaunchedKernel) -> KernelReport:
-    """What a launch compiled to. Unavailable when Triton's tools are not beside it."""
+    """The report of a launch's kernel. Raises Unavailable if Triton's tools are missing."""
     kernel = launched.kernel
     return _report(_Key(launched.name, kernel.hash, kernel))
 
 
 @dataclass(frozen=True)
 class _Key:
-    """A kernel by Triton's hash of it, so that one that is launched twice is read once."""
+    """A kernel identified by Triton's hash, so that a kernel launched twice is disassembled once."""
 
     name: str
     hash: str
@@ -187,7 +187,7 @@ def _report(key: _Key) -> KernelReport:
         },
         wgmma=len(wgmmas),
         wgmma_a=sum(bool(a_registers(i)) for i in wgmmas),
-        loops=tuple(made for loop in code.loops if (made := _loop(loop)).products),
+        loops=tuple(report for loop in code.loops if (report := _loop(loop)).products),
         warnings=_serialized(kernel) if wgmmas else (),
         hazards=tuple(map(str, hazards(code))),
         handovers=tuple(map(str, early_handovers(code))),
@@ -201,12 +201,12 @@ def _loop(loop: SassLoop) -> LoopReport:
 
 
 def disassembled(cubin: bytes) -> tuple[dict[str, int], SassCode]:
-    """What a cubin uses by lane (``REG``, ``STACK``), and its code."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
+    """A cubin's resources per thread (``REG``, ``STACK``), and its code."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "kernel.cubin"
         file.write_bytes(cubin)
         uses = re.findall(r"\b(REG|STACK):(\d+)", _tool("cuobjdump", "--dump-resource-usage", file))
-        # With its data flow, without which it does not list where jumps through a table go.
+        # With its dataflow analysis, without which it does not list the targets of jumps through tables.
         return {name: int(number) for name, number in uses}, parse(_tool("nvdisasm", "-c", file))
 
 
@@ -222,16 +222,16 @@ def _tool(name: str, *arguments: str | Path) -> str:
 
 
 def _serialized(kernel: Any) -> tuple[str, ...]:
-    """ptxas' codes for serialized wgmmas when it assembles `kernel` once more, with Triton's own options."""
-    about = kernel.metadata
-    backend = make_backend(about.target)
-    # With warp specialization num_warps has become the sum over all partitions, which is no option.
-    options = backend.parse_options({k: v for k, v in about._asdict().items() if k != "num_warps"})
-    said = io.StringIO()
-    with triton.knobs.nvidia.scope(), redirect_stdout(said):
+    """ptxas' codes for serialized wgmmas, from assembling `kernel` again with Triton's options."""
+    metadata = kernel.metadata
+    backend = make_backend(metadata.target)
+    # With warp specialization, num_warps is the sum over all partitions, which is not a valid option.
+    options = backend.parse_options({k: v for k, v in metadata._asdict().items() if k != "num_warps"})
+    output = io.StringIO()
+    with triton.knobs.nvidia.scope(), redirect_stdout(output):
         triton.knobs.nvidia.dump_ptxas_log = True
-        backend.make_cubin(kernel.asm["ptx"], {}, options, int(about.target.arch))
-    log = said.getvalue()
+        backend.make_cubin(kernel.asm["ptx"], {}, options, int(metadata.target.arch))
+    log = output.getvalue()
     if "Compiling entry function" not in log:
-        raise Unavailable(f"Triton {triton.__version__} did not show what ptxas said of {about.name}")
+        raise Unavailable(f"Triton {triton.__version__} did not show ptxas' log for {metadata.name}")
     return tuple(sorted(set(SERIALIZED.findall(log))))

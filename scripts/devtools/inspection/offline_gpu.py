@@ -1,8 +1,8 @@
 """Compiling kernels for a GPU that is not in this machine, without running them.
 
 Inside `compiling_for` the ordinary host code runs, on tensors of the device ``meta`` (shapes without memory),
-and every launch compiles exactly the kernel that it would run on the GPU: the same constants,
-specializations and options. Queries of the GPU's properties are answered from `OfflineGpu`.
+and every launch compiles exactly the kernel that it would run on the GPU, with the same constants,
+specializations and options. `OfflineGpu` answers queries of the GPU's properties.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class OfflineGpu:
 
     Attributes:
         arch: ten times the compute capability: 90 is sm_90.
-        sms: its multiprocessors.
-        shared: bytes of shared memory that one program may have.
+        sms: number of multiprocessors.
+        shared: most bytes of shared memory that a program may have.
     """
 
     arch: int
@@ -57,7 +57,7 @@ OFFLINE_GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class LaunchedKernel:
-    """A kernel that was launched: Triton's compiled kernel, by the name of its function."""
+    """A launched kernel: the name of its function, and Triton's compiled kernel."""
 
     name: str
     kernel: Any
@@ -65,20 +65,20 @@ class LaunchedKernel:
 
 @dataclass
 class _Driver:
-    """Triton's driver of a stand-in: it names the target and has nothing to launch with."""
+    """A Triton driver that only names the target and cannot launch."""
 
     gpu: OfflineGpu
     utils: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        about = {"multiprocessor_count": self.gpu.sms, "max_shared_mem": self.gpu.shared, "warpSize": 32}
-        self.utils = SimpleNamespace(get_device_properties=lambda device: about)
+        properties = {"multiprocessor_count": self.gpu.sms, "max_shared_mem": self.gpu.shared, "warpSize": 32}
+        self.utils = SimpleNamespace(get_device_properties=lambda device: properties)
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.gpu.arch, 32)
 
     def get_current_device(self) -> int:
-        # Triton keeps kernels by device, so that each architecture needs a number of its own.
+        # Triton caches kernels by device, so each architecture needs its own number.
         return self.gpu.arch
 
     def set_current_device(self, device: int) -> None:
@@ -93,10 +93,10 @@ class _Driver:
 
 @contextmanager
 def compiling_for(gpu: OfflineGpu) -> Iterator[list[LaunchedKernel]]:
-    """A context in which launches compile for `gpu`; yields the list that they are appended to.
+    """A context in which launches compile for `gpu`; yields the list to which they are appended.
 
-    Not for several threads: Triton's driver and torch's answers about the GPU are replaced for all.
-    Raises UsageError under Triton's interpreter, which compiles nothing.
+    Not thread-safe: it replaces Triton's driver and torch's queries of the GPU globally. Raises UsageError
+    under Triton's interpreter, which compiles nothing.
     """
     if triton.knobs.runtime.interpret:
         raise UsageError("kernels are interpreted, not compiled", hint="unset TRITON_INTERPRET")
@@ -117,13 +117,13 @@ def compiling_for(gpu: OfflineGpu) -> Iterator[list[LaunchedKernel]]:
         name=f"stand-in for sm_{gpu.arch}",
     )
     with ExitStack() as stack:
-        # Not set_active: without a GPU there is no driver to go back to.
-        for place, name, value in (
+        # Not set_active: without a GPU there is no driver to restore.
+        for owner, name, value in (
             (triton.runtime.driver, "_active", _Driver(gpu)),
             (JITFunction, "run", run),
             (torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
             (torch.cuda, "get_device_properties", lambda device=None: properties),
             (torch.cuda, "current_device", lambda: 0),
         ):
-            stack.enter_context(patch.object(place, name, value))
+            stack.enter_context(patch.object(owner, name, value))
         yield launched

@@ -25,14 +25,14 @@ MODELS = (
     "Qwen/Qwen3-30B-A3B-GPTQ-Int4",
     "deepseek-v3",
 )
-"""Built-in models and timed layers that are examined unless others are named."""
+"""Built-in models and timed layers that are examined by default."""
 
 BACKEND = "triton"
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """One call of a model's layer on a GPU, and the kernels that it launches, in their order."""
+    """One call of a model's layer on a GPU, and the kernels that it launches, in order."""
 
     model: str
     arch: int
@@ -42,26 +42,26 @@ class Inspected:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What must not be in its kernels, each with the kernel's name."""
+        """The faults of its kernels, each after the kernel's name."""
         return tuple(f"{kernel.name}: {fault}" for kernel in self.kernels for fault in kernel.faults)
 
 
 def gpu_of(arch: int) -> OfflineGpu:
-    """The GPU that stands for ``sm_{arch}``; UsageError names the choices."""
+    """The GPU that represents ``sm_{arch}``; UsageError names the choices."""
     if arch not in OFFLINE_GPUS:
-        raise UsageError(f"no GPU stands for sm_{arch}; choose from {', '.join(map(str, OFFLINE_GPUS))}")
+        raise UsageError(f"no GPU is defined for sm_{arch}; choose from {', '.join(map(str, OFFLINE_GPUS))}")
     return OFFLINE_GPUS[arch]
 
 
 def layer_without_weights(model: str) -> PreparedMoE:
-    """An MoE layer of a built-in model, or of `models.MODELS` in its usual format, in shapes alone."""
+    """An MoE layer of a built-in model or a timed layer in its usual format, without weights."""
     problem = TIMED.get(model) or declared_layers(built_in(model).config).group.problem
     return empty_layer(problem, BACKEND)
 
 
 def largest_of_each_family(launches: Iterable[Examined]) -> tuple[Examined, ...]:
-    """Of each kernel family, the launch for the most tokens: the largest tile."""
-    return tuple({it.launch.family: it for it in launches}.values())
+    """The launch of each kernel family for the most tokens, which has its largest tile."""
+    return tuple({examined.launch.family: examined for examined in launches}.values())
 
 
 LAUNCHES: dict[str, Callable[[PreparedMoE, OfflineGpu], tuple[Examined, ...]]] = {
@@ -69,8 +69,8 @@ LAUNCHES: dict[str, Callable[[PreparedMoE, OfflineGpu], tuple[Examined, ...]]] =
     "shipped": shipped,
     "candidates": candidates,
 }
-"""What may be examined: one launch of each family of kernels, shipped where one is; all that ship; all
-that may be measured for the table that ships."""
+"""Selections of launches: one for each kernel family, preferably shipped; all that ship; all that tuning may
+measure."""
 
 
 def inspections(
@@ -81,20 +81,21 @@ def inspections(
     every: bool = False,
     families: Collection[str] | None = None,
 ) -> Iterator[Inspected]:
-    """Calls of the layers of `models` on a GPU of each of `archs`.
+    """Calls of the layers of `models` on a GPU of each of `archs`, with the `LAUNCHES` selected.
 
-    Of the `LAUNCHES` that are asked for, each at the first number of tokens that it is for; with `every`, at
-    all of them: kernels differ by more than the tile. `families` leaves the others out; UsageError for a name
-    that is none.
+    Each launch is examined for the first of its numbers of tokens; with `every` for all of them, as kernels
+    depend on more than the tile. `families` selects kernel families; UsageError for an unknown name.
     """
     for name in families or ():
         if name not in FAMILIES:
-            raise UsageError(f"no kernels are called {name!r}; choose from {', '.join(FAMILIES)}")
+            raise UsageError(f"no kernel family is called {name!r}; choose from {', '.join(FAMILIES)}")
     for model in models:
         layer = layer_without_weights(model)
         for arch in archs:
             gpu = gpu_of(arch)
-            wanted = LAUNCHES[launches](layer, gpu)
-            for it in wanted if families is None else (w for w in wanted if w.launch.family in families):
-                for tokens in it.tokens if every else it.tokens[:1]:
-                    yield Inspected(model, arch, it.launch, tokens, inspect(layer, tokens, it.launch, gpu))
+            for examined in LAUNCHES[launches](layer, gpu):
+                launch = examined.launch
+                if families is not None and launch.family not in families:
+                    continue
+                for tokens in examined.tokens if every else examined.tokens[:1]:
+                    yield Inspected(model, arch, launch, tokens, inspect(layer, tokens, launch, gpu))

@@ -1,4 +1,4 @@
-"""Machine code as nvdisasm prints it, taken apart: instructions, who may follow whom, loops."""
+"""Parses the machine code that nvdisasm prints: instructions, control flow, loops."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _REGISTER = re.compile(r"\bR(\d+)\b")
 _PREDICATE = re.compile(r"!?U?P(?:\d+|T)$")
 
 ENDS = ("EXIT", "RET", "KILL", "BPT")
-"""Instructions after which nothing follows, unless a predicate guards them."""
+"""Instructions that end a path, unless a predicate guards them."""
 
 JUMPS = ("BRA", "BRX", "JMP", "JMX")
-"""Instructions that name where they go."""
+"""Instructions that name their target."""
 
 PREDICATES_ONLY = ("SETP", "PLOP3", "R2P", "FCHK", "VOTE.ALL")
 STORES = (
@@ -55,7 +55,7 @@ class Instruction:
 
     Attributes:
         address: its byte offset in the code.
-        guard: the predicate that it runs under, empty when always.
+        guard: its predicate; empty if it always executes.
         op: opcode with its modifiers, ``HGMMA.64x16x16.F32.BF16``.
         operands: as printed.
     """
@@ -76,7 +76,7 @@ class Instruction:
 
     @cached_property
     def written(self) -> frozenset[int]:
-        """Registers that it writes; none for stores and for what writes predicates alone."""
+        """Registers that it writes; none for stores and for instructions that only write predicates."""
         if self.op.startswith(STORES) or any(part in self.op for part in PREDICATES_ONLY):
             return frozenset()
         for operand in self.operands:
@@ -88,7 +88,7 @@ class Instruction:
 
     @cached_property
     def named(self) -> frozenset[int]:
-        """Registers that it names or writes; of operands wider than a register the first alone."""
+        """Registers that it names or writes; of a wider source operand only the first register."""
         return self.written | {int(r) for operand in self.operands for r in _REGISTER.findall(operand)}
 
     @property
@@ -101,115 +101,115 @@ class Instruction:
 
 @dataclass(frozen=True)
 class SassLoop:
-    """An innermost loop: the instructions from the target of its backward jump to the jump."""
+    """An innermost loop: the instructions from the target of its backward jump up to the jump."""
 
     instructions: tuple[Instruction, ...]
 
     def count(self, *families: str) -> int:
-        """How many of its instructions are of `families`."""
+        """Number of its instructions in `families`."""
         return sum(i.family in families for i in self.instructions)
 
 
 @dataclass(frozen=True)
 class SassCode:
-    """A kernel's instructions in order, and for each the places of those that may come next."""
+    """A kernel's instructions in order, and for each the indices of its possible successors."""
 
     instructions: tuple[Instruction, ...]
     following: tuple[tuple[int, ...], ...]
 
     @cached_property
     def opcodes(self) -> Counter[str]:
-        """How often each opcode stands in the code, with its modifiers."""
+        """Occurrences of each opcode, with modifiers."""
         return Counter(i.op for i in self.instructions)
 
     @cached_property
     def families(self) -> Counter[str]:
-        """How often each opcode stands in the code, without modifiers."""
+        """Occurrences of each opcode, without modifiers."""
         return Counter(i.family for i in self.instructions)
 
     @cached_property
     def loops(self) -> tuple[SassLoop, ...]:
-        """Innermost loops, by backward jumps; a jump to itself (waiting, or after the end) is none."""
+        """Innermost loops by backward jumps; a jump to itself (spinning, or padding) is not a loop."""
         spans = {
             (target, at)
             for at, targets in enumerate(self.following)
             for target in targets
-            if target < at and self.instructions[at].op.startswith(JUMPS) and self._goes_round(target, at)
+            if target < at and self.instructions[at].op.startswith(JUMPS) and self._is_cycle(target, at)
         }
         inner = [a for a in spans if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
         return tuple(SassLoop(self.instructions[first : last + 1]) for first, last in sorted(inner))
 
     @cached_property
     def unreached(self) -> tuple[Instruction, ...]:
-        """Instructions that no path leads to, but for what fills up the end: NOPs and jumps to themselves.
+        """Instructions that no path reaches, except the padding at the end: NOPs and jumps to themselves.
 
-        There are some where a jump's targets are not known, and what follows paths does not see them.
+        They exist if the targets of a jump are unknown, and analyses that follow paths do not see them.
         """
         seen, todo = {0}, [0]
         while todo:
-            more = set(self.following[todo.pop()]) - seen if self.instructions else set()
-            seen |= more
-            todo += more
-        left = (n for n in range(len(self.instructions)) if n not in seen)
+            successors = set(self.following[todo.pop()]) - seen if self.instructions else set()
+            seen |= successors
+            todo += successors
+        unseen = (n for n in range(len(self.instructions)) if n not in seen)
         return tuple(
             self.instructions[n]
-            for n in left
+            for n in unseen
             if self.instructions[n].family != "NOP" and n not in self.following[n]
         )
 
-    def _goes_round(self, first: int, last: int) -> bool:
-        """Whether `last` is reached from `first` without leaving what stands between them.
+    def _is_cycle(self, first: int, last: int) -> bool:
+        """Whether a path leads from `first` to `last` within the instructions between them.
 
-        It is not where `last` ends a detour, code that waits behind the kernel's end and jumps back.
+        There is none if `last` ends an out-of-line block, placed after the kernel's end, that jumps back.
         """
         seen, todo = {first}, [first]
         while todo:
-            more = {n for n in self.following[todo.pop()] if first <= n <= last} - seen
-            seen |= more
-            todo += more
+            successors = {n for n in self.following[todo.pop()] if first <= n <= last} - seen
+            seen |= successors
+            todo += successors
         return last in seen
 
 
 def parse(text: str) -> SassCode:
-    """The code of ``nvdisasm -c``. Lines that are no instructions and no labels are passed over."""
+    """Parses the output of ``nvdisasm -c``. Lines other than instructions and labels are ignored."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(instructions)
-        elif found := _INSTRUCTION.match(line):
-            operands = tuple(part.strip() for part in found["rest"].split(",") if part.strip())
-            at = int(found["at"], 16)
-            instructions.append(Instruction(at, found["guard"] or "", found["op"], operands))
+        elif match := _INSTRUCTION.match(line):
+            operands = tuple(part.strip() for part in match["rest"].split(",") if part.strip())
+            address = int(match["at"], 16)
+            instructions.append(Instruction(address, match["guard"] or "", match["op"], operands))
     following = [_following(i, n, labels) for n, i in enumerate(instructions)]
     _rejoin(instructions, following, labels)
-    last = len(instructions)
-    return SassCode(tuple(instructions), tuple(tuple(t for t in ts if t < last) for ts in following))
+    end = len(instructions)
+    return SassCode(tuple(instructions), tuple(tuple(t for t in ts if t < end) for ts in following))
 
 
-def _following(instruction: Instruction, place: int, labels: dict[str, int]) -> list[int]:
-    """Places that may come after `instruction`: its targets, and the next one where it may fall through."""
+def _following(instruction: Instruction, index: int, labels: dict[str, int]) -> list[int]:
+    """Indices of possible successors: the targets, and the next instruction if it may fall through."""
     targets = [labels[name] for o in instruction.operands for name in _TARGET.findall(o) if name in labels]
     if instruction.op.startswith(JUMPS):
-        # A predicate may also stand among the operands, and BRA.DIV is conditional by itself.
+        # A predicate may also be an operand, and BRA.DIV is conditional by itself.
         operands = [o for o in instruction.operands if not _TARGET.search(o)]
-        certain = not instruction.guard and not operands and "DIV" not in instruction.op
-        return targets if certain else [place + 1, *targets]
+        unconditional = not instruction.guard and not operands and "DIV" not in instruction.op
+        return targets if unconditional else [index + 1, *targets]
     if instruction.op.startswith("BSSY"):
-        return [place + 1]  # where BSYNC goes, not where this goes
+        return [index + 1]  # its operand is the target of BSYNC
     if instruction.op.startswith(ENDS) and not instruction.guard:
         return []
-    return [place + 1, *targets]
+    return [index + 1, *targets]
 
 
 def _rejoin(instructions: list[Instruction], following: list[list[int]], labels: dict[str, int]) -> None:
-    """Lets every BSYNC go wherever a BSSY of the same barrier says."""
+    """Adds to every BSYNC the targets that BSSYs of the same barrier name."""
     joins: dict[str, list[int]] = {}
     for i in instructions:
         if i.op.startswith("BSSY") and len(i.operands) > 1:
             joins.setdefault(i.operands[0], []).extend(
                 labels[name] for name in _TARGET.findall(i.operands[-1]) if name in labels
             )
-    for place, i in enumerate(instructions):
+    for index, i in enumerate(instructions):
         if i.op.startswith("BSYNC"):
-            following[place] += joins.get(i.operands[0], []) if i.operands else []
+            following[index] += joins.get(i.operands[0], []) if i.operands else []

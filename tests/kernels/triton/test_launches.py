@@ -39,12 +39,12 @@ def test_token_tiles_bound_every_routing(assignments: int) -> None:
 IMPOSSIBLE = [
     ("stream", {"depth": 0}, "powers of two"),
     ("stream", {"blocks2": 0}, "powers of two"),
-    ("stream", {"tiles": 0}, "no tile of rows"),
-    ("stream", {"split": 0}, "no part of the reduction"),
+    ("stream", {"tiles": 0}, "one row tile"),
+    ("stream", {"split": 0}, "one part of the reduction"),
     ("warpwise", {"rows1": 0}, "a multiple of rows"),
     ("warpwise", {"warps1": 32, "rows1": 2}, "a multiple of rows"),
     ("warpwise", {"tokens": 24}, "must be a power of two"),
-    ("mid", {"depth": 3}, "depth is 1, 2 or 4"),
+    ("mid", {"depth": 3}, "depth must be 1, 2 or 4"),
 ]
 
 

@@ -1,1 +1,1 @@
-"""Kernels for Hopper (SM90) in Gluon: what few tokens, some and many per expert each need."""
+"""Gluon kernels for Hopper (SM90): few (`stream`), some (`mid`), many (`prefill`) tokens per expert."""

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Device code between the two GEMMs, for all Gluon kernels: the activation of accumulators.
+"""Device code shared by the Gluon kernels: the activation that the first GEMM applies to its accumulators.
 
-NaN stays NaN everywhere.
+NaN inputs give NaN.
 """
 
 import triton.language as tl
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def _logistic(x):
-    """1 / (1 + exp(-x)) with the hardware's power of two and reciprocal, each good to about 2^-22."""
+    """1 / (1 + exp(-x)) by the approximate ex2 and rcp instructions, each accurate to about 2^-22."""
     return gl.inline_asm_elementwise(
         "{ ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0; }",
         "=f,f",
@@ -24,10 +24,10 @@ def _logistic(x):
 
 @gluon.jit
 def activate(gate, up, alpha, limit, ACT: gl.constexpr):
-    """activation(gate) * up in fp32, of two tensors of one layout.
+    """activation(gate) * up in fp32, for two tensors of the same layout.
 
-    `limit` (infinity: none) bounds the gate from above and up on both sides, except for `gelu_tanh`,
-    which has none. `alpha` scales the sigmoid's argument, 1 for `silu`.
+    The gate is clamped to at most `limit`, up to [-limit, limit]; infinity means no clamp, and `gelu_tanh`
+    never clamps. `alpha` multiplies the argument of the sigmoid, 1 for `silu`.
     """
     if ACT == "gelu_tanh":
         slope = 2.0 * gate * (0.7978845608028654 + 0.035677408136300125 * gate * gate)
@@ -45,13 +45,13 @@ def activate(gate, up, alpha, limit, ACT: gl.constexpr):
 
 @gluon.jit
 def activate_rows(acc, alpha, limit, TOKENS: gl.constexpr, ACT: gl.constexpr):
-    """[32, TOKENS]: `activate` of 64 rows, 8 gates and 8 ups in each block of 16."""
+    """`activate` of 64 rows, as [32, TOKENS]; each block of 16 rows has 8 gate rows, then 8 up rows."""
     gate, up = gl.split(acc.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
     return activate(gate, up, alpha, limit, ACT).reshape([32, TOKENS])
 
 
 @gluon.jit
 def activate_one(x, ACT: gl.constexpr):
-    """activation(x) in fp32, of experts without a gate."""
+    """activation(x) in fp32, for experts without a gate."""
     gl.static_assert(ACT == "relu2", "unknown activation of experts without a gate")
     return gl.where(x < 0.0, 0.0, x * x)

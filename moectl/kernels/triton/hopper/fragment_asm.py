@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""PTX that turns codes and scales of ``moectl-mtile64`` into registers of an A operand, for `fragments`.
+"""PTX for `fragments`: dequantizes codes and scales of ``moectl-mtile64`` into the registers of an A operand.
 
-Unless ``EXACT``, MXFP4 comes out times 2^-`FOLDED_SHIFT` and int4 times 2^-`FOLDED_INT4`.
+Unless ``EXACT``, MXFP4 values carry a factor of 2^-`FOLDED_SHIFT` and int4 values one of 2^-`FOLDED_INT4`.
 """
 
 from triton.experimental import gluon
@@ -10,36 +10,36 @@ from triton.experimental.gluon import language as gl
 FOLDED_SHIFT = 62
 """A folded MXFP4 fragment is the weight times 2^-62; the epilogue multiplies the sums by 2^62, exactly.
 
-Spread codes are bf16 values times 2^-126 and an E8M0 byte s means 2^(s - 127), so that one product with
-the bf16 whose exponent field is s + 64 gives ``e2m1 * 2^(s - 127 - 62)``.
+A code shifted into the bits of a bf16 is its value times 2^-126, and an E8M0 byte s means 2^(s - 127), so
+one multiplication by the bf16 whose exponent field is s + 64 gives ``e2m1 * 2^(s - 127 - 62)``.
 """
 
 
 FOLDED_INT4 = 33
-"""A folded int4 fragment is the weight times 2^-33, made by one fused multiply-add of two codes.
+"""A folded int4 fragment is the weight times 2^-33; one packed FMA dequantizes two codes.
 
-A code u where a bf16 has its last exponent bit and the three bits below it is ``u * 2^-129``. With the scale
-s as ``s * 2^96`` and ``-8 * s * 2^-33`` the sum is ``(u - 8) * s * 2^-33``, rounded once, as it is without
-folding.
+A code u placed at the lowest exponent bit of a bf16 and the three bits below it reads as ``u * 2^-129``.
+Multiplied by ``s * 2^96`` (s: the scale), with ``-8 * s * 2^-33`` added, it gives ``(u - 8) * s * 2^-33``,
+rounded once, as without folding.
 """
 
 
 FOLDED_SCALES = {"mxfp4": range(64, 191), "int4": range(34, 159)}
-"""Biased exponents of scales with which folding loses no bit and nothing overflows; others need ``EXACT``.
+"""Biased exponents of the scales for which folding is lossless and cannot overflow; others need ``EXACT``.
 
-MXFP4: scales from 2^-63 to 2^63, which make weights from 2^-64 on. int4: from 2^-93, below which a folded
-weight has fewer bits, up to 2^32, which would become infinite. Scales of 0, and E8M0 bytes of 0, make 0.
+MXFP4: scales from 2^-63 to 2^63, so the smallest nonzero weight is 2^-64. int4: scales from 2^-93, below
+which a folded weight would lose bits, to below 2^32, which would overflow. A scale or E8M0 byte of 0 gives 0.
 """
 
 
 def fold_factor(weight_format: str) -> float:
-    """What sums of folded fragments are to be multiplied with."""
+    """The factor by which the epilogue multiplies sums of folded fragments."""
     return 2.0 ** {"mxfp4": FOLDED_SHIFT, "int4": FOLDED_INT4}[weight_format]
 
 
 @gluon.constexpr_function
 def _mxfp4_asm(EXACT):
-    """Four registers of two bf16 from a word, nine operations, then one or two products each."""
+    """A word to four registers of two bf16 each: nine operations, then one or two products each."""
     first = "" if not EXACT else "".join(f"mul.rn.bf16x2 ${r}, ${r}, up;\n" for r in range(4))
     return (
         """{
@@ -67,10 +67,10 @@ def _mxfp4_asm(EXACT):
 
 @gluon.constexpr_function
 def _int4_asm(HALF, ZEROS, SPLIT):
-    """Codes become ``bias + u`` by their place in a mantissa; minus ``bias + zero``, then times the scale.
+    """ORs codes into a mantissa as ``bias + u``, subtracts ``bias + zero``, multiplies by the scale.
 
-    SPLIT: times both parts of the scale. Number times low part has at most 8 bits and is exact, so that
-    the sum is rounded once.
+    SPLIT: by the high and the low part of the scale. The product with the low part needs at most 8 bits and
+    is exact, so the result is rounded once.
     """
     kind, bias, one, off = (
         ("f16x2", "0x64006400", "0x3C003C00", "0xE408E408")
@@ -96,7 +96,7 @@ def _int4_asm(HALF, ZEROS, SPLIT):
 
 @gluon.constexpr_function
 def _folded_int4_asm():
-    """Four registers of two bf16 from a word; $5 and $9 are the scales, $13 and $17 what is added."""
+    """A word to four registers of two bf16 each; $5 and $9 are the scales, $13 and $17 the addends."""
     lines = ["{ .reg .b32 t;"]
     for r, shift in enumerate(
         ("shl.b32 t, $4, 4;", "mov.b32 t, $4;", "shr.b32 t, $4, 4;", "shr.b32 t, $4, 8;")
@@ -117,7 +117,7 @@ FOLDED_SCALES_ASM = gl.constexpr(
 
 @gluon.constexpr_function
 def _int8_asm(HALF, ZEROS):
-    """Bytes 0 and 2 are one register, 1 and 3 the other; bytes are two's complement, exact in both types."""
+    """Bytes 0 and 2 to one register, 1 and 3 to the other; two's complement codes are exact in both types."""
     lines = ["{ .reg .b32 t, u, off;", "mov.b32 off, 0xE480E480;"]
     for h in range(2):
         source = "t" if h else "$2"
@@ -139,7 +139,7 @@ def _int8_asm(HALF, ZEROS):
 
 @gluon.constexpr_function
 def _asm(FORMAT, HALF, ZEROS, EXACT, SPLIT):
-    """Assembly from a word to values, of `FORMAT`."""
+    """The PTX that dequantizes one word of `FORMAT`."""
     if FORMAT == "mxfp4":
         return _mxfp4_asm(EXACT)
     if FORMAT == "int4" and not EXACT:
@@ -149,7 +149,7 @@ def _asm(FORMAT, HALF, ZEROS, EXACT, SPLIT):
 
 @gluon.constexpr_function
 def _zero_asm(FORMAT, HALF):
-    """What is added to a code for its zero: -(bias + zero) for int4, 128 - zero for int8."""
+    """PTX from a zero point to the addend of a code: -(bias + zero) for int4, 128 - zero for int8."""
     if FORMAT == "int4":
         return f"or.b32 $0, $1, {'0xE400E400' if HALF else '0xC300C300'};"
     if HALF:
@@ -163,13 +163,13 @@ def _zero_asm(FORMAT, HALF):
 
 @gluon.constexpr_function
 def _registers(results, operands):
-    """Constraints of so many results and operands."""
+    """The constraint string for that many 32-bit results and operands."""
     return ",".join(["=&r"] * results + ["r"] * operands)
 
 
 @gluon.constexpr_function
 def _mxfp4_multipliers_asm(EXACT):
-    """Four pairs of equal bf16 from a word of four bytes, two bytes at a time."""
+    """A word of four E8M0 bytes to four registers, each with its multiplier twice, two bytes at a time."""
     if EXACT:
         make = "shl.b32 {0}, {0}, 7; max.u16x2 {0}, {0}, least;\n"
     else:

@@ -1,14 +1,14 @@
 # mypy: ignore-errors
-"""Device code that turns tiles of the layout ``moectl-mtile64`` into A operands of wgmma and mma.
+"""Device code that dequantizes tiles of the layout ``moectl-mtile64`` into A operands of wgmma and mma.
 
-A tile is 64 rows by 64 columns. Of its codes each of 128 threads owns 16 bytes (int8: two times 16), and
-what a thread owns is what it holds of the operand: no value moves between threads, and the conversion at
-the end of `fragment` is asserted to move none. Scale words belong to rows; four lanes share them.
+A tile is 64 rows by 64 columns. Each of 128 threads owns 16 bytes of its codes (int8: twice 16), and they
+are exactly the thread's elements of the operand: no value moves between threads, which the layout conversion
+at the end of `fragment` asserts. Scale words belong to rows; four lanes share them.
 
-``FORMAT`` is "mxfp4", "int4" or "int8"; ``GROUP`` is 32 or anything else for scales of 64 columns and
-more; ``ZEROS`` says that integer codes have zero points; ``DTYPE`` is the operand's. MXFP4 exists in
-bf16 alone. Unless ``EXACT``, MXFP4 comes out times 2^-`FOLDED_SHIFT` and int4 times 2^-`FOLDED_INT4`, which
-exists for bf16 scales and operands without zero points. `fragment_asm` has the constants and the assembly.
+``FORMAT`` is "mxfp4", "int4" or "int8"; ``GROUP`` is 32, or any other value for groups of 64 columns and
+more; ``ZEROS``: integer codes have zero points; ``DTYPE`` is the operand's. MXFP4 operands are bf16 only.
+Unless ``EXACT``, MXFP4 values carry a factor of 2^-`FOLDED_SHIFT`, and int4 values one of 2^-`FOLDED_INT4`,
+which requires bf16 scales and operands and no zero points. `fragment_asm` has the constants and the PTX.
 """
 
 from triton.experimental import gluon
@@ -25,19 +25,19 @@ def tile_bytes(FORMAT):
 
 @gluon.constexpr_function
 def scale_words(FORMAT, GROUP):
-    """int32 words of scales that one tile reads."""
+    """int32 words of scales that one tile needs."""
     return 64 if FORMAT != "mxfp4" and GROUP == 32 else 32
 
 
 @gluon.constexpr_function
 def code_lines(FORMAT):
-    """Lines of 128 bytes of a tile's codes."""
+    """128-byte lines of a tile's codes."""
     return tile_bytes(FORMAT) // 128
 
 
 @gluon.constexpr_function
 def code_layout(FORMAT):
-    """Registers of a tile's codes, ``[lines, 128]`` bytes: one or two times 16 consecutive ones a thread."""
+    """Register layout of a tile's codes, ``[lines, 128]`` bytes: a thread has one or two runs of 16 bytes."""
     columns = [[0, 1], [0, 2], [0, 4], [0, 8]]
     lanes = [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]]
     if FORMAT == "int8":
@@ -57,7 +57,7 @@ def _lanes():
 
 @gluon.constexpr_function
 def scale_layout(FORMAT, GROUP):
-    """Registers of a tile's scale words, ``[32]`` or ``[64]``: the four lanes of a row share them."""
+    """Register layout of a tile's scale words, ``[32]`` or ``[64]``: four lanes share the words of a row."""
     if scale_words(FORMAT, GROUP) == 64:
         registers, one = [[1]], 2
     else:
@@ -68,13 +68,13 @@ def scale_layout(FORMAT, GROUP):
 
 @gluon.jit
 def _folded_scales(words):
-    """Scales of a folded int4 fragment and what it adds, two a word."""
+    """Scales and addends of a folded int4 fragment, two in each word."""
     return gl.inline_asm_elementwise(FOLDED_SCALES_ASM, "=&r,=&r,r", [words], (gl.int32, gl.int32), True, 1)
 
 
 @gluon.constexpr_function
 def _pieces(FORMAT):
-    """Axes of a thread's pieces of one group of columns, behind (warp, g, c)."""
+    """A thread's axes within one group of columns, which follow (warp, g, c)."""
     return [2, 2, 2, 2] if FORMAT == "int8" else [2, 2, 2]
 
 
@@ -90,7 +90,7 @@ def _whole(FORMAT):
 
 @gluon.jit
 def _spread_words(s, FORMAT: gl.constexpr, LIKE: gl.constexpr):
-    """[4, 8] words repeated over the lanes that share them and the pieces of a thread, in layout LIKE."""
+    """[4, 8] words broadcast over the lanes that share them and over a thread's elements, in layout LIKE."""
     ONES: gl.constexpr = _ones(FORMAT)
     WHOLE: gl.constexpr = _whole(FORMAT)
     s = gl.expand_dims(gl.convert_layout(s, gl.SliceLayout(2, _lanes()), assert_trivial=True), 2)
@@ -102,9 +102,9 @@ def _spread_words(s, FORMAT: gl.constexpr, LIKE: gl.constexpr):
 
 @gluon.jit
 def _mxfp4_multipliers(words, EXACT: gl.constexpr):
-    """Pairs of equal bf16 (rows g and g + 8, by groups 0 and 1) from words of four E8M0 bytes.
+    """Words of four E8M0 bytes as pairs of equal bf16 multipliers: rows g and g + 8, groups 0 and 1.
 
-    Folded: exponent field s + 64. Exact: 2^(s - 127), which is subnormal for s = 0.
+    Folded: the exponent field is s + 64. Exact: 2^(s - 127), subnormal for s = 0.
     """
     ASM: gl.constexpr = _mxfp4_multipliers_asm(EXACT)
     return gl.inline_asm_elementwise(
@@ -114,7 +114,7 @@ def _mxfp4_multipliers(words, EXACT: gl.constexpr):
 
 @gluon.jit
 def _halves(words):
-    """The low and the high half word, each doubled: as moves, which ptxas makes part of the products."""
+    """Both halves of a word, each duplicated by moves that ptxas folds into the multiplications."""
     return gl.inline_asm_elementwise(
         "{ .reg .b16 l, h; mov.b32 {l, h}, $2; mov.b32 $0, {l, l}; mov.b32 $1, {h, h}; }",
         "=&r,=&r,r",
@@ -127,7 +127,7 @@ def _halves(words):
 
 @gluon.jit
 def _row_halves(words, GROUP: gl.constexpr):
-    """Doubled half words (rows g, group 0; g, 1; g + 8, 0; g + 8, 1) of integer scales or zero points."""
+    """Duplicated scales or zero points of integer codes: (row g, group 0), (g, 1), (g + 8, 0), (g + 8, 1)."""
     if GROUP == 32:
         w0, w1 = gl.split(words.reshape([4, 8, 2]))
         a0, a1 = _halves(w0)
@@ -141,7 +141,7 @@ def _row_halves(words, GROUP: gl.constexpr):
 
 @gluon.jit
 def _zero_addends(words, FORMAT: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr):
-    """What is added to codes for their zeros, in the order of `_row_halves`."""
+    """Addends that subtract the zero points, in the order of `_row_halves`."""
     ASM: gl.constexpr = _zero_asm(FORMAT, HALF)
     a0, a1, b0, b1 = _row_halves(words, GROUP)
     a0 = gl.inline_asm_elementwise(ASM, "=r,r", [a0], gl.int32, True, 1)
@@ -157,7 +157,7 @@ def _zero_addends(words, FORMAT: gl.constexpr, GROUP: gl.constexpr, HALF: gl.con
 
 @gluon.jit
 def _parts(doubled):
-    """A doubled fp16 as the sum of two doubled bf16, exactly but for subnormals."""
+    """A duplicated fp16 as the sum of two duplicated bf16, exact except for subnormals."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b16 p, q;
@@ -183,11 +183,10 @@ def _decoded(
     w, a, b, az, bz, al, bl,
     FORMAT: gl.constexpr, EXACT: gl.constexpr, ZEROS: gl.constexpr, SPLIT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Values of one group of columns like the bytes `w`, from scales and zeros of rows g (a) and g + 8 (b).
+    """Dequantized values of one group of columns, in the layout of the code bytes `w`.
 
-    `al` and `bl` are the low parts of SPLIT scales.
-
-    4-bit codes: two tensors, k8 = 0 and 1. int8: the same tensor twice.
+    `a` and `b` are scales of rows g and g + 8, `az` and `bz` their zero points, `al` and `bl` the low parts
+    of SPLIT scales. 4-bit codes give two tensors, k8 = 0 and 1; int8 gives the same tensor twice.
     """
     LIKE: gl.constexpr = w.type.layout
     HALF: gl.constexpr = _half(DTYPE)
@@ -234,7 +233,7 @@ def fragment(
 ):  # fmt: skip
     """[64, 64] weights in layout OPERAND, from codes (`code_layout`), scale and zero words (`scale_layout`).
 
-    Without ZEROS `zeros` may be anything. SPLIT: scales are fp16, the operand is bf16; int4 alone.
+    `zeros` is ignored without ZEROS. SPLIT: fp16 scales with a bf16 operand, for int4 only.
     """
     FOLDED: gl.constexpr = FORMAT == "int4" and not EXACT
     ADDENDS: gl.constexpr = ZEROS or FOLDED

@@ -10,14 +10,14 @@ from ..kernel_family import KernelLayer, KernelMatrix, scale_name
 from .fragment_asm import FOLDED_SCALES, fold_factor
 
 SHARED_MEMORY = 227 * 1024
-"""Bytes that a program may have on SM90."""
+"""Most bytes of shared memory that a program may have on SM90."""
 
 FORMATS: dict[str, tuple[tuple[str, str], ...]] = {
     "e8m0": (("mxfp4", "bf16"),),
     "bf16": (("int4", "bf16"), ("int8", "bf16")),
     "fp16": (("int4", "fp16"), ("int8", "fp16"), ("int4", "bf16")),
 }
-"""Scales -> (weights, activations) that are supported: no combination rounds a weight twice."""
+"""Dtype of the scales -> supported (weights, activations): those in which no weight is rounded twice."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class GemmSpec:
 
     Attributes:
         stage: 1 or 2, the first or the second GEMM.
-        exact: weights are not folded with a power of two, see `fragments`.
-        split: fp16 scales with bf16 tokens.
+        zeros: whether there are zero points.
+        exact: whether weights are exact rather than folded with a power of two, see `fragments`.
+        split: whether fp16 scales are split in two for bf16 tokens.
         weighted: whether the router's weights are applied in this GEMM.
     """
 
@@ -42,18 +43,18 @@ class GemmSpec:
 
     @property
     def factor(self) -> float:
-        """Factor that the sums are multiplied by: the inverse of folding."""
+        """Factor on the sums that undoes folding."""
         return 1.0 if self.exact else fold_factor(self.format)
 
 
 def operand(layer: KernelLayer, stage: int) -> tuple[KernelMatrix, int]:
-    """The matrix of a GEMM, and the columns of its tokens."""
+    """The weight matrix of a GEMM, and the number of columns of its tokens."""
     dims = layer.problem.dims
     return (layer.w13, dims.hidden) if stage == 1 else (layer.w2, dims.intermediate)
 
 
-def product_of(layer: KernelLayer, stage: int) -> dict[str, Any]:
-    """The fields of a `GemmSpec`."""
+def spec_fields(layer: KernelLayer, stage: int) -> dict[str, Any]:
+    """The fields of the `GemmSpec` of a layer's GEMM."""
     p = layer.problem
     m, _ = operand(layer, stage)
     return {
@@ -68,8 +69,16 @@ def product_of(layer: KernelLayer, stage: int) -> dict[str, Any]:
     }
 
 
+def dtype_refusal(problem: MoEProblem) -> str:
+    """Why `FORMATS` excludes a layer's dtypes; empty if it supports them."""
+    weight, scale = problem.scheme.weight, scale_name(problem)
+    if (weight.name, problem.dtype) in FORMATS.get(scale, ()):
+        return ""
+    return f"it does not support {problem.dtype} tokens with {weight} weights and {scale} scales"
+
+
 def exact_weights(problem: MoEProblem, m: KernelMatrix) -> bool:
-    """Whether the weights of `m` must not be folded with a power of two."""
+    """Whether the weights of `m` must not be folded with a power of two (see `fragment_asm`)."""
     name = problem.scheme.weight.name
     if name == "int4" and (m.zeros is not None or {problem.dtype, scale_name(problem)} != {"bf16"}):
         return True

@@ -22,13 +22,12 @@ from ..kernel_family import (
     activation_numbers,
     column_refusal,
     multiprocessors,
-    scale_name,
 )
 from ..launches import token_tiles
 from ..sort_and_combine import finish, order_of
 from . import mid_kernels as kernels
 from . import mid_loader as ring
-from .gemm_spec import FORMATS, SHARED_MEMORY, GemmSpec, operand, product_of
+from .gemm_spec import SHARED_MEMORY, GemmSpec, dtype_refusal, operand, spec_fields
 
 WIDTHS: dict[int, tuple[int, ...]] = {
     16: (16,),
@@ -37,13 +36,13 @@ WIDTHS: dict[int, tuple[int, ...]] = {
     96: (32, 64, 96),
     128: (32, 48, 64, 80, 96, 128),
 }
-"""Most tokens of a tile -> the numbers of token columns that its kernel has branches for.
+"""Most tokens of a tile -> the widths in token columns for which its kernel has branches.
 
-Each is a power of two or the sum of two.
+Each width is a power of two or the sum of two.
 """
 
-KNOWN_UNIT = 32
-"""Largest divisor of the result's columns that is passed to the compiler; stores of 16 bytes need 8."""
+LARGEST_UNIT = 32
+"""Largest divisor of the output's columns that the compiler is told of; 16-byte stores need 8."""
 
 REGISTERS: dict[tuple[int, int, int, int], dict[int, tuple[int, int]]] = {
     (2, 1, 1, 0): {128: (216, 80)},
@@ -56,8 +55,8 @@ REGISTERS: dict[tuple[int, int, int, int], dict[int, tuple[int, int]]] = {
     (4, 1, 1, 1): {32: (104, 64)},
     (4, 1, 2, 1): {16: (104, 64)},
 }
-"""(workers, programs, blocks_m, tma_scales) of a `MidTile` -> {most tokens of a tile whose accumulators fit:
-(registers of a worker's thread, registers of a loader's thread)}."""
+"""(workers, programs, blocks_m, tma_scales) of a `MidTile` -> {most tokens of a tile: registers per thread
+of a worker and of a loader}. Accumulators of more tokens do not fit."""
 
 _CODES = gl.NVMMASharedLayout(128, 8, 2)
 _WORDS = gl.NVMMASharedLayout(0, 32, 1)
@@ -70,12 +69,12 @@ class MidTile:
     Attributes:
         tokens: most tokens of a tile, a key of `WIDTHS`.
         workers: consumer warpgroups, which dequantize weights and issue wgmmas.
-        stages: of the shared memory ring.
+        stages: stages of the shared memory ring.
         depth: 64-column pieces per stage.
         loaders: warps that copy token rows (producers).
-        programs: resident at a time on one multiprocessor.
+        programs: programs resident on one multiprocessor.
         blocks_m: blocks of 64 weight rows (M of wgmma) per worker.
-        tma_scales: 1 if scale words are copied in boxes by TMA, 0 if word by word with cp.async.
+        tma_scales: 1 if scale words are copied in boxes by TMA, 0 if they are copied one by one by cp.async.
     """
 
     tokens: int
@@ -90,14 +89,14 @@ class MidTile:
 
 @dataclass(frozen=True)
 class MidVariant(GemmSpec):
-    """What a GEMM kernel is compiled for: a product, and a tile.
+    """Compile-time parameters of a GEMM kernel: those of the GEMM and those of the tile.
 
     Attributes:
-        group: columns of one scale; 0: all.
-        even: no stage of the ring reaches past the tokens' columns.
-        wide: slots times columns need more than 32 bits.
-        unit: a power of two that divides the result's columns.
-        registers: of a worker's and a loader's thread.
+        group: columns per scale; 0: all.
+        even: whether every stage of the ring ends within the tokens' columns.
+        wide: whether offsets (slots times columns) need more than 32 bits.
+        unit: a power of two that divides the output's columns.
+        registers: registers per thread of a worker and of a loader.
     """
 
     group: int
@@ -122,18 +121,18 @@ class MidVariant(GemmSpec):
 
     @property
     def lean(self) -> bool:
-        """Whether registers are so scarce that partitions recompute values instead of sharing them."""
+        """Whether registers are so scarce that partitions recompute values instead of capturing them."""
         return self.tma_scales or self.blocks_m > 1
 
 
-def _place(tile: MidTile) -> tuple[int, int, int, int]:
+def _registers_key(tile: MidTile) -> tuple[int, int, int, int]:
     return tile.workers, tile.programs, tile.blocks_m, tile.tma_scales
 
 
 def registers(tile: MidTile) -> tuple[int, int]:
-    """Of a worker's and of a loader's thread; none where sums of so many tokens do not fit."""
-    most = REGISTERS[_place(tile)]
-    return next((have for tokens, have in most.items() if tile.tokens <= tokens), (0, 0))
+    """Registers per thread of a worker and of a loader; (0, 0) if the tile's accumulators do not fit."""
+    by_tokens = REGISTERS[_registers_key(tile)]
+    return next((counts for tokens, counts in by_tokens.items() if tile.tokens <= tokens), (0, 0))
 
 
 def _variant(layer: KernelLayer, stage: int, assignments: int, tile: MidTile) -> MidVariant:
@@ -141,14 +140,14 @@ def _variant(layer: KernelLayer, stage: int, assignments: int, tile: MidTile) ->
     weight, act = p.scheme.weight, p.activation
     m, columns = operand(layer, stage)
     return MidVariant(
-        **product_of(layer, stage),
+        **spec_fields(layer, stage),
         group=0 if weight.group == FULL else weight.group,
         wide=assignments * p.dims.hidden >= 2**31,
         even=m.k == columns and m.k % (64 * tile.depth) == 0,
         activation=act.name,
         gated=act.gated,
         widths=WIDTHS[tile.tokens],
-        unit=math.gcd(p.dims.intermediate if stage == 1 else p.dims.hidden, KNOWN_UNIT),
+        unit=math.gcd(p.dims.intermediate if stage == 1 else p.dims.hidden, LARGEST_UNIT),
         workers=tile.workers,
         blocks_m=tile.blocks_m,
         stages=tile.stages,
@@ -161,12 +160,12 @@ def _variant(layer: KernelLayer, stage: int, assignments: int, tile: MidTile) ->
 
 @dataclass(frozen=True)
 class MidSchedule:
-    """A call's assignments sorted by expert, cut into at most `bound` token tiles.
+    """A call's assignments sorted by expert, split into at most `bound` token tiles.
 
     Attributes:
-        slots: assignments by expert.
+        slots: the sorted assignments.
         tiles: ``[bound, 4]``: expert, first position in `slots`, tokens, 0.
-        count: ``[1]``, how many tiles there are.
+        count: ``[1]``: number of tiles.
     """
 
     slots: Tensor
@@ -176,7 +175,7 @@ class MidSchedule:
 
 
 def schedule(call: KernelCall, experts: int, tokens: int) -> MidSchedule:
-    """Sorts a call's assignments by expert and cuts them into tiles of up to `tokens`."""
+    """Sorts a call's assignments by expert and splits them into tiles of up to `tokens`."""
     slots, offsets = order_of(call, experts)
     bound = token_tiles(call.assignments, experts, tokens)
     tiles, count = call.ids.new_empty(bound, 4), call.ids.new_empty(1)
@@ -196,19 +195,19 @@ def schedule(call: KernelCall, experts: int, tokens: int) -> MidSchedule:
 def gemm(
     layer: KernelLayer, stage: int, call: KernelCall, plan: MidSchedule, x: Tensor, y: Tensor, tile: MidTile
 ) -> None:
-    """Fills `y`: the first GEMM's activations by sorted position, or the second GEMM's parts by slot.
+    """Computes one GEMM into `y`: stage 1 activations by sorted position, stage 2 partial results by slot.
 
     Args:
-        x: the tokens, or the first GEMM's result.
+        x: the tokens, or the first GEMM's output.
     """
     p, m = layer.problem, layer.w13 if stage == 1 else layer.w2
-    how = _variant(layer, stage, call.assignments, tile)
-    row_tiles = triton.cdiv(m.n, 64 * how.blocks)
+    variant = _variant(layer, stage, call.assignments, tile)
+    row_tiles = triton.cdiv(m.n, 64 * variant.blocks)
     grid = min(tile.programs * multiprocessors(x.device), plan.bound * row_tiles)
     kernels._grouped_gemm_kernel[(grid,)](
         X=x,
-        CODES=_descriptor(m, tile.depth),
-        S=_words_descriptor(m.scales, how) if how.tma_scales else m.scales,
+        CODES=_codes_descriptor(m, tile.depth),
+        S=_words_descriptor(m.scales, variant) if variant.tma_scales else m.scales,
         Z=m.scales if m.zeros is None else m.zeros,
         B=m.scales if m.bias is None else m.bias,
         Y=y,
@@ -222,7 +221,7 @@ def gemm(
         NX=y.shape[1],
         row_tiles=row_tiles,
         **activation_numbers(p.activation),
-        HOW=how,
+        HOW=variant,
         num_warps=4,
         maxnreg=launch_registers(tile),
         launch_pdl=True,
@@ -230,21 +229,20 @@ def gemm(
 
 
 def launch_registers(tile: MidTile) -> int:
-    """Registers of a thread before workers take from loaders: what all programs of a multiprocessor share."""
-    loading = 4  # a warpgroup: token loaders, the weight loader and idle warps
-    return 65536 // (32 * (4 * tile.workers + loading) * tile.programs) // 8 * 8
+    """Registers per thread at launch, before they are redistributed from loaders to workers."""
+    producers = 4  # warps of a warpgroup: token loaders, the weight loader and idle warps
+    return 65536 // (32 * (4 * tile.workers + producers) * tile.programs) // 8 * 8
 
 
-def _descriptor(m: KernelMatrix, depth: int) -> TensorDescriptor:
+def _codes_descriptor(m: KernelMatrix, depth: int) -> TensorDescriptor:
     """The codes as lines of 128 bytes; a copy moves `depth` tiles."""
     lines = m.codes.shape[-1] // 128
     return TensorDescriptor.from_tensor(m.codes.view(-1, 128), [depth * lines, 128], _CODES)
 
 
-def _words_descriptor(words: Tensor, how: MidVariant) -> TensorDescriptor:
-    """Scale or zero words in a row; a copy moves those of one row block of a stage."""
-    each = ring._stage_words.fn(how)
-    return TensorDescriptor.from_tensor(words.view(-1), [each], _WORDS)
+def _words_descriptor(words: Tensor, variant: MidVariant) -> TensorDescriptor:
+    """Scale words as one row; a copy moves those of one row block of a stage."""
+    return TensorDescriptor.from_tensor(words.view(-1), [ring._stage_words.fn(variant)], _WORDS)
 
 
 def _run(layer: KernelLayer, call: KernelCall, tile: MidTile) -> None:
@@ -258,41 +256,38 @@ def _run(layer: KernelLayer, call: KernelCall, tile: MidTile) -> None:
 
 
 def shared_bytes(problem: MoEProblem, tile: MidTile) -> int:
-    """Shared memory of a program: its ring, slots and weights of each worker's tile, a store's detour."""
+    """Shared memory of a program: the ring, and each worker's slots, router weights and store staging."""
     weight = problem.scheme.weight
     words = 2 if weight.name != "mxfp4" and weight.group == 32 else 1
     blocks = tile.workers * tile.blocks_m
     copied_blocks = blocks if tile.tma_scales else triton.next_power_of_2(blocks)
     words *= 128 * copied_blocks * (2 if weight.zero_point else 1)
     stage = tile.depth * (128 * tile.tokens + 512 * weight.bits * blocks + words) + 16
-    notes = 8 * triton.next_power_of_2(tile.tokens) + 64 * 32 * 2 + 512
-    return int(tile.stages * stage + tile.workers * notes + 1024)
+    per_worker = 8 * triton.next_power_of_2(tile.tokens) + 64 * 32 * 2 + 512
+    return int(tile.stages * stage + tile.workers * per_worker + 1024)
 
 
 def _fits(problem: MoEProblem, tile: MidTile) -> str:
     weight, act = problem.scheme.weight, problem.activation
-    place = _place(tile)
-    if tile.tokens not in WIDTHS or place not in REGISTERS or tile.loaders not in (1, 2):
-        return f"{tile} is none of its tiles"
+    if tile.tokens not in WIDTHS or _registers_key(tile) not in REGISTERS or tile.loaders not in (1, 2):
+        return f"{tile} is not a supported tile"
     if tile.stages < 2:
-        return f"{tile} has no stage to fill while another is read"
+        return f"{tile} needs two stages: one to fill while another is read"
     if not registers(tile)[0]:
-        return f"{tile} does not fit the registers of its workers"
+        return f"the accumulators of {tile} do not fit in the registers of its workers"
     if tile.depth not in (1, 2, 4):
-        return f"{tile} is none of its tiles: depth is 1, 2 or 4"
+        return f"{tile} is not a supported tile: depth must be 1, 2 or 4"
     shared = tile.programs * shared_bytes(problem, tile)
     if shared > SHARED_MEMORY:
-        return f"{tile} needs {shared} bytes of shared memory, there are {SHARED_MEMORY}"
-    if (weight.name, problem.dtype) not in FORMATS.get(scale_name(problem), ()):
-        return f"it has no {problem.dtype} products of {weight} weights with {scale_name(problem)} scales"
-    if refused := column_refusal(problem):
-        return refused
+        return f"{tile} needs {shared} bytes of shared memory; SM90 has {SHARED_MEMORY}"
+    if refusal := dtype_refusal(problem) or column_refusal(problem):
+        return refusal
     if tile.tma_scales and (weight.zero_point or weight.group not in (32, 128)):
-        return f"{tile} takes scales of groups of 32 and 128 without zero points, not {weight}"
+        return f"{tile} supports only groups of 32 and 128 without zero points, the layer has {weight}"
     if tile.tma_scales and max(weight.group, 64 * tile.depth) % min(weight.group, 64 * tile.depth):
-        return f"{64 * tile.depth} columns of a stage and scale groups of {weight.group} do not end together"
+        return f"{64 * tile.depth} columns of a stage are not aligned with scale groups of {weight.group}"
     if act.name not in (GATED if act.gated else UNGATED):
-        return f"it does not know the activation {act}"
+        return f"it does not support the activation {act}"
     return ""
 
 
@@ -311,13 +306,13 @@ PROMISING: tuple[tuple[int, int, int, int, int, int], ...] = (
     (96, 3, 1, 1, 1, 2),
     (128, 3, 1, 1, 0, 2),
 )
-"""(tokens, workers, programs, blocks_m, tma_scales, depth) worth measuring, as found on an H200."""
+"""(tokens, workers, programs, blocks_m, tma_scales, depth) that were worth measuring on an H200."""
 
 STAGES = (8, 6, 5, 4, 3, 2)
 
 
 def _candidates(problem: MoEProblem) -> Sequence[MidTile]:
-    """Each of `PROMISING` with the most stages that fit, which hide the most latency."""
+    """Each of `PROMISING` with as many stages as fit: more stages hide more latency."""
     candidates = []
     for tokens, workers, programs, blocks_m, tma_scales, depth in PROMISING:
         tile = MidTile(tokens, workers, 0, depth, programs=programs, blocks_m=blocks_m, tma_scales=tma_scales)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code behind the products of `mid_kernels`: from fp32 sums of a tile to results in global memory."""
+"""Epilogue of `mid_kernels`: from a tile's fp32 accumulators to results in global memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,20 +10,20 @@ from .mid_loader import _cached, _first, _rest
 
 @gluon.constexpr_function
 def _sums(WIDTH):
-    """Registers of [64, WIDTH] fp32 sums of one warpgroup."""
+    """Register layout of one warpgroup's [64, WIDTH] fp32 accumulator."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
 
 
 @gluon.jit
 def _activated(acc, alpha, limit, WIDTH: gl.constexpr, HOW: gl.constexpr):
-    """Activations of [64, WIDTH] sums: [32, WIDTH]; ungated, all 64."""
+    """The activation of [64, WIDTH] accumulators, as [32, WIDTH]; without a gate as [64, WIDTH]."""
     ACT: gl.constexpr = HOW.activation
     return activate_rows(acc, alpha, limit, WIDTH, ACT) if HOW.gated else activate_one(acc, ACT)
 
 
 @gluon.constexpr_function
 def _rows_of(HEIGHT):
-    """Registers of [HEIGHT, columns] results on their way out: 8 neighbouring rows, 16 bytes, a thread."""
+    """Register layout for storing [HEIGHT, columns] results: a thread has 8 adjacent rows, 16 bytes."""
     return gl.BlockedLayout([8, 1], [HEIGHT // 8, 256 // HEIGHT], [1, 4], [0, 1])
 
 
@@ -32,7 +32,7 @@ def _store(
     acc, notes, Y, bias, block, first, tokens, NX, alpha, limit,
     AT: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Writes sums [64, WIDTH], from column AT of the tile on: activated by position, or weighted by slot."""
+    """Stores [64, WIDTH] accumulators, tokens from AT on: activations by position, or results by slot."""
     slots, weights = notes
     L: gl.constexpr = acc.type.layout
     if not HOW.exact:
@@ -71,7 +71,7 @@ def _store_sums(
     acc, notes, Y, bias, block, first, tokens, NX, alpha, limit,
     AT: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """`_store` by up to 32 columns: all at once would not fit registers."""
+    """`_store` in steps of at most 32 columns, as more at once would not fit in registers."""
     HALF: gl.constexpr = WIDTH // 2
     QUARTER: gl.constexpr = WIDTH // 4
     if WIDTH <= 32:
@@ -94,7 +94,7 @@ def _store_sums(
 
 @gluon.jit
 def _note(notes, SORTED, WEIGHTS, first, tokens, HOW: gl.constexpr):
-    """Slots and router weights of a tile, into shared memory: loaded now, they do not delay its end."""
+    """Loads a tile's slots and router weights into shared memory early, so its epilogue does not wait."""
     CACHE: gl.constexpr = _cached(HOW)
     slots, weights = notes
     if HOW.stage == 2 or HOW.weighted:
@@ -108,7 +108,7 @@ def _note(notes, SORTED, WEIGHTS, first, tokens, HOW: gl.constexpr):
 
 @gluon.jit
 def _biases(B, expert, block, N, HOW: gl.constexpr):
-    """Biases of a row block in fp32; without any, something of that shape."""
+    """Biases of a row block in fp32; without a bias a placeholder of the same shape."""
     rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _sums(16)))
     if HOW.bias:
         bias = gl.load(B + expert.to(gl.int64) * N + rows, mask=rows < N, other=0.0).to(gl.float32)
@@ -121,7 +121,7 @@ def _biases(B, expert, block, N, HOW: gl.constexpr):
 def _store_all(
     acc, notes, Y, bias, block, first, tokens, NX, alpha, limit, WIDTH: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
-    """Both parts of a row block's sums."""
+    """Stores both parts of a row block's accumulators."""
     sums, rest = acc
     _store_sums(sums, notes, Y, bias, block, first, tokens, NX, alpha, limit, 0, _first(WIDTH), HOW)
     if _rest(WIDTH):

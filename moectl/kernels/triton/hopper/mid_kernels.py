@@ -3,14 +3,14 @@
 
 Programs are persistent. A tile is 64 or 128 weight rows per worker by the tokens of one expert. Two
 producer partitions fill a ring in shared memory, one with weights (codes by TMA, scale and zero-point words
-by cp.async or in boxes by TMA), one with token rows (gathered by cp.async); the workers, consumer
-warpgroups, empty it. A worker dequantizes the next codes into registers while the tensor cores multiply the
+by cp.async or in boxes by TMA), one with token rows (gathered by cp.async); the workers (consumer
+warpgroups) drain it. A worker dequantizes the next codes into registers while the tensor cores multiply the
 previous ones.
 
-A tile has as many token columns as its tokens need, one of ``HOW.widths``, each a branch of the kernel.
+A tile has as many token columns as its tokens need: one of ``HOW.widths``, each a branch of the kernel.
 
-``N, K`` are stored sizes of the weights, ``KX`` the columns of the tokens, ``NX`` the columns of the output.
-`HOW` is a `mid.MidVariant`: everything that is known at compile time.
+``N, K`` are the stored sizes of the weights, ``KX`` the columns of the tokens, ``NX`` those of the output.
+`HOW` is a `mid.MidVariant`, which has all compile-time parameters.
 """
 
 import triton
@@ -48,9 +48,9 @@ from .mixed_width_wgmma import joined, joint_finished, joint_issued, joint_opera
 def _token_tiles_kernel(
     OFFSETS, TILES, COUNT, E: tl.constexpr, EPAD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """TILES ``[bound, 4]``: (expert, first position, tokens, 0) of each tile; their COUNT.
+    """Writes TILES ``[bound, 4]``, (expert, first position, tokens, 0) for each tile, and their COUNT.
 
-    An expert's tokens are cut into equal parts of up to TOKENS.
+    An expert's tokens are split evenly into tiles of at most TOKENS.
     """
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
@@ -83,7 +83,7 @@ def _operand(WIDTH):
 
 @gluon.jit
 def _stored(codes, words, stage, D: gl.constexpr, BLOCK: gl.constexpr, HOW: gl.constexpr):
-    """Codes, scale and zero words of row block BLOCK in the D-th 64 columns of a stage."""
+    """Loads codes, scale and zero words of row block BLOCK, for the D-th 64 columns of a stage."""
     WORDS: gl.constexpr = scale_words(HOW.format, HOW.group)
     LINES: gl.constexpr = code_lines(HOW.format)
     LAYOUT: gl.constexpr = scale_layout(HOW.format, HOW.group)
@@ -103,7 +103,7 @@ def _stored(codes, words, stage, D: gl.constexpr, BLOCK: gl.constexpr, HOW: gl.c
 
 @gluon.jit
 def _weights(stored, DTYPE: gl.constexpr, JOINT: gl.constexpr, HOW: gl.constexpr):
-    """What `_stored` found as an A operand, [64, 64]."""
+    """The codes and scales that `_stored` loaded, dequantized to a [64, 64] A operand."""
     raw, s, z = stored
     FORMAT: gl.constexpr = HOW.format
     GROUP: gl.constexpr = HOW.group
@@ -118,14 +118,14 @@ def _weights(stored, DTYPE: gl.constexpr, JOINT: gl.constexpr, HOW: gl.constexpr
 
 @gluon.jit
 def _multiply(a, tokens, acc, WIDTH: gl.constexpr):
-    """Starts acc += a * tokens; the sums are there after a wait."""
+    """Issues acc += a * tokens; the result is valid after a wait."""
     a = gl.convert_layout(a, _operand(WIDTH), assert_trivial=True)
     return hopper.warpgroup_mma(a, tokens.permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
 def _multiply_all(ring, piece, a, acc, WIDTH: gl.constexpr, HOW: gl.constexpr):
-    """`_multiply` of a piece's token columns, in two parts unless a power of two or `_jointly` one."""
+    """`_multiply` for a piece's tokens: two products unless WIDTH is a power of two or `_jointly` one."""
     FIRST: gl.constexpr = _first(WIDTH)
     REST: gl.constexpr = _rest(WIDTH)
     x, more, _codes, _words, _full, _empty = ring
@@ -145,7 +145,7 @@ def _multiply_all(ring, piece, a, acc, WIDTH: gl.constexpr, HOW: gl.constexpr):
 
 @gluon.jit
 def _finish(sums, a, after, WIDTH: gl.constexpr, JOINT: gl.constexpr):
-    """The sums, when the products that read `a` are done and `after` has been made."""
+    """The accumulators once the products that read `a` are done, and `after`, computed before the wait."""
     if JOINT:
         done, after = joint_finished(sums, a + after, 0, WIDTH // 16)
     elif _rest(WIDTH):
@@ -161,7 +161,7 @@ def _finish(sums, a, after, WIDTH: gl.constexpr, JOINT: gl.constexpr):
 def _await(full, stage, phase):
     """Wait until a stage is filled.
 
-    cp.async writes by the generic proxy and wgmma reads by the asynchronous one: hence the fence.
+    cp.async writes through the generic proxy and wgmma reads through the async one: hence the fence.
     """
     mbarrier.wait(full.index(stage), phase)
     hopper.fence_async_shared()
@@ -172,10 +172,10 @@ def _step(
     ring, stage, phase, a, acc, acc2,
     LAST: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, DTYPE: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Products of one stage, whose first weights are `a`; returns the first weights of the next stage.
+    """The products of one stage, whose first operand is `a`; returns the first operand of the next one too.
 
-    The matrix instructions in flight read `a`; the weights after it are made before the wait for them, in
-    other registers.
+    While wgmmas in flight read `a`, the next operand is dequantized into other registers, before the wait for
+    them.
     """
     TALL: gl.constexpr = HOW.blocks_m
     PIECES: gl.constexpr = HOW.depth * TALL
@@ -183,8 +183,8 @@ def _step(
     JOINT: gl.constexpr = _jointly(WIDTH, HOW)
     following, turn = _next(stage, phase, HOW)
     if not LAST and HOW.tma_scales:
-        # Before all else: a wait later on would end a stretch of code in which ptxas, left to itself,
-        # puts the making of weights between the products.
+        # First of all: a later wait would end the basic block in which ptxas interleaves dequantization
+        # with the products by itself.
         _await(full, following, turn)
     for j in gl.static_range(PIECES):
         piece = stage * HOW.depth + j // TALL
@@ -211,7 +211,7 @@ def _step(
 
 @gluon.jit
 def _zeros(WIDTH: gl.constexpr, JOINT: gl.constexpr):
-    """Sums to begin with: of the first columns and of the rest, or of each unit of 16."""
+    """Zeroed accumulators: for the first columns and the rest, or one for each unit of 16."""
     FIRST: gl.constexpr = _first(WIDTH)
     REST: gl.constexpr = _rest(WIDTH) if _rest(WIDTH) else 8
     if JOINT:
@@ -224,7 +224,7 @@ def _zeros(WIDTH: gl.constexpr, JOINT: gl.constexpr):
 
 @gluon.jit
 def _parts(sums, WIDTH: gl.constexpr):
-    """Joint sums as those of the first columns and of the rest."""
+    """Joint accumulators as those of the first columns and of the rest."""
     FIRST: gl.constexpr = _first(WIDTH)
     REST: gl.constexpr = _rest(WIDTH)
     return joined(sums, 0, FIRST // 16), joined(sums, FIRST // 16, REST // 16)
@@ -234,8 +234,8 @@ def _parts(sums, WIDTH: gl.constexpr):
 def _product(
     ring, stage, phase, K, WIDTH: gl.constexpr, BLOCK: gl.constexpr, DTYPE: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
-    """Sums of a tile's one or two row blocks over all columns, and the ring position behind it."""
-    UNROLL: gl.constexpr = 2 if HOW.depth * HOW.blocks_m == 1 else 1  # two operands take turns without moves
+    """Accumulators of a tile's one or two row blocks over all columns, and the ring position after it."""
+    UNROLL: gl.constexpr = 2 if HOW.depth * HOW.blocks_m == 1 else 1  # two operands alternate without moves
     _x, _more, codes, words, full, _empty = ring
     JOINT: gl.constexpr = _jointly(WIDTH, HOW)
     steps = (K // 64 + HOW.depth - 1) // HOW.depth
@@ -296,7 +296,7 @@ def _worker(
 
 @gluon.jit
 def _tile(TILES, tile, tiles, row_tiles, HOW: gl.constexpr):
-    """(expert, first position, tokens) of a tile, zeros where there is none."""
+    """(expert, first position, tokens) of a tile; zeros past the last one."""
     CACHE: gl.constexpr = _cached(HOW)
     at = TILES + (tile // row_tiles) * 4
     there = tile < tiles
@@ -310,11 +310,11 @@ def _grouped_gemm_kernel(
     X, CODES, S, Z, B, Y, SORTED, TILES, COUNT, WEIGHTS, N, K, KX, NX, row_tiles, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
-    """Stage 1: Y ``[T, NX]`` by position = activation of tokens times weights. Stage 2: by slot, weighted."""
+    """Y ``[T, NX]``: activations by position (stage 1), or by slot, times router weights if weighted."""
     STAGES: gl.constexpr = HOW.stages
     if HOW.stage == 1:
         tl.extra.cuda.gdc_wait()
-    # The next kernel may start. It finds the tiles: they were there before this kernel began to work.
+    # The next kernel may start: the tiles that it reads were complete before this kernel began its work.
     tl.extra.cuda.gdc_launch_dependents()
     DTYPE: gl.constexpr = X.dtype.element_ty
     ROWS: gl.constexpr = _rows(HOW)

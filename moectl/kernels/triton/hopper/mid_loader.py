@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""Device code that fills the ring of the GEMMs in `mid_kernels`, tile by tile, as far ahead as it can.
+"""Producers of `mid_kernels`: they fill the shared memory ring, tile by tile, as far ahead as it has room.
 
 A stage holds ``HOW.depth`` pieces of 64 columns: codes (by TMA), scale and zero words of each worker's row
-blocks (by cp.async, or with `tma_scales` by TMA), and the rows of the tile's tokens (by cp.async, gathered).
-Its barrier `full` counts the bytes that TMA copies and the loaders' threads, its barrier `empty` the workers
-that have read it.
+blocks (by cp.async, or with `tma_scales` by TMA), and the rows of the tile's tokens (gathered by cp.async).
+Its barrier `full` counts bytes copied by TMA and arrivals of the loaders' threads, its barrier `empty` the
+workers that have read it.
 """
 
 import triton.language as tl
@@ -19,13 +19,13 @@ from .gluon_compat import async_load, tma_load
 
 @gluon.constexpr_function
 def _width(i, HOW):
-    """The i-th number of columns; there is none before the first."""
+    """The i-th width in token columns; 0 before the first."""
     return HOW.widths[i] if i >= 0 else 0
 
 
 @gluon.constexpr_function
 def _first(WIDTH):
-    """The power of two of columns that are multiplied at once; the rest follows."""
+    """Columns of the first product: the largest power of two that fits; `_rest` has the others."""
     return 1 << (WIDTH.bit_length() - 1)
 
 
@@ -36,22 +36,22 @@ def _rest(WIDTH):
 
 @gluon.constexpr_function
 def _rows(HOW):
-    """Tokens of a piece whose columns lie in one array; those beyond are in another."""
+    """Tokens of a piece in the first array; those beyond are in a second one."""
     return _first(HOW.widths[-1])
 
 
 @gluon.constexpr_function
 def _jointly(WIDTH, HOW):
-    """Whether WIDTH is no power of two and yet one product: its tokens lie in one array."""
+    """Whether WIDTH, not a power of two, is still one product: its tokens are in a single array."""
     return _rest(WIDTH) > 0 and _first(WIDTH) < _rows(HOW)
 
 
 @gluon.constexpr_function
 def _together(HOW):
-    """Whether tokens and codes share an array: joint products read from where the shared memory begins.
+    """Whether tokens and codes share an array.
 
-    Triton has no name for another place, and puts the largest array first. That is the one of the tokens
-    where a piece has more of them than lines of codes.
+    Joint products address tokens from the start of shared memory, the only address that Triton names. Triton
+    puts the largest array there: the tokens, if a piece has more rows of them than lines of codes.
     """
     jointly = any(_jointly(width, HOW) for width in HOW.widths)
     return jointly and _rows(HOW) <= HOW.blocks * code_lines(HOW.format)
@@ -59,32 +59,32 @@ def _together(HOW):
 
 @gluon.constexpr_function
 def _before(HOW):
-    """Places of codes that the ring's tokens take in the array of codes, before the first of these."""
+    """Entries at the start of the array of codes that the ring's tokens occupy."""
     return HOW.stages * _rows(HOW) // code_lines(HOW.format) if _together(HOW) else 0
 
 
 @gluon.constexpr_function
 def _span(HOW):
-    """Columns of one run of scale words; 0: all."""
+    """Columns that a run of scale words covers; 0: all."""
     return 64 if HOW.group == 32 else HOW.group
 
 
 @gluon.constexpr_function
 def _runs(HOW):
-    """Runs of scale words that a stage needs of each row block, and has one behind the other."""
+    """Consecutive runs of scale words that a stage needs for each row block."""
     return max(1, HOW.depth * 64 // HOW.group) if HOW.group > 64 else (HOW.depth if HOW.group else 1)
 
 
 @gluon.constexpr_function
 def _run(D, HOW):
-    """Which of a stage's runs of scale words belongs to its D-th 64 columns."""
+    """Index of the run of scale words for the D-th 64 columns of a stage."""
     return D * 64 // _span(HOW) if HOW.group else 0
 
 
 @gluon.constexpr_function
 def _stage_words(HOW):
-    """Scale or zero-point words of one copy of a stage: a row block's with `tma_scales`, else all blocks'
-    rounded up to a power of two."""
+    """Scale or zero-point words in one copy of a stage: with `tma_scales` those of a row block, else of all
+    blocks, rounded up to a power of two."""
     if HOW.tma_scales:
         return _runs(HOW) * scale_words(HOW.format, HOW.group)
     return (1 << (HOW.blocks - 1).bit_length()) * HOW.depth * scale_words(HOW.format, HOW.group)
@@ -97,13 +97,13 @@ def _words_layout(HOW):
 
 @gluon.constexpr_function
 def _cached(HOW):
-    """Cache modifier of the plan: the second GEMM reads early, when L1 may still hold an earlier call's."""
+    """Cache modifier for the schedule: stage 2 reads it early, when L1 may still hold an earlier call's."""
     return ".cg" if HOW.stage == 2 else ""
 
 
 @gluon.jit
 def _here(value, HOW: gl.constexpr):
-    """`value`; where registers are few computed where it is used: partitions keep what they share in them."""
+    """`value`; if registers are scarce rematerialized, as captured values occupy some in each partition."""
     if HOW.lean:
         value = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], gl.int32, False, 1)
     return value
@@ -111,7 +111,7 @@ def _here(value, HOW: gl.constexpr):
 
 @gluon.jit
 def _size_here(size, UNIT: gl.constexpr, HOW: gl.constexpr):
-    """`_here` of a size that stays known to be a multiple of UNIT: stores of 16 bytes need that."""
+    """`_here` of a size that stays known to be a multiple of UNIT, which 16-byte stores require."""
     if HOW.lean:
         size = _here(size // UNIT, HOW) * UNIT
     return size
@@ -119,7 +119,7 @@ def _size_here(size, UNIT: gl.constexpr, HOW: gl.constexpr):
 
 @gluon.jit
 def _program(HOW: gl.constexpr):
-    """The program's number and how many there are."""
+    """The program's index and the number of programs."""
     if HOW.lean:
         number = gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], gl.int32, False, 1)
         count = gl.inline_asm_elementwise("mov.u32 $0, %nctaid.x;", "=r", [], gl.int32, False, 1)
@@ -138,7 +138,7 @@ def _next(stage, phase, HOW: gl.constexpr):
 
 @gluon.jit
 def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.constexpr):
-    """Fills the ring's codes, scale and zero words, tile by tile, as far ahead as it goes."""
+    """Producer of codes, scale and zero words."""
     BLOCKS: gl.constexpr = HOW.blocks
     CACHE: gl.constexpr = _cached(HOW)
     _x, _more, codes, words, full, empty = ring
@@ -167,7 +167,7 @@ def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.con
             own = expert * blocks + block
         else:
             own = expert * blocks + gl.minimum(block + word // (HOW.depth * WORDS), blocks - 1)
-        base = own * (runs * WORDS)  # one word for 64 weights or more: fits 32 bits
+        base = own * (runs * WORDS)  # a word covers 64 weights or more, so this fits in 32 bits
         for k in range(0, columns, HOW.depth):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), HOW.blocks * BYTES)
@@ -178,7 +178,7 @@ def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.con
                     run = base + (b * runs + (k * 64 // SPAN if SPAN else 0)) * WORDS
                     tma_load(S, [run], full.index(stage), words.index(stage * HOW.blocks + b))
             if not HOW.tma_scales:
-                if SPAN == 64:  # the words of consecutive columns are neighbours
+                if SPAN == 64:  # words of consecutive columns are contiguous
                     at = k * WORDS + word % (HOW.depth * WORDS)
                 elif SPAN:
                     at = (k + word // WORDS % HOW.depth) * 64 // SPAN * WORDS + word % WORDS
@@ -195,25 +195,25 @@ def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.con
 
 @gluon.jit
 def _sources(X, SORTED, first, tokens, KX, WIDTH: gl.constexpr, HOW: gl.constexpr):
-    """Where the first 64 columns of up to WIDTH tokens from `first` on are: a base, offsets, who is live."""
+    """Base pointer, offsets and row mask for the first 64 columns of up to WIDTH tokens, `first` onwards."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [HOW.loaders, 1], [1, 0])
     place = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))
     column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, L)), 0)
     row = gl.minimum(place, tokens - 1)
     if HOW.stage == 1:
         row = gl.load(SORTED + first + row) // HOW.top_k
-        if HOW.wide:  # rows of a batch, which all have a slot of their own
+        if HOW.wide:  # batched input: each slot has its own row
             row = row.to(gl.int64)
         base = X
     else:
-        row = _here(row, HOW)  # as pointers, which they become if known, rows would take twice the registers
+        row = _here(row, HOW)  # otherwise rows become pointers, which take twice the registers
         base = X + first.to(gl.int64) * KX
     return base, gl.expand_dims(row * KX, 1) + column, gl.expand_dims(place < tokens, 1), column
 
 
 @gluon.jit
 def _copy(into, source, k, KX, HOW: gl.constexpr):
-    """Starts copying 64 columns of each token, zeros where there are none."""
+    """Issues the copy of 64 columns of each token; columns and rows out of range become zero."""
     base, offsets, live, column = source
     if HOW.even:
         async_load(into, base + k * 64 + offsets, mask=live)
@@ -226,7 +226,7 @@ def _copy(into, source, k, KX, HOW: gl.constexpr):
 def _token_tile(
     ring, stage, phase, X, SORTED, first, tokens, K, KX, WIDTH: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
-    """Fills the ring with the columns of a tile's tokens."""
+    """Fills the ring with all columns of one tile's tokens."""
     DEPTH: gl.constexpr = HOW.depth
     FIRST: gl.constexpr = _first(WIDTH)
     REST: gl.constexpr = _rest(WIDTH)
@@ -251,12 +251,12 @@ def _token_tile(
 
 @gluon.jit
 def _token_loader(ring, X, SORTED, TILES, count, K, KX, row_tiles, HOW: gl.constexpr):
-    """Fills the ring's token rows, as `_weight_loader` its weights."""
+    """Producer of token rows."""
     WIDTHS: gl.constexpr = len(HOW.widths)
     CACHE: gl.constexpr = _cached(HOW)
     K = _size_here(K, 32, HOW)
     if HOW.stage == 2:
-        tl.extra.cuda.gdc_wait()  # for the first GEMM; weights are on their way already
+        tl.extra.cuda.gdc_wait()  # for the first GEMM; weight loads are already in flight
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     program, programs = _program(HOW)

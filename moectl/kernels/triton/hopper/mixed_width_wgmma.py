@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Device code of the grouped kernels for SM90: products whose token columns are any number of units of 16.
+"""Inline wgmma for SM90: products whose number of token columns is any multiple of 16.
 
-Triton's layouts are powers of two wide, so that an accumulator of 96 columns is two of its products, each of
-which reads A again. Here wgmma is written out: an accumulator is one ``[64, 16]`` tensor a unit, which are
-together the registers of one product of all columns, and A is four of ``[64, 16]``.
+Triton's layouts are powers of two wide, so an accumulator of 96 columns takes two products, each of which
+reads A again. Here wgmma is inline PTX: an accumulator is a ``[64, 16]`` tensor for each unit of 16 columns,
+which together are the registers of a single product, and A is four ``[64, 16]`` tensors.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from .prefill_tiles import _mma
 
 KINDS = {gl.bfloat16: "bf16", gl.float16: "f16"}
-"""What wgmma calls the types of its operands."""
+"""Operand types as wgmma spells them."""
 
 
 @gluon.constexpr_function
@@ -22,9 +22,10 @@ def _list(names):
 
 @gluon.constexpr_function
 def _product_asm(UNITS, DTYPE):
-    """Products of 64 columns; operands: accumulators, tied to the results, 16 of A, where the tokens are.
+    """PTX of a product over 64 columns of A.
 
-    That is counted from the beginning of the shared memory; they are rows of 128 swizzled bytes.
+    Operands: the accumulators, tied to the results; 16 registers of A; the tokens' byte offset from the start
+    of shared memory, where they are rows of 128 swizzled bytes.
     """
     count = 8 * UNITS
     kind = KINDS[DTYPE]
@@ -65,13 +66,13 @@ def _wait_registers(UNITS, A):
 
 @gluon.constexpr_function
 def _results(UNITS, DTYPE, A):
-    """Types of the results: of an accumulator, and of `A` tensors of A."""
+    """Result types: those of an accumulator, then of `A` tensors of A."""
     return (gl.float32,) * UNITS + (DTYPE,) * A
 
 
 @gluon.jit
 def joint_zeros(UNITS: gl.constexpr):
-    """An accumulator of 64 rows."""
+    """A zeroed accumulator of 64 rows."""
     acc = ()
     for _ in gl.static_range(UNITS):
         acc += (gl.full([64, 16], 0.0, gl.float32, _mma(16)),)
@@ -80,7 +81,7 @@ def joint_zeros(UNITS: gl.constexpr):
 
 @gluon.jit
 def joint_operand(a):
-    """[64, 64] in the registers of A, as four of 16 columns."""
+    """An A operand [64, 64] as four tensors of 16 columns each."""
     M: gl.constexpr = _mma(16)
     even, odd = gl.split(a.reshape([64, 2, 2, 16]).permute((0, 3, 1, 2)))
     a0, a2 = gl.split(even)
@@ -95,7 +96,7 @@ def joint_operand(a):
 
 @gluon.jit
 def joint_issued(a, place, acc, UNITS: gl.constexpr):
-    """Start the product of `a` and the tokens at byte `place`; the accumulator is pending."""
+    """Issues the product of `a` and the tokens at byte offset `place`; the accumulator is pending."""
     DTYPE: gl.constexpr = a[0].dtype
     ASM: gl.constexpr = _product_asm(UNITS, DTYPE)
     REGISTERS: gl.constexpr = _product_registers(UNITS)
@@ -106,9 +107,9 @@ def joint_issued(a, place, acc, UNITS: gl.constexpr):
 
 @gluon.jit
 def joint_finished(acc, a, LATER: gl.constexpr, UNITS: gl.constexpr):
-    """The accumulator once at most LATER products after its own are in flight.
+    """The accumulator once at most LATER later products are in flight, and the last operand in `a`.
 
-    `a`, one operand or two behind each other, lives until then. Behind it comes what was last in `a`.
+    `a`, one operand or two concatenated ones, stays live until then.
     """
     DTYPE: gl.constexpr = a[0].dtype
     A: gl.constexpr = len(a)
@@ -121,7 +122,7 @@ def joint_finished(acc, a, LATER: gl.constexpr, UNITS: gl.constexpr):
 
 @gluon.jit
 def joined(acc, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Units FIRST up to FIRST + COUNT of an accumulator as one tensor; COUNT is 1, 2 or 4."""
+    """Units FIRST to FIRST + COUNT of an accumulator as one tensor; COUNT is 1, 2 or 4."""
     if COUNT == 1:
         made = acc[FIRST]
     elif COUNT == 2:

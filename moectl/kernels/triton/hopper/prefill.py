@@ -1,6 +1,6 @@
 """Kernel family `prefill`: grouped GEMMs for SM90 from about 40 tokens per expert; host code.
 
-Sort by expert, cut into token tiles, first GEMM with activation, second GEMM, sum.
+Steps: sort by expert, split into token tiles, first GEMM with activation, second GEMM, sum.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ from ..kernel_family import (
     activation_numbers,
     column_refusal,
     multiprocessors,
-    scale_name,
 )
 from ..launches import token_tiles
 from ..sort_and_combine import finish, launch_options, order_of
 from . import prefill_kernels as kernels
 from .fragments import scale_words
-from .gemm_spec import FORMATS, SHARED_MEMORY, GemmSpec, operand, product_of
+from .gemm_spec import SHARED_MEMORY, GemmSpec, dtype_refusal, operand, spec_fields
 from .prefill_tiles import _schedule_kernel
 
 UNIT = 16
-"""Tokens by which the widths of token tiles differ."""
+"""Tokens in a unit: token tiles have widths of whole units."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """The shape of a program.
+    """Warps and register counts of a program.
 
     Attributes:
         workers: consumer warpgroups.
         blocks: blocks of 64 weight rows per worker.
-        widths: token columns, in units of 16, that the kernel has branches for; a tile uses the smallest that
-            fits. Those above 8, and all of programs with one block, are a power of two or the sum of two.
-        pieces: numbers of tokens that are loaded together, if the tile has any of them; tokens beyond 128 are
-            one piece. Each takes registers of the loading thread.
-        registers: of a worker's and of a loader's thread.
+        widths: widths in units of 16 token columns for which the kernel has branches; a tile uses the
+            smallest
+            that fits. Widths above 8, and all widths if `blocks` is 1, are a power of two or the sum of two.
+        pieces: sizes of the pieces in which a tile's tokens are loaded, empty pieces being skipped; tokens
+        beyond
+            128 are one piece. Each piece occupies registers of the loader.
+        registers: registers per thread of a worker and of the loader.
     """
 
     workers: int
@@ -64,18 +65,18 @@ SHAPES: dict[int, PrefillShape] = {
     9: PrefillShape(2, 2, (2, 4, 5, 6, 7, 8, 9), (64, 32, 32, 16), (216, 72)),
     12: PrefillShape(3, 1, (2, 4, 6, 8, 10, 12), (64, 64, 64), (152, 56)),
 }
-"""`PrefillTile.tokens_x16` -> the shape of its program."""
+"""By `PrefillTile.tokens_x16`."""
 
 REGISTERS: dict[tuple[bool, int], tuple[int, int]] = {(True, 12): (144, 80)}
 """(bias, tokens_x16) for which the shape's registers would spill -> registers to use instead.
 
-A bias takes registers of the thread that loads it; without one, the workers need them."""
+The loader needs more registers if there is a bias to load; without one the workers get them."""
 
-STORED = 64 * 64 * 2
-"""Bytes of shared memory in which a warpgroup transposes its results before it stores them."""
+STAGING_BYTES = 64 * 64 * 2
+"""Shared memory in which a warpgroup transposes its results before it stores them."""
 
-NOTE = 2 * 256 * 4
-"""Bytes of slots, of router weights or of bias for the current tile and the next one."""
+PER_TOKEN_BYTES = 2 * 256 * 4
+"""Shared memory for slots, router weights or bias (each) of the current and the next tile."""
 
 MOST_STAGES, FEWEST_STAGES = 7, 3
 
@@ -86,8 +87,9 @@ class PrefillTile:
 
     Attributes:
         tokens_x16: most tokens of a tile, in units of 16; a key of `SHAPES`.
-        group_m: token tiles that sweep all weight rows together, to reuse them in L2 (Triton's GROUP_SIZE_M).
-        stagger: steps of the ring by which each worker starts after the one before it.
+        group_m: token tiles that sweep all weight rows together, to reuse weights in L2 (Triton's
+            GROUP_SIZE_M).
+        stagger: steps of the ring by which each worker starts later than the one before it.
     """
 
     tokens_x16: int = 9
@@ -97,19 +99,15 @@ class PrefillTile:
 
 @dataclass(frozen=True)
 class PrefillVariant(GemmSpec):
-    """What a GEMM kernel is compiled for: a product, and a tile.
+    """Compile-time parameters of a GEMM kernel: those of the GEMM and those of the tile.
 
     Attributes:
         group: 32, or 64 for scales of 64 columns and more.
         span: 64-column tiles that a scale word covers.
-        even: whether the tokens have as many columns as the weights.
+        even: whether the tokens have as many columns as the stored weights.
         activation: its name; empty for the second GEMM.
-        tokens_x16: of the widest tile.
-        widths: that there are branches for, ascending, in units.
-        pieces: of tokens that are loaded at once.
-        workers: warpgroups that compute.
-        blocks: of 64 weight rows of each of them.
-        registers: of a computing and of a loading thread.
+        tokens_x16: width of the widest tile in units.
+        widths, pieces, workers, blocks, registers: as in `PrefillShape`.
     """
 
     group: int
@@ -127,19 +125,19 @@ class PrefillVariant(GemmSpec):
 
     @property
     def rest(self) -> int:
-        """Tokens of a stage beyond 128, a power of two or 0."""
+        """Tokens of a stage beyond 128, rounded up to a power of two, or 0."""
         return _rest(self.tokens_x16)
 
 
 def stages(problem: MoEProblem, tile: PrefillTile) -> int:
-    """Stages of the ring that fit into shared memory."""
+    """Stages of the ring that fit in shared memory, at most `MOST_STAGES`."""
     weight = problem.scheme.weight
     words = scale_words.fn(weight.name, weight.group) * (2 if weight.zero_point else 1)
     shape = SHAPES[tile.tokens_x16]
     tokens = 128 + _rest(tile.tokens_x16)
-    each = tokens * 128 + 4 * 512 * weight.bits + 4 * 4 * words + 8 * (1 + shape.workers)
-    others = shape.workers * STORED + NOTE * (3 if problem.bias else 2) + 512
-    return int(min(MOST_STAGES, (SHARED_MEMORY - others) // each))
+    per_stage = tokens * 128 + 4 * 512 * weight.bits + 4 * 4 * words + 8 * (1 + shape.workers)
+    fixed = shape.workers * STAGING_BYTES + PER_TOKEN_BYTES * (3 if problem.bias else 2) + 512
+    return int(min(MOST_STAGES, (SHARED_MEMORY - fixed) // per_stage))
 
 
 def _rest(units: int) -> int:
@@ -151,7 +149,7 @@ def _variant(layer: KernelLayer, stage: int, tile: PrefillTile) -> PrefillVarian
     weight, act, shape = p.scheme.weight, p.activation, SHAPES[tile.tokens_x16]
     m, columns = operand(layer, stage)
     return PrefillVariant(
-        **product_of(layer, stage),
+        **spec_fields(layer, stage),
         group=32 if weight.group == 32 else 64,
         span=m.k // 64 // m.scales.shape[2],
         even=m.k == columns,
@@ -169,13 +167,14 @@ def _variant(layer: KernelLayer, stage: int, tile: PrefillTile) -> PrefillVarian
 
 @dataclass(frozen=True)
 class PrefillSchedule:
-    """A call's assignments by expert, cut into token tiles.
+    """A call's assignments sorted by expert, split into token tiles.
 
     Attributes:
-        slots: sorted by expert.
+        slots: the sorted assignments.
         tiles: ``[bound, 4]``: expert, first and end position, width in units.
-        count: ``[3]``: number of tiles, and for each GEMM how many were taken beyond one a program.
-        bound: most tiles that there can be.
+        count: ``[3]``: number of tiles, then for each GEMM the counter from which programs take further
+            tiles.
+        bound: upper bound on the number of tiles.
     """
 
     slots: Tensor
@@ -184,8 +183,8 @@ class PrefillSchedule:
     bound: int
 
 
-def cut(offsets: Tensor, assignments: int, experts: int, tile: PrefillTile) -> tuple[Tensor, Tensor, int]:
-    """`tiles`, `count` and `bound` of a `PrefillSchedule` for experts whose positions begin at `offsets`."""
+def split(offsets: Tensor, assignments: int, experts: int, tile: PrefillTile) -> tuple[Tensor, Tensor, int]:
+    """`tiles`, `count` and `bound` of a `PrefillSchedule`; `offsets`: the first position of each expert."""
     bound = token_tiles(assignments, experts, UNIT * tile.tokens_x16)
     tiles, count = offsets.new_empty(bound, 4), offsets.new_empty(3)
     padded = triton.next_power_of_2(experts)
@@ -196,9 +195,9 @@ def cut(offsets: Tensor, assignments: int, experts: int, tile: PrefillTile) -> t
 
 
 def schedule(call: KernelCall, experts: int, tile: PrefillTile) -> PrefillSchedule:
-    """Sorts a call's assignments and cuts them into tiles."""
+    """Sorts a call's assignments by expert and splits them into tiles."""
     slots, offsets = order_of(call, experts)
-    return PrefillSchedule(slots, *cut(offsets, call.assignments, experts, tile))
+    return PrefillSchedule(slots, *split(offsets, call.assignments, experts, tile))
 
 
 def gemm(
@@ -210,13 +209,13 @@ def gemm(
     y: Tensor,
     tile: PrefillTile,
 ) -> None:
-    """Fills `y`: activations of the first GEMM by sorted position, or of the second the parts by slot.
+    """Computes one GEMM into `y`: stage 1 activations by sorted position, stage 2 partial results by slot.
 
     Args:
-        x: the tokens, or the first GEMM's result.
+        x: the tokens, or the first GEMM's output.
     """
     p, m = layer.problem, layer.w13 if stage == 1 else layer.w2
-    how = _variant(layer, stage, tile)
+    variant = _variant(layer, stage, tile)
     grid = min(multiprocessors(x.device), plan.bound * triton.cdiv(m.n, SHAPES[tile.tokens_x16].rows))
     kernels._prefill_kernel[(grid,)](
         X=x,
@@ -236,16 +235,16 @@ def gemm(
         NX=y.shape[1],
         spans=m.scales.shape[2],
         group_m=tile.group_m,
-        stagger=min(tile.stagger, (how.stages - 1) // (how.workers - 1), m.k // 64),
+        stagger=min(tile.stagger, (variant.stages - 1) // (variant.workers - 1), m.k // 64),
         **activation_numbers(p.activation),
-        HOW=how,
+        HOW=variant,
         num_warps=4,
         launch_pdl=True,
     )
 
 
 def run(layer: KernelLayer, call: KernelCall, tile: PrefillTile) -> None:
-    """Fills ``call.y``."""
+    """Fills ``call.y``; see `KernelFamily.run`."""
     p, t = layer.problem, call.assignments
     plan = schedule(call, p.local_experts, tile)
     h = call.x.new_empty(t, p.dims.intermediate)
@@ -256,22 +255,20 @@ def run(layer: KernelLayer, call: KernelCall, tile: PrefillTile) -> None:
 
 
 def _fits(problem: MoEProblem, tile: PrefillTile) -> str:
-    weight, act = problem.scheme.weight, problem.activation
+    act = problem.activation
     if tile.tokens_x16 not in SHAPES or tile.group_m < 1 or tile.stagger < 0:
-        return f"{tile} is none of its tiles: tokens_x16 is one of {', '.join(map(str, SHAPES))}"
-    if (weight.name, problem.dtype) not in FORMATS.get(scale_name(problem), ()):
-        return f"it has no {problem.dtype} products of {weight} weights with {scale_name(problem)} scales"
-    if refused := column_refusal(problem):
-        return refused
+        return f"{tile} is not a supported tile: tokens_x16 must be one of {', '.join(map(str, SHAPES))}"
+    if refusal := dtype_refusal(problem) or column_refusal(problem):
+        return refusal
     if act.name not in (GATED if act.gated else UNGATED):
-        return f"it has the activations {', '.join(GATED + UNGATED)}, the layer has {act.name}"
+        return f"it supports only the activations {', '.join(GATED + UNGATED)}; the layer uses {act.name}"
     if stages(problem, tile) < FEWEST_STAGES:
-        return f"{tile} leaves no room for {FEWEST_STAGES} stages"
+        return f"{FEWEST_STAGES} stages of {tile} do not fit in shared memory"
     return ""
 
 
 PROMISING = (PrefillTile(8), PrefillTile(9), PrefillTile(12, stagger=0))
-"""Tiles that are worth a measurement, as found on an H200."""
+"""Tiles that were worth measuring on an H200."""
 
 
 def _candidates(problem: MoEProblem) -> list[PrefillTile]:

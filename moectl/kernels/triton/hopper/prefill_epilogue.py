@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code behind the products of `prefill_kernels`: from fp32 sums of a tile to results in memory."""
+"""Epilogue of `prefill_kernels`: from a tile's fp32 accumulators to results in global memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,9 +14,9 @@ def _store(
     acc, out, notes, Y, block, first, end, NX, alpha, limit,
     own: gl.constexpr, AT: gl.constexpr, TOKENS: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue of the 64 weight rows of `block`, number `own` of the tile, and TOKENS tokens from its AT on.
+    """Epilogue of weight row block `block`, index `own` in the tile, for TOKENS tokens from token AT on.
 
-    In GEMM 1 rows of Y are positions from `first` on, in GEMM 2 their slots.
+    The rows of Y are positions from `first` on in GEMM 1, and slots in GEMM 2.
     """
     slots, weights, bias = notes
     COLUMNS: gl.constexpr = 32 if HOW.gated else 64
@@ -53,7 +53,7 @@ def _store_all(
     acc, low, out, notes, Y, block, first, end, NX, alpha, limit,
     own: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """`_store` of both accumulators, at most 64 tokens at a time: they would not fit registers otherwise."""
+    """`_store` of both accumulators, at most 64 tokens at a time, as more would not fit in registers."""
     WIDE: gl.constexpr = _wide(UNITS)
     NARROW: gl.constexpr = _narrow(UNITS)
     if NARROW:
@@ -73,7 +73,7 @@ def _store_jointly(
     acc, out, notes, Y, block, first, end, NX, alpha, limit,
     own: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """`_store` of an accumulator by units, at most 64 tokens at a time."""
+    """`_store` of a joint accumulator, at most 64 tokens at a time."""
     for i in gl.static_range(UNITS // 4):
         part = joined(acc, 4 * i, 4)
         _store(part, out, notes, Y, block, first, end, NX, alpha, limit, own, 64 * i, 64, HOW)

@@ -1,17 +1,18 @@
 # mypy: ignore-errors
 """Device code of the kernel family `prefill` for SM90: persistent, warp-specialized grouped GEMMs.
 
-One program per multiprocessor. A producer warpgroup takes tiles from a counter and fills a ring of stages
-in shared memory: 64 columns of the tile's tokens, gathered, and of its weight rows. The workers (consumer
-warpgroups) own 64 of the rows each, or two blocks of 64, and dequantize them into the registers that wgmma
-takes as A. With two blocks one is dequantized while the product of the other runs; with one, three workers
-share the tensor cores, each dequantizing while the others multiply.
+One program runs on each multiprocessor. A producer warpgroup takes tiles from a counter and fills a ring in
+shared memory, whose stages hold 64 columns of the tile's tokens (gathered) and of its weight rows. Each
+worker (consumer warpgroup) owns one or two blocks of 64 rows and dequantizes them into the registers of
+wgmma's A operand. With two blocks, one is dequantized while the product of the other runs; with one block,
+three workers share the tensor cores, each dequantizing while the others multiply.
 
-A tile has as many token columns as its tokens need, one of ``HOW.widths``, each a branch of the kernel.
+A tile has as many token columns as its tokens need: one of ``HOW.widths``, each a branch of the kernel.
 The product is transposed (swap-AB), ``acc[weight rows, tokens]``.
 
 ``N, K`` are the stored (padded) sizes of a weight matrix, ``KX`` its logical columns and ``NX`` the
-logical columns of the output. `HOW` is a `prefill.PrefillVariant`: everything known at compile time.
+logical columns of the output. `HOW` is a `prefill.PrefillVariant`, which has
+all compile-time parameters.
 """
 
 import triton.language as tl
@@ -30,7 +31,7 @@ from .prefill_tiles import _field, _mma, _narrow, _operand, _units, _wide
 
 @gluon.jit
 def _loaded(ring, stage, own: gl.constexpr, HOW: gl.constexpr):
-    """Codes, scales and zeros of a stage's 64 rows number `own`."""
+    """Loads codes, scales and zero points of row block `own` of a stage."""
     _tokens, weights, _full, _empty = ring
     codes, scales, zeros = weights
     CODES: gl.constexpr = code_layout(HOW.format)
@@ -42,7 +43,7 @@ def _loaded(ring, stage, own: gl.constexpr, HOW: gl.constexpr):
 
 @gluon.jit
 def _expanded(loaded, DTYPE: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr):
-    """The weights that `_loaded` found, in the registers of A."""
+    """The weights that `_loaded` loaded, dequantized to an A operand."""
     FORMAT: gl.constexpr = HOW.format
     GROUP: gl.constexpr = HOW.group
     ZEROS: gl.constexpr = HOW.zeros
@@ -55,7 +56,7 @@ def _expanded(loaded, DTYPE: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexp
 
 @gluon.jit
 def _issued(a, ring, stage, acc, low, UNITS: gl.constexpr):
-    """Start the product of `a` and the stage's tokens: pending accumulators, wide and narrow."""
+    """Issues the products of `a` and a stage's tokens; returns the pending wide and narrow accumulators."""
     tokens, _weights, _full, _empty = ring
     x, more = tokens
     WIDE: gl.constexpr = _wide(UNITS)
@@ -71,7 +72,7 @@ def _issued(a, ring, stage, acc, low, UNITS: gl.constexpr):
 
 @gluon.jit
 def _finished(run, flow, a, LATER: gl.constexpr, UNITS: gl.constexpr):
-    """The accumulators once at most LATER products after theirs are in flight; `a` lives until then."""
+    """The accumulators once at most LATER later products are in flight; `a` stays live until then."""
     if _narrow(UNITS):
         run, flow, a = hopper.warpgroup_mma_wait(2 * LATER, deps=(run, flow, a))
     else:
@@ -88,9 +89,9 @@ def _after(stage, phase, HOW: gl.constexpr):
 
 @gluon.jit
 def _await(ring, stage, phase, there):
-    """Wait until a stage is filled, where `there` is one.
+    """Wait until a stage is filled, if `there`.
 
-    cp.async writes by the generic proxy and wgmma reads by the asynchronous one: hence the fence.
+    cp.async writes through the generic proxy and wgmma reads through the async one: hence the fence.
     """
     _tokens, _weights, full, _empty = ring
     mbarrier.wait(full.index(stage), phase, pred=there)
@@ -99,7 +100,7 @@ def _await(ring, stage, phase, there):
 
 @gluon.jit
 def _zeros(UNITS: gl.constexpr):
-    """Accumulators of 64 rows, wide and narrow."""
+    """Zeroed accumulators of 64 rows, wide and narrow."""
     LOW: gl.constexpr = _narrow(UNITS) if _narrow(UNITS) else 16
     wide = gl.full([64, _wide(UNITS)], 0.0, gl.float32, _mma(_wide(UNITS)))
     return wide, gl.full([64, LOW], 0.0, gl.float32, _mma(LOW))
@@ -109,7 +110,7 @@ def _zeros(UNITS: gl.constexpr):
 def _one_block(
     ring, it, steps, me: gl.constexpr, DTYPE: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
-    """Sums of a tile, wide and narrow, of 64 rows; its first step is number `it` of the program."""
+    """Wide and narrow accumulators of 64 rows of a tile whose first step is step `it` of the program."""
     _tokens, _weights, _full, empty = ring
     acc, low = _zeros(UNITS)
     stage = it % HOW.stages
@@ -121,8 +122,8 @@ def _one_block(
         following, phase = _after(stage, phase, HOW)
         there = step < steps
         _await(ring, following, phase, there)
-        # The last step expands its own stage once more, which nothing uses: cheaper than a second copy of
-        # the body, and the stage after it may be being filled.
+        # The last step dequantizes its own stage again and discards the result: cheaper than peeling the
+        # iteration, and the following stage may just be being filled.
         loaded = _loaded(ring, gl.where(there, following, stage), me, HOW)
         acc, low = _finished(run, flow, a, 0, UNITS)
         mbarrier.arrive(empty.index(HOW.workers * stage + me), count=1)
@@ -135,10 +136,10 @@ def _one_block(
 def _two_blocks(
     ring, it, steps, me: gl.constexpr, DTYPE: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
-    """`_one_block` for two blocks of 64 rows; one is expanded while the other one's product runs.
+    """`_one_block` for two blocks of 64 rows; one is dequantized while the product of the other runs.
 
-    The registers of A that a product reads are written again only after a wait for that product, and
-    keep their value up to there by being among what it waits for.
+    The A registers that a product reads are dependencies of the wait for that product, so they are not
+    overwritten before it.
     """
     _tokens, _weights, full, empty = ring
     acc0, low0 = _zeros(UNITS)
@@ -155,10 +156,10 @@ def _two_blocks(
         following, phase = _after(stage, phase, HOW)
         there = step < steps
         _await(ring, following, phase, there)
-        # As in `_one_block`, the last step's own weights once more.
+        # As in `_one_block`, the last step dequantizes its own weights again.
         a0 = _expanded(_loaded(ring, gl.where(there, following, stage), 2 * me, HOW), DTYPE, UNITS, HOW)
-        # Waits for nothing: ends the basic block, so that ptxas does not move the expansion behind the
-        # wait for the product that it is to overlap with.
+        # Never blocks: it ends the basic block, so that ptxas does not sink the dequantization below the
+        # wait for the product that it should overlap with.
         mbarrier.wait(full.index(following), phase, pred=there)
         acc1, low1 = _finished(run1, flow1, a1, 0, UNITS)
         mbarrier.arrive(empty.index(HOW.workers * stage + me), count=1)
@@ -170,7 +171,7 @@ def _two_blocks(
 def _two_blocks_jointly(
     ring, it, steps, me: gl.constexpr, DTYPE: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
-    """`_two_blocks` with one product for all columns."""
+    """`_two_blocks` with a single product for all columns."""
     tokens, _weights, full, empty = ring
     BYTES: gl.constexpr = tokens[0].shape[1] * 128  # of a stage
     acc0 = joint_zeros(UNITS)
@@ -187,10 +188,10 @@ def _two_blocks_jointly(
         following, phase = _after(stage, phase, HOW)
         there = step < steps
         _await(ring, following, phase, there)
-        # As in `_one_block`, the last step's own weights once more.
+        # As in `_one_block`, the last step dequantizes its own weights again.
         again = gl.where(there, following, stage)
         a0 = joint_operand(_expanded(_loaded(ring, again, 2 * me, HOW), DTYPE, 1, HOW))
-        # As in `_two_blocks`, it ends the basic block.
+        # Ends the basic block, as in `_two_blocks`.
         mbarrier.wait(full.index(following), phase, pred=there)
         acc1, _a = joint_finished(run1, a1, 0, UNITS)
         mbarrier.arrive(empty.index(HOW.workers * stage + me), count=1)
@@ -203,7 +204,7 @@ def _compute(
     ring, out, notes, Y, block, first, end, it, steps, NX, alpha, limit,
     me: gl.constexpr, UNITS: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """A tile's sums and their epilogue, of the rows from `block` on."""
+    """Products and epilogue of a tile, for the one or two row blocks from `block` on."""
     DTYPE: gl.constexpr = Y.dtype.element_ty
     if HOW.blocks == 1:
         acc, low = _one_block(ring, it, steps, me, DTYPE, UNITS, HOW)
@@ -222,7 +223,7 @@ def _compute(
 
 @gluon.jit
 def _pass_by(ring, it, steps, me: gl.constexpr, HOW: gl.constexpr):
-    """Let a tile go by whose rows of this warpgroup lie past the matrix."""
+    """Skip a tile in which this warpgroup's rows are past the end of the matrix."""
     _tokens, _weights, full, empty = ring
     STAGES: gl.constexpr = HOW.stages
     for _ in range(steps):
@@ -233,7 +234,7 @@ def _pass_by(ring, it, steps, me: gl.constexpr, HOW: gl.constexpr):
 
 @gluon.jit
 def _computer(share, me: gl.constexpr, HOW: gl.constexpr):
-    """The tiles that `jobs` gives, until one of 0 units: the rows of each that are this warpgroup's."""
+    """A worker: its rows of every tile passed in `jobs`, until one of 0 units."""
     ring, notes, out, jobs, given, taken, Y, N, K, NX, stagger, alpha, limit = share
     _tokens, _weights, _full, empty = ring
     slots, weights, bias = notes
@@ -271,10 +272,10 @@ def _prefill_kernel(
     N, K, KX, NX, spans, group_m, stagger, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
-    """One GEMM of the layer over the tiles of TILES; any grid, best one program an SM.
+    """One GEMM of a layer over the tiles of TILES; works with any grid, fastest with one program per SM.
 
-    GEMM 1 gathers tokens by slot and writes activations in sorted order; GEMM 2 reads those and writes
-    each slot's row.
+    GEMM 1 gathers tokens by slot and writes activations in sorted order; GEMM 2 reads those and writes one
+    row for each slot.
     """
     DTYPE: gl.constexpr = X.dtype.element_ty
     WORDS: gl.constexpr = scale_words(HOW.format, HOW.group)
@@ -311,10 +312,10 @@ def _prefill_kernel(
     for i in gl.static_range(WORKERS * STAGES):
         mbarrier.init(empty.index(i), count=1)
     hopper.fence_async_shared()
-    # The next kernel may start; like this one it waits before it reads or writes.
+    # The next kernel may start: like this one, it waits before it reads or writes.
     tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
-    # The loader fills all weights of a stage at once, the others read those of 64 rows.
+    # The loader fills all weights of a stage at once; the workers read blocks of 64 rows.
     read_codes = reinterpret(codes, gl.uint8, [STAGES * 4, LINES, 128], PLAIN)
     read_scales = reinterpret(scales, gl.int32, [STAGES * 4, WORDS], LINE)
     read_zeros = reinterpret(zeros, gl.int32, [STAGES * 4, WORDS], LINE)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Device code of the kernel family `prefill`: the producer warpgroup.
 
-It takes tiles from a counter, passes them to the workers and fills the ring of stages for them. Data of the
-previous kernel is read with .cg, past the L1 cache, which may hold stale lines.
+It takes tiles from a counter, passes them to the workers and fills the ring for them. Data of the previous
+kernel is read with .cg, bypassing the L1 cache, which may hold stale lines.
 """
 
 from triton.experimental import gluon
@@ -17,9 +17,9 @@ from .prefill_tiles import _once, _placed, _rows_layout, _set_field, _start
 
 @gluon.jit
 def _token_rows(SORTED, first, end, KX, TOKENS: gl.constexpr, HOW: gl.constexpr):
-    """Where TOKENS rows from position `first` on begin, in units of 8 values, and the columns of a step.
+    """Offsets of TOKENS rows from position `first` on, in units of 8 values, and the columns of a step.
 
-    Rows past the end are the last one once more: a tile's columns do not meet, and these are not stored.
+    Rows past the end repeat the last one: token columns are independent, and these are not stored.
     """
     L: gl.constexpr = _rows_layout(64)
     rows = gl.minimum(first + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, L)), gl.maximum(end - 1, 0))
@@ -32,7 +32,7 @@ def _token_rows(SORTED, first, end, KX, TOKENS: gl.constexpr, HOW: gl.constexpr)
 
 @gluon.jit
 def _copy_tokens(x, X, rows, step, KX, HOW: gl.constexpr):
-    """64 columns of step `step` of rows that `_token_rows` gave; columns past the matrix become zero."""
+    """Copies 64 columns (step `step`) of rows from `_token_rows`; columns past the matrix become zero."""
     at, columns = rows
     p = X + (at + (step * 8).to(gl.uint32)).to(gl.int64) * 8 + columns
     if HOW.even:
@@ -46,7 +46,7 @@ def _copy_tokens(x, X, rows, step, KX, HOW: gl.constexpr):
 
 @gluon.jit
 def _note(notes, job, SORTED, WEIGHTS, B, N, expert, nt, first, end, HOW: gl.constexpr):
-    """What a tile's end needs from global memory, for `job`: slots and weights by token, bias by row."""
+    """Loads what the epilogue of tile `job` needs: slots and router weights by token, bias by row."""
     slots, weights, bias = notes
     place = gl.arange(0, 256, layout=_once())
     if HOW.stage == 2 or HOW.weighted:
@@ -63,8 +63,8 @@ def _note(notes, job, SORTED, WEIGHTS, B, N, expert, nt, first, end, HOW: gl.con
 
 @gluon.jit
 def _piece(x, more, stage, i: gl.constexpr, HOW: gl.constexpr):
-    """Where piece number i of a tile's tokens goes in a stage."""
-    if _start(i, HOW) < 128:  # noqa: SIM108 - chosen when compiling; both have types of their own
+    """The shared memory of piece i of a tile's tokens in a stage."""
+    if _start(i, HOW) < 128:  # noqa: SIM108 - chosen at compile time: the types differ
         piece = x.index(stage).slice(_start(i, HOW), HOW.pieces[i])
     else:
         piece = more.index(stage)
@@ -73,7 +73,7 @@ def _piece(x, more, stage, i: gl.constexpr, HOW: gl.constexpr):
 
 @gluon.jit
 def _loader(load, size, HOW: gl.constexpr):
-    """Loads tile after tile; the last one handed over has 0 units."""
+    """Loads tile after tile; a last tile of 0 units ends the workers."""
     ring, notes, jobs, given, taken, X, W, S, Z, B, WEIGHTS, SORTED, TILES, COUNT, COUNTER = load
     N, K, KX, spans, group_m = size
     tokens, weights, full, empty = ring
@@ -122,7 +122,7 @@ def _loader(load, size, HOW: gl.constexpr):
         w_at = gl.expand_dims(gl.minimum(nt * BLOCKS + mine, blocks - 1) * (steps * BYTES), 1)
         w_at = w_at + gl.expand_dims(inner, 0)
         w_live, _ = gl.broadcast(gl.expand_dims(mine < BLOCKS, 1), gl.full([4, BYTES], 0, gl.int1, WL))
-        # A block past the matrix is the last one once more; its copy is not read, or not stored.
+        # A block past the matrix repeats the last one; its copy is not read, or its result not stored.
         own = gl.minimum(nt * BLOCKS + gl.arange(0, 4, layout=gl.SliceLayout(1, SL)), blocks - 1)
         word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, SL))
         s_at = gl.expand_dims(own * (spans * WORDS), 1) + gl.expand_dims(word, 0)

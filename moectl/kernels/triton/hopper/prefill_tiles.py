@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Device code of the kernel family `prefill`: cutting tokens into tiles, and register layouts of a tile.
+"""Device code of the kernel family `prefill`: splitting tokens into tiles, and register layouts of a tile.
 
-A token tile is a number of units of 16 tokens wide. A width that is not a power of two is computed as two
+The width of a token tile is a multiple of 16 tokens (a unit). A width that is not a power of two has two
 accumulators, wide and narrow, that share the dequantized weights.
 """
 
@@ -15,10 +15,10 @@ from triton.experimental.gluon import language as gl
 def _schedule_kernel(
     OFFSETS, TILES, COUNT, E: tl.constexpr, EPAD: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Token tiles (expert, first, end, units) ``[COUNT[0], 4]``, expert by expert; one program.
+    """Writes token tiles ``[COUNT[0], 4]``, (expert, first, end, units), expert by expert; one program.
 
-    An expert's tokens are cut into the fewest tiles of at most `MOST` units of 16 tokens, whose widths
-    differ by one unit at most. COUNT[1:3] are set to 0.
+    An expert's tokens are split into the fewest tiles of at most `MOST` units of 16 tokens, whose widths
+    differ by at most one unit. COUNT[1:3] are set to 0.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -47,9 +47,9 @@ def _schedule_kernel(
 
 @gluon.jit
 def _placed(tile, count, whole, group_m):
-    """(token tile, row tile) of number `tile`: `group_m` token tiles sweep the `whole` row tiles together.
+    """(token tile, row tile) of tile number `tile`: `group_m` token tiles sweep `whole` row tiles together.
 
-    Row tiles that are partly past the matrix come last: they are shorter, which balances the tail.
+    Partial row tiles come last: they are shorter, which balances the tail.
     """
     group = tile // gl.maximum(group_m * whole, 1)
     within = tile - group * (group_m * whole)
@@ -71,43 +71,43 @@ def _operand(tokens):
 
 @gluon.constexpr_function
 def _units(i, HOW):
-    """The kernel's width number i, 0 before the first."""
+    """The kernel's i-th width in units; 0 before the first."""
     return HOW.widths[i] if i >= 0 else 0
 
 
 @gluon.constexpr_function
 def _start(i, HOW):
-    """The first token of the kernel's piece number i."""
+    """The first token of piece i of a tile."""
     return sum(HOW.pieces[:i])
 
 
 @gluon.constexpr_function
 def _wide(units):
-    """Tokens of the first part of a width: the largest power of two that fits."""
+    """Tokens of the wide accumulator: the largest power of two that fits."""
     return 16 << (units.bit_length() - 1)
 
 
 @gluon.constexpr_function
 def _narrow(units):
-    """Tokens of the second part of a width, or 0."""
+    """Tokens of the narrow accumulator, or 0."""
     return 16 * units - _wide(units)
 
 
 @gluon.constexpr_function
 def _once():
-    """One value a thread."""
+    """One value per thread."""
     return gl.BlockedLayout([1], [32], [4], [0])
 
 
 @gluon.constexpr_function
 def _rows_layout(COLUMNS):
-    """16 bytes a lane of ``[rows, COLUMNS]`` values of 16 bits, 32 or 64 columns: whole rows a warp."""
+    """Layout of 16-bit ``[rows, COLUMNS]``, 32 or 64 columns: 16 bytes per lane, whole rows per warp."""
     return gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
 def _field(jobs, job, i: gl.constexpr):
-    """Field i of the entry of `job`, a scalar."""
+    """Field i of entry `job`, a scalar."""
     return gl.max(jobs.index((job % 2) * 4 + i).load(_once()), 0)
 
 

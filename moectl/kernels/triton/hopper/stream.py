@@ -1,7 +1,7 @@
-"""Few tokens per expert on SM90: launches of the streaming kernels.
+"""Kernel family `stream`: few tokens per expert on SM90; host code.
 
-Two GEMMs and a sum; from a few tokens on, a plan before them that gathers each expert's assignments in
-records of at most 8 or 16.
+Two GEMMs and a sum; with more than a few tokens, they are preceded by a plan that gathers the assignments of
+each expert in records of at most 16.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ DTYPES = ("bf16", "fp16")
 TOKENS = (1, 2, 4, 8, 16)
 
 REGISTERS_OF_8 = 128
-"""Registers of a thread where 8 tokens meet MXFP4: as many programs fit as shared memory holds, and left to
-itself the compiler takes fewer and spills some."""
+"""Registers per thread for 8 tokens and MXFP4. Shared memory limits the number of programs anyway; without
+this number the compiler uses fewer registers and spills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,10 @@ class StreamShape:
         columns: parts of the reduction, one per group of warps, added at the end.
         rows: warps that own different rows.
         blocks: blocks of 16 rows per warp.
-        depth: tiles that a warp has on their way from memory, a power of two.
-        tiles: row tiles that a program computes one after the other; more than 1 needs a multiple of 64
-            rows, and saves reading the tokens again.
+        depth: tiles that a warp keeps in flight, a power of two.
+        tiles: row tiles that a program computes one after the other, without reading the tokens again; more
+            than
+            1 require row tiles of a multiple of 64 rows.
     """
 
     columns: int
@@ -66,20 +67,22 @@ class StreamShape:
         return math.ceil(math.ceil(n / (16 * self.rows * self.blocks)) / self.tiles)
 
     def steps(self, k: int, split: int) -> int:
-        """Rounds of `depth` tiles per warp over one of `split` parts of `k` columns."""
+        """Iterations of `depth` tiles per warp over one of `split` parts of `k` columns."""
         return math.ceil(math.ceil(k // 64 / split) / (self.columns * self.depth))
 
 
 @dataclass(frozen=True, slots=True)
 class StreamTile:
-    """A launch of the family.
+    """One launch configuration.
 
     Attributes:
-        tokens: most tokens of an expert in one program, of `TOKENS`.
-        planned: 1 to gather assignments of one expert first; 0 when each runs alone, with `tokens` 1.
-        columns, rows, blocks, depth, tiles: `StreamShape` of the first GEMM; with a 2, of the second.
-        split: programs that share the second GEMM's reduction.
-        fused: 1 for both GEMMs in one launch, which takes a plan, equally many warps in both, and no split.
+        tokens: most tokens of an expert in one program, one of `TOKENS`.
+        planned: 1 to gather the assignments of each expert first; 0 to run each assignment alone (`tokens`
+            1).
+        columns, rows, blocks, depth, tiles: `StreamShape` of the first GEMM; with suffix 2, of the second.
+        split: programs that share the second GEMM's reduction. fused: 1 for both GEMMs in one launch, which
+        requires a plan, the same number of warps in both GEMMs, and
+            no split.
     """
 
     tokens: int
@@ -107,24 +110,24 @@ class StreamTile:
 
 
 EXACT_SCALES = range(63, 255)
-"""E8M0 bytes whose products with the fewest operations are exact: 2^-64 and above."""
+"""E8M0 bytes for which the shortest instruction sequence is exact: 2^-64 and above."""
 
 
 def _kind(problem: MoEProblem, m: KernelMatrix) -> tuple[str, str, str, bool, bool]:
-    """What `stream_asm.TileAsm` needs to know of the numbers: formats, zero points, and every scale."""
+    """The first fields of `stream_asm.TileAsm`: formats, zero points, whether all scales must be exact."""
     weight = problem.scheme.weight
     scale = {"BF16": "bf16", "F16": "fp16"}.get(weight.scale_dtype, problem.dtype)
-    whole = weight.name == "mxfp4" and problem.dtype == "bf16" and not m.exponents_within(EXACT_SCALES)
-    return weight.name, problem.dtype, scale, weight.zero_point, whole
+    exact = weight.name == "mxfp4" and problem.dtype == "bf16" and not m.exponents_within(EXACT_SCALES)
+    return weight.name, problem.dtype, scale, weight.zero_point, exact
 
 
 def _words(t: Tensor) -> Tensor:
-    """`t` as pairs of 16-bit values, from an address that 16 bytes divide."""
+    """`t` as pairs of 16-bit values, copied if it is not aligned to 16 bytes."""
     return (t if t.data_ptr() % 16 == 0 else t.clone()).view(torch.int32)
 
 
 def _gemm(layer: KernelLayer, m: KernelMatrix, shape: StreamShape, tile: StreamTile) -> dict[str, Any]:
-    """Arguments that follow from a matrix and how it is shared."""
+    """Kernel arguments that depend on one GEMM: its matrix and its shape."""
     problem, dims = layer.problem, layer.problem.dims
     limited = problem.scheme.weight.name == "mxfp4" and tile.tokens == 8
     columns, outputs = (
@@ -158,17 +161,17 @@ def _gemm(layer: KernelLayer, m: KernelMatrix, shape: StreamShape, tile: StreamT
     }
 
 
-OF_ONE_GEMM = ("W", "SC", "ZP", "B", "N", "K", "KX2", "NX", "RUNS", "KIND", "S", "RW", "R", "D", "TILES")
-"""Arguments that a kernel of both GEMMs has twice, for the second with ``_2`` behind the name."""
+PER_GEMM = ("W", "SC", "ZP", "B", "N", "K", "KX2", "NX", "RUNS", "KIND", "S", "RW", "R", "D", "TILES")
+"""Arguments that the fused kernel has twice; those of the second GEMM end with ``_2``."""
 
 
 def _run_fused(
     layer: KernelLayer, call: KernelCall, tile: StreamTile, records: Tensor, h: Tensor, parts: Tensor
 ) -> None:
     problem, first, second = layer.problem, tile.first, tile.second
-    arguments, others = _gemm(layer, layer.w13, first, tile), _gemm(layer, layer.w2, second, tile)
+    arguments, arguments2 = _gemm(layer, layer.w13, first, tile), _gemm(layer, layer.w2, second, tile)
     del arguments["PLANNED"]
-    programs = len(records) * (arguments["RUNS"] + others["RUNS"])
+    programs = len(records) * (arguments["RUNS"] + arguments2["RUNS"])
     layer_kernels._stream_layer_kernel[(programs,)](
         X=_words(call.x),
         H=h,
@@ -187,7 +190,7 @@ def _run_fused(
         STEPS=first.steps(layer.w13.k, 1),
         STEPS_2=second.steps(layer.w2.k, 1),
         **arguments,
-        **{f"{name}_2": others[name] for name in OF_ONE_GEMM},
+        **{f"{name}_2": arguments2[name] for name in PER_GEMM},
     )
     combine(parts, call.ids, call.y, problem.local_experts)
 
@@ -229,41 +232,41 @@ def run(layer: KernelLayer, call: KernelCall, tile: StreamTile) -> None:
 
 
 def shared_memory(shape: StreamShape, steps: int, tokens: int) -> int:
-    """Bytes of a program, at most: the tokens of all columns, their sums, and sums of column parts."""
+    """Shared memory of a program in bytes, at most: tokens, token sums, and sums of the column parts."""
     tiles = steps * shape.depth * shape.columns
-    of_tokens = math.ceil(steps / 8) * 8 * shape.depth * shape.columns * 128 * max(1, tokens // 8)
+    token_sums = math.ceil(steps / 8) * 8 * shape.depth * shape.columns * 128 * max(1, tokens // 8)
     parts = shape.warps * shape.blocks * 512 * shape.columns if shape.columns > 1 else 0
-    return tiles * tokens * 128 + of_tokens + parts
+    return tiles * tokens * 128 + token_sums + parts
 
 
 def fits(problem: MoEProblem, tile: StreamTile) -> str:
-    """Why the family cannot take `problem` with `tile`; empty when it can."""
+    """Why the family does not support `problem` with `tile`; empty if it does."""
     weight, act, dims = problem.scheme.weight, problem.activation, problem.dims
     if weight.name not in TRITON.names or problem.dtype not in DTYPES:
-        return f"it has no {weight.name} weights with {problem.dtype} tokens"
+        return f"it does not support {weight.name} weights with {problem.dtype} tokens"
     if refused := column_refusal(problem):
         return refused
     if act.name not in (GATED if act.gated else UNGATED):
-        return f"it has no activation {act}"
-    run_of_columns = max(64, weight.group)
+        return f"it does not support the activation {act}"
+    column_multiple = max(64, weight.group)
     for shape, columns, split in (
         (tile.first, dims.padded_hidden, 1),
         (tile.second, dims.padded_intermediate, tile.split),
     ):
         powers = (shape.columns, shape.rows, shape.blocks, shape.depth)
         if any(n < 1 or n & (n - 1) for n in powers) or shape.warps < 4 or shape.warps > 16:
-            return f"{shape} is not made of powers of two, with 4 to 16 warps"
+            return f"{shape} must have powers of two and 4 to 16 warps"
         if shape.tiles < 1 or split < 1:
-            return f"{tile} has no tile of rows, or no part of the reduction"
+            return f"{tile} must have at least one row tile and one part of the reduction"
         if shape.tiles > 1 and shape.rows * shape.blocks % 4:
-            return f"{shape} has several tiles of rows that are no multiple of 64"
-        steps = shape.steps(run_of_columns * math.ceil(columns / run_of_columns), split)
+            return f"{shape} has several row tiles, whose rows must be a multiple of 64"
+        steps = shape.steps(column_multiple * math.ceil(columns / column_multiple), split)
         if shared_memory(shape, steps, tile.tokens) > SHARED_MEMORY:
-            return f"{tile.tokens} tokens of {columns} columns do not fit into shared memory"
+            return f"{tile.tokens} tokens of {columns} columns do not fit in shared memory"
     if tile.fused and (not tile.planned or tile.split > 1 or tile.first.warps != tile.second.warps):
-        return f"{tile} has no plan, a split, or another number of warps in each GEMM, in one launch"
+        return f"{tile}: one launch requires a plan, no split, and the same number of warps in both GEMMs"
     if tile.tokens not in TOKENS or (tile.tokens > 1 and not tile.planned):
-        return f"it takes {TOKENS} tokens at a time, 1 without a plan, not {tile.tokens}"
+        return f"it supports {TOKENS} tokens per program, 1 without a plan, got {tile.tokens}"
     return ""
 
 
@@ -276,7 +279,7 @@ FOUR_ROWS, DEEP, DEEP_RUN, TALL = (
 )
 WIDE_DEEP, WIDE_TALL = StreamShape(1, 8, 1, 8, 1), StreamShape(1, 8, 2, 4, 1)
 
-WORTH_A_TRY: tuple[tuple[int, int, StreamShape, StreamShape, int, int], ...] = (
+PROMISING: tuple[tuple[int, int, StreamShape, StreamShape, int, int], ...] = (
     (1, 0, StreamShape(2, 2, 1, 4, 1), StreamShape(4, 4, 1, 4, 1), 1, 0),
     (1, 0, StreamShape(2, 2, 1, 4, 1), DEEP, 2, 0),
     (1, 0, HALVES, HALVES, 1, 0),
@@ -295,10 +298,10 @@ WORTH_A_TRY: tuple[tuple[int, int, StreamShape, StreamShape, int, int], ...] = (
 
 
 def candidates(problem: MoEProblem) -> tuple[StreamTile, ...]:
-    """Tiles among which measurements decide."""
+    """The tiles to measure."""
     return tuple(
         replace(StreamTile(tokens, planned, *astuple(first), *astuple(second)), split=split, fused=fused)
-        for tokens, planned, first, second, split, fused in WORTH_A_TRY
+        for tokens, planned, first, second, split, fused in PROMISING
     )
 
 

@@ -1,8 +1,9 @@
-"""Assembly of the streaming kernels: codes of one weight tile to matrix instructions and scaled sums."""
+"""PTX of the streaming kernels: from the codes of one weight tile to mma instructions and scaled sums."""
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from triton.experimental.gluon import language as gl
 
 SOURCE = gl.constexpr(hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
-"""What compiled kernels depend on besides their own text."""
+"""Hash of this file, on which kernels depend so that a change here recompiles them."""
 
 FOUR = range(4)
 
@@ -19,14 +20,14 @@ A_REGISTERS = [f"a{i}" for i in FOUR]
 
 @dataclass(frozen=True)
 class FragmentCodes:
-    """How the registers a0..a3 of one m16n8k16 instruction come out of the words of a tile.
+    """How a tile's words become the A registers a0..a3 of one m16n8k16 instruction.
 
     Attributes:
-        text: assembly for one step; ``{w}`` is its word, ``{v}`` the second one of 8-bit codes.
+        text: PTX of one step; ``{w}`` is its word, ``{v}`` the second word of 8-bit codes.
         words: words per step.
         one: 1 as a pair of 16-bit floats.
-        offset: what a0..a3 hold minus the code counted from 0 up; for MXFP4 0.
-        symmetric: that, plus the code of 0, negated, as a pair of 16-bit floats; 0 for none.
+        offset: the difference between the values in a0..a3 and unsigned codes; 0 for MXFP4.
+        symmetric: -(offset + the code that means 0) as a pair of 16-bit floats; 0 if there is nothing to add.
     """
 
     text: str
@@ -97,9 +98,10 @@ CODES = {
 }
 """By weight format and the tokens' dtype.
 
-E2M1 as bf16 comes out times 2^-126, as fp16 times 2^-14: sign, exponent and mantissa bits in their places,
-0.5 a subnormal. ``magic | code`` is 128 + code in bf16 and 1024 + code in fp16; 8-bit codes are two's
-complement, which bf16 reaches as a sum of two such numbers and fp16 by flipping the sign bit.
+The bits of E2M1 codes are moved to the sign, exponent and mantissa bits of a 16-bit float, where they mean
+the value times 2^-126 in bf16 and 2^-14 in fp16 (0.5 is subnormal). ``magic | code`` is 128 + code in bf16
+and 1024 + code in fp16; 8-bit codes are two's complement: bf16 adds two such numbers, fp16 flips the sign
+bit.
 """
 
 _E8M0 = """
@@ -114,7 +116,7 @@ and.b32 s11, t, 0x7F800000;
 """
 
 _E8M0_WHOLE = _E8M0 + "".join(f"max.u32 {s}, {s}, 0x00400000;\n" for s in ("s00", "s01", "s10", "s11"))
-"""With 2^-127 for byte 0, which is subnormal; `_E8M0` makes it 0."""
+"""Decodes byte 0 to 2^-127, which is subnormal, where `_E8M0` gives 0."""
 
 _PAIRS = {
     "bf16": "shl.b32 {lo}, {s}, 16;\nand.b32 {hi}, {s}, 0xFFFF0000;\n",
@@ -131,38 +133,36 @@ prmt.b32 t, {z}, 0x4B000000, 0x7432;
 mov.b32 f, t;
 sub.rn.f32 {hi}, {base}, f;
 """
-"""Both zero points z of a word as -(offset + z); 0x4B000000 | z is 2^23 + z."""
+"""Both zero points z of a word as -(offset + z), as 0x4B000000 | z is the fp32 number 2^23 + z."""
 
 
 def _hex32(value: float) -> str:
-    import struct
-
     return "0f" + struct.pack(">f", value).hex().upper()
 
 
 @dataclass(frozen=True)
 class TileAsm:
-    """One tile in assembly: sums of token blocks plus weights times tokens.
+    """PTX of one tile: adds weights times tokens to the sums of all token blocks.
 
     Attributes:
         weight, tokens, scale: names of the weight format, the tokens' dtype and the scales' dtype.
-        in_two: two groups of 32 columns, otherwise one scale for all 64.
-        zeros: there are zero points.
-        whole: every MXFP4 scale is exact; otherwise what scales below 2^-64 add may vanish.
-        blocks: of 8 tokens.
+        two_groups: two groups of 32 columns, otherwise one scale for all 64.
+        zeros: whether there are zero points.
+        exact: whether all MXFP4 scales are exact; otherwise contributions of scales below 2^-64 may become 0.
+        blocks: number of 8-token blocks.
     """
 
     weight: str
     tokens: str
     scale: str
-    in_two: bool
+    two_groups: bool
     zeros: bool
-    whole: bool
+    exact: bool
     blocks: int
 
     @property
     def factor(self) -> int:
-        """What the sums of tokens that this takes are multiplied by, a pair of 16-bit floats; 0 for none."""
+        """Factor on the token sums that the tile needs, a pair of 16-bit floats; 0 if it needs no sums."""
         codes = CODES[self.weight, self.tokens]
         return codes.one if self.zeros else codes.symmetric
 
@@ -180,84 +180,86 @@ class TileAsm:
 
     def _scales(self, s: int) -> str:
         if self.weight == "mxfp4":
-            return (_E8M0_WHOLE if self.whole else _E8M0).format(s=f"${s}")
+            return (_E8M0_WHOLE if self.exact else _E8M0).format(s=f"${s}")
         pair = _PAIRS[self.scale]
-        if not self.in_two:
+        if not self.two_groups:
             return pair.format(s=f"${s}", lo="s00", hi="s10")
         return pair.format(s=f"${s}", lo="s00", hi="s01") + pair.format(s=f"${s + 4}", lo="s10", hi="s11")
 
-    def _zeros(self, z: int) -> str:
+    def _zero_points(self, z: int) -> str:
         base = _hex32(2.0**23 - CODES[self.weight, self.tokens].offset)
-        if not self.in_two:
+        if not self.two_groups:
             return _ZEROS.format(z=f"${z}", lo="z00", hi="z10", base=base)
         first = _ZEROS.format(z=f"${z}", lo="z00", hi="z01", base=base)
         return first + _ZEROS.format(z=f"${z + 4}", lo="z10", hi="z11", base=base)
 
     def _scaled(self, n: int, run: int, sums: list[str]) -> str:
-        """Adds the sums of a run of columns, scaled, to those of token block `n`."""
+        """Scales the sums of group `run` and adds them to those of token block `n`."""
         text = ""
         for i in FOUR:
             p, to = f"p{n}_{i}", f"${4 * n + i}"
             if self.zeros:
                 text += f"fma.rn.f32 {p}, z{i // 2}{run}, {sums[i]}, {p};\n"
-            if self.weight == "mxfp4" and self.tokens == "bf16" and self.whole:
+            if self.weight == "mxfp4" and self.tokens == "bf16" and self.exact:
                 text += f"mul.rn.f32 {p}, {p}, {_hex32(2.0**62)};\n"
             text += f"mov.b32 f, s{i // 2}{run};\nfma.rn.f32 {to}, {p}, f, {to};\n"
         return text
 
     def __iter__(self):  # type: ignore[no-untyped-def]
-        """(assembly, constraints).
+        """(PTX, constraints).
 
-        Operands: 4 sums out per block; the words; scale words (4 equal copies) twice, the second set for
-        rows g + 8 of groups of 32; zero words likewise, if any; per block 4 + 4 words of tokens, 4 sums in,
-        and if `factor` is not 0 the sums of tokens times it in each of the runs, 4 registers each.
+        Operands: 4 output sums per block; the code words; two sets of 4 equal scale words, the second for
+        rows g + 8 of groups of 32; zero-point words likewise, if any; per block 4 + 4 words of tokens, 4
+        input sums, and, if `factor` is not 0, the token sums of each group times `factor`, in 4 registers
+        each.
         """
         codes, blocks = CODES[self.weight, self.tokens], range(self.blocks)
-        runs = 2 if self.in_two else 1
+        runs = 2 if self.two_groups else 1
         w = 4 * self.blocks
         s = w + 4 * codes.words
         x = s + (16 if self.zeros else 8)
-        each = 12 + (4 * runs if self.factor else 0)
+        per_block = 12 + (4 * runs if self.factor else 0)
         text = "{\n.reg .b32 a0, a1, a2, a3, t, u, s00, s01, s10, s11;\n"
         text += ".reg .b16 l, h;\n.reg .f32 f, z, z00, z01, z10, z11;\nmov.f32 z, 0f00000000;\n"
         text += "".join(f".reg .f32 p{n}_{i};\n" for n in blocks for i in FOUR)
-        text += self._scales(s) + (self._zeros(s + 8) if self.zeros else "")
-        text += "".join(f"mov.f32 ${4 * n + i}, ${x + each * n + 8 + i};\n" for n in blocks for i in FOUR)
+        text += self._scales(s) + (self._zero_points(s + 8) if self.zeros else "")
+        starts = [(4 * n + i, x + per_block * n + 8 + i) for n in blocks for i in FOUR]
+        text += "".join(f"mov.f32 ${output}, ${start};\n" for output, start in starts)
         for run in range(runs):
             steps = range(4 // runs * run, 4 // runs * (run + 1))
-            sums = [[f"${x + each * n + 12 + 4 * run + i}" for i in FOUR] for n in blocks]
+            sums = [[f"${x + per_block * n + 12 + 4 * run + i}" for i in FOUR] for n in blocks]
             for j in steps:
                 at = w + codes.words * j
                 text += codes.text.format(w=f"${at}", v=f"${at + 1}")
                 for n in blocks:
-                    b = (f"${x + each * n + 2 * j}", f"${x + each * n + 2 * j + 1}")
+                    b = (f"${x + per_block * n + 2 * j}", f"${x + per_block * n + 2 * j + 1}")
                     p = [f"p{n}_{i}" for i in FOUR]
-                    start = sums[n] if self.factor and not self.zeros else ["z"] * 4
-                    text += self.product(p, A_REGISTERS, b, start if j == steps[0] else p)
+                    initial = sums[n] if self.factor and not self.zeros else ["z"] * 4
+                    text += self.product(p, A_REGISTERS, b, initial if j == steps[0] else p)
             text += "".join(self._scaled(n, run, sums[n]) for n in blocks)
-        ins = ["r"] * (x - w) + (["r"] * 8 + ["f"] * (each - 8)) * self.blocks
+        ins = ["r"] * (x - w) + (["r"] * 8 + ["f"] * (per_block - 8)) * self.blocks
         yield text + "}"
         yield ",".join(["=&f"] * w + ins)
 
 
 @dataclass(frozen=True)
 class SumsAsm:
-    """Sums of tokens over one tile's columns in assembly, for one of up to 8 tiles at a time."""
+    """PTX that sums tokens over the columns of one tile, one of up to 8 tiles in flight."""
 
     tile: TileAsm
 
     def __iter__(self):  # type: ignore[no-untyped-def]
-        """(assembly, constraints).
+        """(PTX, constraints).
 
-        Operands: 4 sums out; 4 + 4 words of tokens; 4 copies of the tile's factor on the lanes of one g and
-        of 0 on the others; 4 sums in. The lanes of that g get the sums of their two tokens, and with groups
-        of 32 those of the second group after those of the first.
+        Operands: 4 output sums; 4 + 4 words of tokens; 4 copies of the tile's factor in the lanes of one g,
+        of 0 in the others; 4 input sums. The lanes of that g get the sums of their two tokens; with groups of
+        32 those of the first group, then those of the second.
         """
         d, c = ([f"${i}" for i in FOUR], [f"${16 + i}" for i in FOUR])
         text = "{\n.reg .b32 n;\nmov.b32 n, 0;\n"
-        text += "".join(f"mov.f32 {to}, {since};\n" for to, since in zip(d, c, strict=True))
+        text += "".join(f"mov.f32 {target}, {source};\n" for target, source in zip(d, c, strict=True))
         for j in FOUR:
-            low = not self.tile.in_two or j < 2
+            low = not self.tile.two_groups or j < 2
             a = ["$12", "n", "$12", "n"] if low else ["n", "$12", "n", "$12"]
             text += self.tile.product(d, a, (f"${4 + 2 * j}", f"${5 + 2 * j}"), d)
         yield text + "}"

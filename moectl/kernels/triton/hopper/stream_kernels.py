@@ -2,19 +2,19 @@
 # ruff: noqa: RUF005 (device code has no starred expressions)
 """Device code for few tokens per expert on SM90: weights stream from memory straight into registers.
 
-One lane's 16 bytes of a ``moectl-mtile64`` tile are the A operand of four m16n8k16 matrix instructions,
-so that a warp loads 16 rows x 64 columns with one instruction, several tiles ahead of their use, and no
-shared memory or barrier lies between. Warps of a program split rows and columns; sums of the column
-parts meet once, at the end. Tokens (up to TOKENS of one expert) lie in shared memory, read as B operands.
+A lane's 16 bytes of a ``moectl-mtile64`` tile are its share of the A operands of four m16n8k16 instructions,
+so a warp loads 16 rows x 64 columns with one instruction, several tiles ahead of their use, without shared
+memory or barriers. The warps of a program split rows and columns; the sums of the column parts are added
+once, at the end. Tokens (up to TOKENS of one expert) are in shared memory, from which B operands are read.
 
-Codes are expanded with as few operations as there are: scales are applied to the sums of a group instead
-of to weights, and an integer's offset is subtracted from those sums as well (offset times the sum of the
-group's tokens, which is one more matrix instruction). MXFP4 codes come out as 2^-126 times their value;
-tokens are kept times 2^64, so that sums stay far from the ends of the range.
+Codes are dequantized with as few instructions as possible: scales apply to the sums of a group instead of the
+weights, and an integer's offset is subtracted from those sums as well (offset times the sum of the group's
+tokens, one more mma). MXFP4 codes become 2^-126 times their value; tokens are stored times 2^64, which keeps
+sums far from the limits of the range.
 
-Dimensions of tensors are named: S column parts (one per warp group), RW row warps, lane 32, R row
-blocks of 16 per warp. Words of X are pairs of 16-bit values. A program's *record* names its expert,
-how many tokens it has, and their slots (slot: index of an assignment in the flat ids).
+Names of tensor dimensions: S column parts (one per group of warps), RW row warps, 32 lanes, R row blocks of
+16 per warp. Words of X are pairs of 16-bit values. A program's *record* has its expert, the number of its
+tokens, and their slots (slot: index of an assignment in the flattened ids).
 """
 
 from triton.experimental import gluon
@@ -45,7 +45,7 @@ def _plus(a, b):
 
 @gluon.jit
 def _summed(a, FACTOR: gl.constexpr, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr):
-    """Column parts added, as [RW, 8, 4, R, 2, 2]."""
+    """The sum over column parts, as [RW, 8, 4, R, 2, 2]."""
     if S > 1:
         a = gl.reduce(a, 0, _plus)
     if FACTOR != 1.0:
@@ -67,7 +67,7 @@ def _let_next_start():
 
 @gluon.jit
 def _wait_for(counter, many):
-    """Waits until the int32 at `counter` is `many` or more; what was stored before it grew is seen after."""
+    """Spins until the int32 at `counter` is at least `many`, with acquire semantics."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .s32 v; AGAIN: ld.acquire.gpu.global.s32 v, [$1]; setp.lt.s32 p, v, $2; "
         "@p bra AGAIN; mov.s32 $0, v; }",
@@ -81,7 +81,7 @@ def _store_first(
     ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr,
     S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
-    """H[slots] = activation of one row tile's sums `acc` of token block NTH."""
+    """H[slots] = the activation of `acc`, the sums of one row tile for token block NTH."""
     LH: gl.constexpr = gl.SliceLayout(4, _sums_layout(S * RW, R))  # [RW, 8, 4, R, 2 b]
     rw = gl.arange(0, RW, layout=_only(LH, 0, 5))[:, None, None, None, None]
     g = gl.arange(0, 8, layout=_only(LH, 1, 5))[None, :, None, None, None]
@@ -122,7 +122,7 @@ def _store_second(
     BIAS: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr, S: gl.constexpr, RW: gl.constexpr,
     R: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
-    """Y[pid_k, slots] = one row tile's sums `acc` of token block NTH, weighted."""
+    """Y[pid_k, slots] = `acc`, one row tile's sums for token block NTH, times router weights if WEIGHTED."""
     LS: gl.constexpr = _sums_layout(S * RW, R)
     rw = gl.arange(0, RW, layout=_only(LS, 0, 6))[:, None, None, None, None, None]
     g = gl.arange(0, 8, layout=_only(LS, 1, 6))[None, :, None, None, None, None]
@@ -148,7 +148,7 @@ def _tokens(
     KIND: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, NT: gl.constexpr, TR: gl.constexpr,
     S: gl.constexpr, RW: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
-    """The tokens' columns of STEPS steps from tile column `begin` on in shared memory, and their sums."""
+    """Copies tokens to shared memory, STEPS steps from tile column `begin` on, and computes their sums."""
     last = gl.minimum(KX2, end * 32)
     SCALED: gl.constexpr = _input_scaled(KIND)
     if TR <= 2:
@@ -180,10 +180,10 @@ def _stream(
     S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr,
     TILES: gl.constexpr, SPLIT: gl.constexpr, PLANNED: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
-    """One record's tokens times TILES row tiles (of 16 * RW * R rows), one after the other without a gap.
+    """One record's tokens times TILES row tiles (of 16 * RW * R rows), one after the other without a bubble.
 
-    WAIT is what tokens are waited for: "launch", the one before, or "record", whose third word is then
-    `before`, or "" for nothing.
+    WAIT is what to wait for before reading tokens: "launch" (the previous one), "record" (until its third
+    word is `before`), or "" (nothing).
     """
     NT: gl.constexpr = (TOKENS + 7) // 8
     TR: gl.constexpr = _smaller(TOKENS, 8)
@@ -255,7 +255,7 @@ def _stream(
         filled, summed, X, PLAN, p, count, begin, end, KX2,
         TOP_K, PLANNED, KIND, GROUP, D, NT, TR, S, RW, STEPS,
     )  # fmt: skip
-    # From the last step of a row tile to the first of the next.
+    # Pointer increments from the last step of a row tile to the first step of the next.
     wrap_w = (BLOCKS // 4) * KT * TW - (STEPS - 1) * (D * S * TW)
     wrap_s = (BLOCKS // 4) * spans * RUN - (STEPS - 1) * (D * S * STRIDE)
     for tile in range(tiles):
@@ -308,7 +308,7 @@ def _stream_gemm1_kernel(
     TILES: gl.constexpr,
     PLANNED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """H ``[T, NX]`` by slot = activation of the first GEMM; grid (records * runs of row tiles)."""
+    """H ``[T, NX]`` by slot = the activation of the first GEMM; grid (records * runs of row tiles)."""
     p = gl.program_id(0) // RUNS
     if PDL:
         _wait()
@@ -333,7 +333,7 @@ def _stream_gemm2_kernel(
     p = gl.program_id(0) // RUNS
     if PDL:
         _let_next_start()
-    # What the records are made from was complete before the first GEMM started.
+    # The plan and the ids were complete before the first GEMM started.
     expert, count = _record(IDS, PLAN, p, T, TOKENS, PLANNED)
     if (expert >= 0) & (expert < E):
         _stream(

@@ -1,11 +1,12 @@
 # mypy: ignore-errors
 """Device code of both GEMMs of a layer in one launch, for few tokens per expert on SM90.
 
-The programs of the first GEMM come first, then those of the second: an expert's second product starts as soon
-as its first is complete, while those of other experts are under way, and no multiprocessor idles between. A
-program of the second waits only for programs before it in the grid, which a GPU starts first.
+The programs of the first GEMM come first in the grid, then those of the second: an expert's second product
+starts as soon as its first is complete, while those of other experts are still running, so no multiprocessor
+idles between the two. A program of the second GEMM waits only for programs before it in the grid, which the
+GPU starts earlier.
 
-A record's third word counts the programs of the first GEMM that are done with it; the plan sets it to 0.
+A record's third word counts the programs of the first GEMM that have finished it; the plan sets it to 0.
 """
 
 from triton.experimental import gluon
@@ -18,7 +19,7 @@ from .stream_operands import _record
 
 @gluon.jit
 def _done(counter):
-    """Says that what all threads of this program have stored is there."""
+    """Increments `counter` with release semantics, after the stores of all threads of this program."""
     thread_barrier()
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
@@ -37,7 +38,7 @@ def _stream_layer_kernel(
     STEPS: gl.constexpr, TILES: gl.constexpr, S_2: gl.constexpr, RW_2: gl.constexpr, R_2: gl.constexpr,
     D_2: gl.constexpr, STEPS_2: gl.constexpr, TILES_2: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """H by slot, H_2 being its words, and Y ``[T, NX_2]`` fp32 by slot; grid RECORDS * (RUNS + RUNS_2)."""
+    """H by slot (H_2: the same as words) and Y ``[T, NX_2]`` fp32 by slot; grid RECORDS * (RUNS + RUNS_2)."""
     if PDL:
         _wait()
         _let_next_start()

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""What the streaming kernels know when they are compiled: numbers of a format, and layouts of registers.
+"""Compile-time functions of the streaming kernels: constants of a format, and register layouts.
 
-`stream_kernels` says what the dimensions of tensors are called.
+`stream_kernels` explains the names of dimensions.
 """
 
 from triton.experimental import gluon
@@ -10,26 +10,26 @@ from triton.experimental.gluon import language as gl
 from .stream_asm import SOURCE, SumsAsm, TileAsm
 
 FILL_AT_ONCE = gl.constexpr(8)
-"""16-byte loads of tokens that a thread has on their way in registers."""
+"""16-byte loads of tokens that a thread keeps in flight."""
 
 
 @gluon.constexpr_function
 def _tile_asm(KIND, GROUP, NT):
-    """(assembly, constraints, source) of a tile; the source makes compiled code depend on it."""
+    """(PTX, constraints, source hash) of a tile; kernels depend on the hash, see `SOURCE`."""
     weight, tokens, scale, zeros, whole = KIND
     return (*TileAsm(weight, tokens, scale, GROUP == 32, zeros, whole, NT), SOURCE)
 
 
 @gluon.constexpr_function
 def _sums_asm(KIND, GROUP):
-    """(assembly, constraints, source) of the sums of tokens over one tile."""
+    """(PTX, constraints, source hash) of the token sums over one tile."""
     weight, tokens, scale, zeros, whole = KIND
     return (*SumsAsm(TileAsm(weight, tokens, scale, GROUP == 32, zeros, whole, 1)), SOURCE)
 
 
 @gluon.constexpr_function
 def _factor(KIND):
-    """What the sums of tokens are multiplied by, a pair of 16-bit floats in an int; 0 for none."""
+    """Factor on the token sums, a pair of 16-bit floats in an int; 0 if none are needed."""
     weight, tokens, scale, zeros, whole = KIND
     factor = TileAsm(weight, tokens, scale, False, zeros, whole, 1).factor
     return factor - (1 << 32 if factor >> 31 else 0)
@@ -43,7 +43,7 @@ def _is_wide(KIND):
 
 @gluon.constexpr_function
 def _tile_words(KIND):
-    """Words of codes in a tile."""
+    """Code words in a tile."""
     return 1024 if KIND[0] == "int8" else 512
 
 
@@ -55,13 +55,13 @@ def _run_words(KIND, GROUP):
 
 @gluon.constexpr_function
 def _input_scaled(KIND):
-    """Whether tokens are kept times 2^64."""
+    """Whether tokens are stored times 2^64."""
     return KIND[0] == "mxfp4" and KIND[1] == "bf16"
 
 
 @gluon.constexpr_function
 def _output_factor(KIND):
-    """What sums must be multiplied by, as codes (and tokens) came times a power of two."""
+    """Factor on the sums that undoes the powers of two in codes and tokens."""
     if KIND[0] != "mxfp4":
         return 1.0
     return 2.0**14 if KIND[1] == "fp16" else 1.0 if KIND[4] else 2.0**62
@@ -90,13 +90,13 @@ def _pairs_layout(S, RW, R):
 
 @gluon.constexpr_function
 def _tokens_layout(S, RW, TR):
-    """[S, RW, 8 / TR, TR, 32]: words of TR tokens x 64 columns as B operands, each token 8 / TR times."""
+    """[S, RW, 8 / TR, TR, 32]: TR tokens x 64 columns as words of B operands, each token 8 / TR times."""
     return gl.BlockedLayout([1, 1, 1, 1, 1], [1, 1, 8 // TR, TR, 4], [S, RW, 1, 1, 1], [4, 3, 2, 1, 0])
 
 
 @gluon.constexpr_function
 def _fill_layout(D, S, RW, TT):
-    """[steps, D, blocks * S, TT, 8, 4]: 16 bytes of a token per lane."""
+    """[steps, D, blocks * S, TT, 8, 4]: a lane has 16 bytes of a token."""
     tokens = min(TT, 4)
     wd = min(D, RW)
     return gl.BlockedLayout(
@@ -109,7 +109,7 @@ def _fill_layout(D, S, RW, TT):
 
 @gluon.constexpr_function
 def _fill_batch(D, S, RW, STEPS, NF, TT):
-    """(steps of one copy, copies in registers at once): steps are a power of two that divides STEPS."""
+    """(steps per copy, copies in flight); steps per copy is a power of two that divides STEPS."""
     each = max(1, D * NF * S * TT * 8 // (32 * S * RW))
     batch = 1
     while STEPS % (2 * batch) == 0 and 2 * batch * each <= FILL_AT_ONCE.value:
@@ -124,23 +124,23 @@ def _smaller(a, b):
 
 @gluon.constexpr_function
 def _sums_layout(W, R):
-    """[RW, 8 g, 4 c, R, 2 h, 2 b]: a warp's sums once its column parts are added."""
+    """[RW, 8 g, 4 c, R, 2 h, 2 b]: a warp's sums after the reduction over column parts."""
     return gl.BlockedLayout([1, 1, 1, R, 2, 2], [1, 8, 4, 1, 1, 1], [W, 1, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0])
 
 
 @gluon.constexpr_function
 def _sums_shape(GROUP):
-    """Registers of sums of tokens that a tile takes: a quad for each scale of 64 columns."""
+    """Registers of token sums that a tile needs: a quad for each of its scales per row."""
     return 8 if GROUP == 32 else 4
 
 
 @gluon.constexpr_function
 def _quads_layout(S, RW, Q):
-    """[S, RW, 8 g, 4 c, Q]: sums of tokens, equal for all g."""
+    """[S, RW, 8 g, 4 c, Q]: token sums, equal for all g."""
     return gl.BlockedLayout([1, 1, 1, 1, Q], [1, 1, 8, 4, 1], [S, RW, 1, 1, 1], [4, 3, 2, 1, 0])
 
 
 @gluon.constexpr_function
 def _scale_stride(KIND, GROUP):
-    """Scale words from one tile column to the next; 0 where that is no constant."""
+    """Scale words from one tile column to the next; 0 if it is not constant."""
     return _run_words(KIND, GROUP) if GROUP in (32, 64) else 0

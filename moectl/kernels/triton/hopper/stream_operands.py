@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 # ruff: noqa: RUF005 (device code has no starred expressions)
-"""Operands of the streaming kernels: weights and scales on their way, tokens in shared memory, one tile.
+"""Operands of the streaming kernels: loads of weights and scales, tokens in shared memory, a tile's products.
 
-`stream_kernels` says what the dimensions of tensors are called.
+`stream_kernels` explains the names of dimensions.
 """
 
 from triton.experimental import gluon
@@ -31,7 +31,7 @@ from .stream_layouts import (
 
 @gluon.jit
 def _spread(v, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr):
-    """[S, RW, 32, R] as [S, RW, 32, R, 4]: four equal copies of a lane's value."""
+    """[S, RW, 32, R] broadcast to [S, RW, 32, R, 4]: four copies of a lane's value."""
     L: gl.constexpr = _words_layout(S, RW, R)
     v, _ = gl.broadcast(gl.expand_dims(v, 4), gl.full([S, RW, 32, R, 4], 0, v.dtype, L))
     return v
@@ -39,7 +39,7 @@ def _spread(v, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr):
 
 @gluon.jit
 def _b_operand(xs, N: gl.constexpr, TR: gl.constexpr, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr):
-    """Two [N, RW, 32, R, 4] halves of a lane's words from `xs` [N, TR, 32] in shared memory, N up to S."""
+    """B operands from `xs` [N, TR, 32] in shared memory, N <= S: a lane's words as two [N, RW, 32, R, 4]."""
     L: gl.constexpr = _words_layout(S, RW, R)
     P: gl.constexpr = _tokens_layout(S, RW, TR)
     x = gl.expand_dims(gl.expand_dims(xs.load(gl.SliceLayout(1, gl.SliceLayout(2, P))), 1), 2)
@@ -56,7 +56,7 @@ def _b_operand(xs, N: gl.constexpr, TR: gl.constexpr, S: gl.constexpr, RW: gl.co
 
 @gluon.jit
 def _quads(q, GROUP: gl.constexpr, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr):
-    """One or two [S, RW, 32, R, 4] of sums of tokens from `q` [S, 4, Q] in shared memory."""
+    """Token sums from `q` [S, 4, Q] in shared memory, as one or two [S, RW, 32, R, 4]."""
     L: gl.constexpr = _words_layout(S, RW, R)
     Q: gl.constexpr = _sums_shape(GROUP)
     P: gl.constexpr = _quads_layout(S, RW, Q)
@@ -83,9 +83,9 @@ def _quads(q, GROUP: gl.constexpr, S: gl.constexpr, RW: gl.constexpr, R: gl.cons
 @gluon.jit
 def _tile(w, s, z, xs, qs, at, acc, KIND: gl.constexpr, GROUP: gl.constexpr, NT: gl.constexpr,
           TR: gl.constexpr, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """`acc` (a tuple of NT) plus one tile's products.
+    """`acc` (a tuple of NT) plus the products of one tile.
 
-    In shared memory, tokens are `xs` [at, S, TR, 32] and their sums `qs` [at, S, 4, Q].
+    In shared memory are the tokens, `xs` [at, S, TR, 32], and their sums, `qs` [at, S, 4, Q].
     """
     ASM: gl.constexpr = _tile_asm(KIND, GROUP, NT)
     args = w + s + z
@@ -107,10 +107,10 @@ def _tile(w, s, z, xs, qs, at, acc, KIND: gl.constexpr, GROUP: gl.constexpr, NT:
 @gluon.jit
 def _sum_tokens(filled, qs, KIND: gl.constexpr, GROUP: gl.constexpr, UNITS: gl.constexpr, TR: gl.constexpr,
                 W: gl.constexpr, STEPS: gl.constexpr):  # fmt: skip
-    """Sums of the tokens over each run of columns, times the factor.
+    """Sums the tokens over each group of columns, times the factor.
 
-    From `filled` [STEPS, UNITS, TR, 32] to `qs` [STEPS up to a multiple of 8, UNITS, 4, Q]. A warp adds 8
-    steps of one unit at a time, each into rows of the accumulator of its own.
+    From `filled` [STEPS, UNITS, TR, 32] to `qs` [STEPS up to a multiple of 8, UNITS, 4, Q]. A warp sums 8
+    steps of one unit at a time, each in separate rows of the accumulator.
     """
     G: gl.constexpr = _smaller(UNITS, W)
     SHARE: gl.constexpr = UNITS // G
@@ -124,7 +124,7 @@ def _sum_tokens(filled, qs, KIND: gl.constexpr, GROUP: gl.constexpr, UNITS: gl.c
     for first in gl.static_range(0, STEPS, 8):
         for share in gl.static_range(SHARE):
             q = gl.full([G, 1, 32, 1, 4], 0.0, gl.float32, L)
-            for chain in gl.static_range(4):  # as sums in different rows need not wait for each other
+            for chain in gl.static_range(4):  # sums in different rows are independent
                 some = gl.full([G, 1, 32, 1, 4], 0.0, gl.float32, L)
                 for i in gl.static_range(chain, _smaller(8, STEPS - first), 4):
                     lo, hi = _b_operand(xs.index((first + i) * SHARE + share), G, TR, W, 1, 1)
@@ -133,7 +133,7 @@ def _sum_tokens(filled, qs, KIND: gl.constexpr, GROUP: gl.constexpr, UNITS: gl.c
                         ASM[0], ASM[1], [lo, hi, select, some], dtype=gl.float32, is_pure=True, pack=4
                     )
                 q += some
-            # Rows g are steps. A pair starts the sums of rows g and of rows g + 8, so it is there twice.
+            # Rows g are steps. A pair initializes the sums of rows g and of rows g + 8, hence twice.
             q = q.reshape([G, 8, 4, 2, 2])
             q = gl.join(q, q).permute((1, 0, 2, 3, 5, 4))
             if GROUP != 32:
@@ -144,7 +144,7 @@ def _sum_tokens(filled, qs, KIND: gl.constexpr, GROUP: gl.constexpr, UNITS: gl.c
 
 @gluon.constexpr_function
 def _load_asm(ahead, offset):
-    """16 bytes at `offset` from an address if more than `ahead` columns are left, else anything."""
+    """PTX that loads 16 bytes at `offset` if more than `ahead` columns are left, else loads nothing."""
     return (
         f"{{ .reg .pred p; setp.gt.s32 p, $8, {ahead}; "
         f"@p ld.global.cg.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}]; }}"
@@ -154,9 +154,9 @@ def _load_asm(ahead, offset):
 @gluon.jit
 def _code_words(wp, left, KIND: gl.constexpr, AHEAD: gl.constexpr, S: gl.constexpr, RW: gl.constexpr,
                 R: gl.constexpr):  # fmt: skip
-    """A lane's words of one tile as `_tile` takes them, one tensor or with 8-bit codes two.
+    """Loads a lane's code words of one tile for `_tile`: one tensor, or two for 8-bit codes.
 
-    In assembly, as a load with a mask clears its registers first.
+    By inline PTX, as Triton's masked loads clear their registers first.
     """
     L: gl.constexpr = _words_layout(S, RW, R)
     left, _ = gl.broadcast(gl.expand_dims(left, 4), gl.full([S, RW, 32, R, 4], 0, gl.int32, L))
@@ -174,10 +174,10 @@ def _code_words(wp, left, KIND: gl.constexpr, AHEAD: gl.constexpr, S: gl.constex
 @gluon.jit
 def _scale_words(sp, k, valid, KIND: gl.constexpr, GROUP: gl.constexpr,
                  S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """Scale (or zero) words of a tile [S, RW, 32, R], as `_tile` takes them: two tensors.
+    """Loads the scale (or zero-point) words of a tile, [S, RW, 32, R], for `_tile`: two tensors.
 
-    `sp` points to tile column `k`, and with groups wider than a tile to column 0. Columns past the end get
-    0, which makes nothing of whatever their codes are.
+    `sp` points to tile column `k`, or to column 0 if groups are wider than a tile. Columns past the end get a
+    scale of 0, so their codes do not matter.
     """
     if _run_words(KIND, GROUP) == 64:
         P: gl.constexpr = _pairs_layout(S, RW, R)
@@ -203,9 +203,9 @@ def _scale_words(sp, k, valid, KIND: gl.constexpr, GROUP: gl.constexpr,
 @gluon.jit
 def _tile_loads(wp, sp, zp, k, left, KIND: gl.constexpr, GROUP: gl.constexpr, AHEAD: gl.constexpr,
                 S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """Codes, scales and zeros, on their way, of the tile that is AHEAD columns after `k`.
+    """Issues the loads of codes, scales and zero points of the tile AHEAD columns after `k`.
 
-    Only the first `left` columns exist.
+    `left` is the number of columns from `k` to the end.
     """
     STRIDE: gl.constexpr = _scale_stride(KIND, GROUP)
     valid = left > AHEAD
@@ -219,9 +219,9 @@ def _tile_loads(wp, sp, zp, k, left, KIND: gl.constexpr, GROUP: gl.constexpr, AH
 
 @gluon.jit
 def _record(IDS, PLAN, p, T, TOKENS: gl.constexpr, PLANNED: gl.constexpr):
-    """(expert, live tokens) of program `p`; no expert is -1.
+    """(expert, number of tokens) of program `p`; the expert is -1 if there is none.
 
-    From L2: the second GEMM reads before it waits, when the L1 cache may still hold an earlier call's.
+    Read from L2: the second GEMM reads it before its wait, when L1 may still hold an earlier call's records.
     """
     if PLANNED:
         expert = gl.load(PLAN + p.to(gl.int64) * (TOKENS + 8), cache_modifier=".cg")
@@ -234,7 +234,7 @@ def _record(IDS, PLAN, p, T, TOKENS: gl.constexpr, PLANNED: gl.constexpr):
 
 @gluon.jit
 def _slots(PLAN, p, n, count, TOKENS: gl.constexpr, PLANNED: gl.constexpr):
-    """Slots of a program's tokens `n` (any shape), 0 for dead ones."""
+    """Slots of tokens `n` (any shape) of a program; 0 past its last token."""
     if PLANNED:
         slots = gl.load(PLAN + p.to(gl.int64) * (TOKENS + 8) + 8 + n, mask=n < count, other=0)
     else:
@@ -244,7 +244,7 @@ def _slots(PLAN, p, n, count, TOKENS: gl.constexpr, PLANNED: gl.constexpr):
 
 @gluon.jit
 def _times_2_64(v):
-    """Pairs of bf16 times 2^64."""
+    """Multiplies pairs of bf16 by 2^64."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 m, n; mov.b32 m, 0x5F805F80; mov.b32 n, 0x80008000; fma.rn.bf16x2 $0, $1, m, n; }",
         "=r,r", [v], dtype=gl.int32, is_pure=True, pack=1,
@@ -255,11 +255,11 @@ def _times_2_64(v):
 def _fill(filled, X, PLAN, p, count, begin, last, KX2, TOP_K: gl.constexpr, PLANNED: gl.constexpr,
           SCALED: gl.constexpr, D: gl.constexpr, NT: gl.constexpr, TR: gl.constexpr, S: gl.constexpr,
           RW: gl.constexpr, STEPS: gl.constexpr, NF: gl.constexpr, TT: gl.constexpr):  # fmt: skip
-    """Puts the first TT tokens of NF blocks, from tile column `begin` on, into `filled`.
+    """Copies the first TT tokens of NF blocks, from tile column `begin` on, into `filled`.
 
-    That is shared memory [STEPS, D, NT * S, TR, 32]. Words from `last` on become zero; what there is for dead
-    tokens is read by no sum of a live one. A token's row of X is its slot divided by TOP_K. A few tokens
-    come through registers, more are copied past them.
+    `filled` is shared memory [STEPS, D, NT * S, TR, 32]. Words from `last` on become zero; entries past the
+    last token do not affect the sums of others. A token's row of X is its slot divided by TOP_K. One or two
+    tokens are copied through registers, more by cp.async.
     """
     L: gl.constexpr = _fill_layout(D, S, RW, TT)
     HOW: gl.constexpr = _fill_batch(D, S, RW, STEPS, NF, TT)
@@ -276,7 +276,7 @@ def _fill(filled, X, PLAN, p, count, begin, last, KX2, TOP_K: gl.constexpr, PLAN
     n = (ns // S) * 8 + t
     live = n < count
     slot = _slots(PLAN, p, n, count, (NT - 1) * 8 + TR, PLANNED)
-    # The swizzle of the B operand by hand, as swizzled memory cannot be cut between tokens.
+    # The B operand's swizzle, written out: swizzled shared memory cannot be sliced between tokens.
     column = (begin + (i * D + d) * S + ns % S) * 32 + (piece ^ t) * 4
     from_ = X + ((slot // TOP_K).to(gl.int64) * KX2 + (column + word))
     if TT <= 2:
@@ -305,9 +305,9 @@ def _fill(filled, X, PLAN, p, count, begin, last, KX2, TOP_K: gl.constexpr, PLAN
 
 @gluon.jit
 def _keep_order():
-    """Memory accesses before this are issued before those after it; a warp waits for none of them.
+    """Memory accesses before this are issued before those after it; no access is waited for.
 
-    Otherwise the compiler expands several tiles at once, and their registers are free for loads only at the
-    end of all: nothing would be on its way meanwhile.
+    Otherwise ptxas dequantizes several tiles at once, whose registers become free for loads only after the
+    last one, with no load in flight meanwhile.
     """
     gl.inline_asm_elementwise("bar.warp.sync -1; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moectl.kernels.triton.hopper.prefill import SHAPES, PrefillTile, cut
+from moectl.kernels.triton.hopper.prefill import SHAPES, PrefillTile, split
 
 POISON = -7
 
@@ -26,7 +26,7 @@ def test_tiles_cover_every_position_once_and_are_as_wide_as_their_neighbours(
 ) -> None:
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
     # As if some assignments were skipped, so that the bound is not met.
-    tiles, count, bound = cut(offsets, sum(counts) + 5, len(counts), PrefillTile(units))
+    tiles, count, bound = split(offsets, sum(counts) + 5, len(counts), PrefillTile(units))
     assert len(tiles) == bound
     assert count[1:].tolist() == [0, 0]
     found = tiles[: count[0]].tolist()

@@ -57,9 +57,9 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     tile = MidTile(16, 4, 8)
     assert not MID_FAMILY.fits(problem, tile)
     for changed, other, reason in (
-        (problem, replace(tile, tokens=20), "none of its tiles"),
+        (problem, replace(tile, tokens=20), "not a supported tile"),
         (problem, replace(tile, tokens=128), "registers"),
-        (problem, replace(tile, stages=1), "no stage to fill"),
+        (problem, replace(tile, stages=1), "two stages"),
         (problem, replace(tile, stages=40), "shared memory"),
         (
             replace(problem, scheme=Scheme(int_format(4, 64))),
@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         ),
         (replace(problem, dims=Dims(200, 96)), replace(tile, stages=3), "hidden size is 200"),
         (replace(problem, dims=Dims(224, 72)), replace(tile, stages=3), "intermediate size is 72"),
-        (replace(problem, dtype="fp16"), tile, "no fp16 products"),
+        (replace(problem, dtype="fp16"), tile, "does not support fp16 tokens"),
         (replace(problem, activation=Activation("situ")), tile, "activation"),
     ):
         assert reason in MID_FAMILY.fits(changed, other)

@@ -41,8 +41,8 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     problem = layer_without_weights(GPT_OSS).problem
     assert not PREFILL_FAMILY.fits(problem, PrefillTile())
     for changed, tile, reason in (
-        (problem, PrefillTile(10), "none of its tiles"),
-        (replace(problem, dtype="fp16"), PrefillTile(), "no fp16 products"),
+        (problem, PrefillTile(10), "not a supported tile"),
+        (replace(problem, dtype="fp16"), PrefillTile(), "does not support fp16 tokens"),
         (replace(problem, activation=Activation("situ")), PrefillTile(), "activation"),
     ):
         assert reason in PREFILL_FAMILY.fits(changed, tile)
