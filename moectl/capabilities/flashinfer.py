@@ -13,9 +13,10 @@ from ..problem.padding import size_rule
 from ..problem.schemes import (
     A16,
     BF16,
+    FP8_ACT_GROUP_128,
+    FP8_ACT_TENSOR_STATIC,
     FP8_BLOCK,
     FP8_TENSOR,
-    FULL,
     MXFP4,
     MXFP8,
     MXFP8_ACT,
@@ -203,8 +204,6 @@ class FlashInferKernel:
 _IN_BLOCKS = frozenset(("fp8", "int8"))
 """Activation formats for which blocks and static scales are also compared."""
 
-FP8_128 = ActFormat("fp8", 8, (1, 128))
-FP8_STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
 
 _SILU = frozenset(("silu",))
 _SWIGLU = frozenset(("silu", "swigluoai"))
@@ -226,11 +225,11 @@ TRTLLM: tuple[FlashInferKernel, ...] = (
     _trtllm(MXFP4, MXFP8_ACT, "trtllm-mxfp4", _FP4, _SWIGLU | {"situ"}, bias=True),
     _trtllm(NVFP4, NVFP4_ACT, "trtllm-nvfp4", _FP4, _STEP | {"situ"}, ungated=_RELU2),
     _trtllm(int_format(4, 32), A16, "trtllm-mxint4", _INT4, _SWIGLU),
-    _trtllm(FP8_BLOCK, FP8_128, "trtllm-fp8-block", _FP8, _SWIGLU, ungated=_RELU2),
+    _trtllm(FP8_BLOCK, FP8_ACT_GROUP_128, "trtllm-fp8-block", _FP8, _SWIGLU, ungated=_RELU2),
     _trtllm(MXFP8, MXFP8_ACT, "trtllm-mxfp8", _FP8, _STEP, ungated=_RELU2),
     _trtllm(
         FP8_TENSOR,
-        FP8_STATIC,
+        FP8_ACT_TENSOR_STATIC,
         "trtllm-fp8-tensor",
         _TENSOR,
         _SILU | {"swiglustep"},
@@ -267,7 +266,7 @@ CUTLASS: tuple[FlashInferKernel, ...] = (
     ),
     FlashInferKernel(
         FP8_BLOCK,
-        FP8_128,
+        FP8_ACT_GROUP_128,
         "cutlass-fp8-block",
         _SILU,
         "cutlass_fused_moe",

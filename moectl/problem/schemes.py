@@ -110,6 +110,10 @@ def act_format(name: str, block: tuple[int, int] | None = None, dynamic: bool = 
 
 
 A16 = ActFormat()
+FP8_ACT_TENSOR = act_format("fp8", (FULL, FULL))
+FP8_ACT_TENSOR_STATIC = act_format("fp8", (FULL, FULL), dynamic=False)
+FP8_ACT_TOKEN = act_format("fp8", (1, FULL))
+FP8_ACT_GROUP_128 = act_format("fp8", (1, 128))
 BF16 = weight_format("bf16")
 MXFP4 = weight_format("mxfp4")
 NVFP4 = weight_format("nvfp4")

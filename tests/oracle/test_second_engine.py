@@ -203,7 +203,6 @@ def test_conformance_reads_its_recordings() -> None:
 
 
 SHOWN_TO_USERS = {
-    ("cli/explain/options.py", "vllm-0.33.0, or moectl: what this tool runs. Default: both, vLLM's first."),
     ("cli/tune/command.py", "moectl tune Qwen/Qwen3-30B-A3B --to vllm ./tuned"),
 }
 """Texts of --help that name an engine."""

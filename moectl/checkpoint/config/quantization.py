@@ -10,6 +10,9 @@ from typing import Any
 from ...errors import CheckpointError
 from ...problem.schemes import (
     BF16,
+    FP8_ACT_TENSOR,
+    FP8_ACT_TENSOR_STATIC,
+    FP8_TENSOR,
     FULL,
     MXFP4,
     MXFP8,
@@ -20,9 +23,6 @@ from ...problem.schemes import (
     weight_format,
 )
 from .quantization_formats import (
-    FP8_TENSOR,
-    FP8_TENSOR_STATIC,
-    FP8_TENSOR_WEIGHT,
     Config,
     group_scheme,
     group_size,
@@ -135,11 +135,11 @@ def _fp8(config: Config, model_type: str) -> Parsed:
         rows, columns = pair(config, "weight_block_size", "")
         scheme = Scheme(weight_format("fp8", (rows, columns)), act_format("fp8", (1, columns)))
         return "fp8", scheme, "", {"storage": "quant_method", "scheme": "weight_block_size"}, ignore
-    activations = {"static": FP8_TENSOR_STATIC, "dynamic": FP8_TENSOR}
+    activations = {"static": FP8_ACT_TENSOR_STATIC, "dynamic": FP8_ACT_TENSOR}
     name = word(config, "activation_scheme", "dynamic")
     if name not in activations:
         raise refuse("activation_scheme", "'static' or 'dynamic'", name)
-    scheme = Scheme(FP8_TENSOR_WEIGHT, activations[name])
+    scheme = Scheme(FP8_TENSOR, activations[name])
     return "fp8", scheme, "", {"storage": "quant_method", "scheme": "activation_scheme"}, ignore
 
 

@@ -10,8 +10,10 @@ from ...errors import CheckpointError, UsageError
 from ...files.strict_json import shown
 from ...problem.schemes import (
     A16,
+    FP8_ACT_TENSOR_STATIC,
     FP8_BLOCK,
     FP8_CHANNEL,
+    FP8_TENSOR,
     FULL,
     MXFP4,
     MXFP8,
@@ -29,10 +31,6 @@ from ...problem.schemes import (
 )
 
 Config = Mapping[str, Any]
-
-FP8_TENSOR = act_format("fp8", (FULL, FULL))
-FP8_TENSOR_STATIC = act_format("fp8", (FULL, FULL), dynamic=False)
-FP8_TENSOR_WEIGHT = weight_format("fp8", (FULL, FULL))
 
 
 _DIGITS = re.compile(r"-?[0-9]{1,9}")
@@ -120,7 +118,7 @@ def is_expert_rule(name: str) -> bool:
 
 
 MODELOPT_ALGORITHMS = {
-    "FP8": Scheme(FP8_TENSOR_WEIGHT, FP8_TENSOR_STATIC),
+    "FP8": Scheme(FP8_TENSOR, FP8_ACT_TENSOR_STATIC),
     "NVFP4": Scheme(NVFP4, NVFP4_ACT),
     "NVFP4_AWQ": Scheme(NVFP4, NVFP4_ACT),
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme(FP8_CHANNEL, act_format("fp8", (1, FULL))),
@@ -234,7 +232,7 @@ def _quark_weight(spec: Config, where: str) -> WeightFormat:
         ("fp8_e4m3", (1, 32)): MXFP8,
         ("int4", block): int_format(4, block[1], "F32"),
         ("int8", block): int_format(8, block[1], "F32"),
-        ("fp8_e4m3", (FULL, FULL)): FP8_TENSOR_WEIGHT,
+        ("fp8_e4m3", (FULL, FULL)): FP8_TENSOR,
         ("fp8_e4m3", (1, FULL)): FP8_CHANNEL,
         **({("fp8_e4m3", block): weight_format("fp8", block)} if block[0] > 1 else {}),
     }

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from ...problem.schemes import (
     A16,
     BF16,
+    FP8_ACT_GROUP_128,
+    FP8_ACT_TENSOR,
+    FP8_ACT_TENSOR_STATIC,
+    FP8_ACT_TOKEN,
+    FP8_TENSOR,
     FULL,
     MXFP4,
     MXFP8,
@@ -18,7 +23,6 @@ from ...problem.schemes import (
     WeightFormat,
     int_format,
 )
-from ..config.quantization_formats import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
 from .shapes import SymbolicShape, parse_shape
 
 FLOATS = ("BF16", "F16", "F32")
@@ -94,8 +98,6 @@ def _number(role: str, required: bool = True) -> Suffix:
 
 _BIAS = _one("_bias", FLOATS, "n", required=False)
 _INPUT = _number("_input", required=False)
-_BLOCK_ACT = ActFormat("fp8", 8, (1, 128))
-_TOKEN_ACT = ActFormat("fp8", 8, (1, FULL))
 _INT8_ACT = ActFormat("int8", 8, (1, FULL))
 
 
@@ -157,7 +159,7 @@ def _fp8_block(scale: str, storages: tuple[str, ...]) -> StoredFormat:
             scale: _one("_scale", ("F8_E8M0", *FLOATS), "n/rows k/group"),
             "bias": _BIAS,
         },
-        _BLOCK_ACT,
+        FP8_ACT_GROUP_128,
     )
 
 
@@ -214,15 +216,15 @@ FORMATS: tuple[StoredFormat, ...] = (
     _mxfp8("weight_scale", ("modelopt", "compressed-tensors", "quark", "fp8")),
     StoredFormat(
         ("fp8", "modelopt", "compressed-tensors", "quark"),
-        FP8_TENSOR_WEIGHT,
+        FP8_TENSOR,
         {
             "weight": _one("", FP8, "n k"),
             "weight_scale": _number("_scale"),
             "input_scale": _INPUT,
             "bias": _BIAS,
         },
-        FP8_TENSOR,
-        FP8_TENSOR_STATIC,
+        FP8_ACT_TENSOR,
+        FP8_ACT_TENSOR_STATIC,
     ),
     StoredFormat(
         _DENSE8,
@@ -233,7 +235,7 @@ FORMATS: tuple[StoredFormat, ...] = (
             "input_scale": _INPUT,
             "bias": _BIAS,
         },
-        _TOKEN_ACT,
+        FP8_ACT_TOKEN,
     ),
     _fp8_block("weight_scale_inv", ("fp8",)),
     _fp8_block("weight_scale", ("compressed-tensors", "fp8", "modelopt", "quark")),
@@ -266,8 +268,8 @@ FORMATS: tuple[StoredFormat, ...] = (
             "input_scale": _INPUT,
             "bias": _BIAS,
         },
-        FP8_TENSOR,
-        FP8_TENSOR_STATIC,
+        FP8_ACT_TENSOR,
+        FP8_ACT_TENSOR_STATIC,
         "two_level",
     ),
     _gptq(4),

@@ -129,7 +129,7 @@ class DecisionOptions:
         str | None,
         option(
             "--policy",
-            help="vllm-0.33.0, or moectl: what this tool runs. Default: both, vLLM's first.",
+            help="An engine's release, or moectl: what this tool runs. Default: both.",
             autocompletion=completed(policy_names),
         ),
     ] = None

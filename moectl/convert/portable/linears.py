@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.config.quantization import zeros_less_one
-from ...checkpoint.config.quantization_formats import FP8_TENSOR, FP8_TENSOR_STATIC, FP8_TENSOR_WEIGHT
 from ...checkpoint.tensors.shapes import shape_at
 from ...checkpoint.tensors.storage import PER_EXPERT, Arrangement, Storage, format_sizes
 from ...checkpoint.tensors.stored_formats import FORMATS, SHOWN, StoredFormat
@@ -19,7 +18,14 @@ from ...errors import UsageError
 from ...files.tensor_table import TensorInfo, TensorType
 from ...problem.moe_problem import Activation, Dims, MoEProblem
 from ...problem.portable_formats import PORTABLE
-from ...problem.schemes import ActFormat, Scheme, WeightFormat
+from ...problem.schemes import (
+    FP8_ACT_TENSOR,
+    FP8_ACT_TENSOR_STATIC,
+    FP8_TENSOR,
+    ActFormat,
+    Scheme,
+    WeightFormat,
+)
 from ..canonical import canonical_shapes
 from ..sources import LayerMapping, MappedTensors, TensorMapping
 from ..sources.map_layer import read_dtype, tensor_mapping
@@ -157,8 +163,8 @@ def _act(
     for problem in experts:
         if problem.scheme.weight == weight:
             return problem.scheme.act
-    if weight == FP8_TENSOR_WEIGHT:
-        return FP8_TENSOR_STATIC if "input_scale" in tensors else FP8_TENSOR
+    if weight == FP8_TENSOR:
+        return FP8_ACT_TENSOR_STATIC if "input_scale" in tensors else FP8_ACT_TENSOR
     return next((p.act for p in PORTABLE.values() if p.weight == weight), PORTABLE["bf16"].act)
 
 

@@ -1,7 +1,7 @@
 """AITER: AMD's kernels. On other platforms they are ranked, and rejected by the device check."""
 
 from .....problem.moe_problem import SWIGLU_OAI, Align
-from .....problem.schemes import MXFP4_ACT, MXFP8_ACT, ActFormat
+from .....problem.schemes import FP8_ACT_TENSOR_STATIC, MXFP4_ACT, MXFP8_ACT
 from ....backend import (
     ALONE,
     Backend,
@@ -159,7 +159,7 @@ AITER_FP8 = Backend(
             monolithic=True,
         ),
     ),
-    act=ActFormat("fp8", 8, (-1, -1), dynamic=False),
+    act=FP8_ACT_TENSOR_STATIC,
     forms=_FORMS,
 )
 AITER_TRITON_MXFP4 = Backend(

@@ -1,7 +1,7 @@
 """DeepGEMM: FP8 activations with FP8 weights in blocks, or with FP4 weights on Blackwell."""
 
 from .....problem.moe_problem import Align
-from .....problem.schemes import MXFP8_ACT, ActFormat
+from .....problem.schemes import FP8_ACT_GROUP_128, MXFP8_ACT
 from ....backend import (
     Backend,
     Capability,
@@ -100,6 +100,6 @@ DEEP_GEMM_MXFP4 = Backend(
             ),
         ),
     ),
-    act=ActFormat("fp8", 8, (1, 128)),
+    act=FP8_ACT_GROUP_128,
     forms=(WeightForm("deep-gemm", Align(128, 128)),),
 )

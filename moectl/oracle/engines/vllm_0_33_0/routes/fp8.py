@@ -6,7 +6,14 @@ import math
 from dataclasses import replace
 
 from .....problem.moe_problem import Dims, MoEProblem
-from .....problem.schemes import FULL, ActFormat, WeightFormat
+from .....problem.schemes import (
+    FP8_ACT_GROUP_128,
+    FP8_ACT_TENSOR_STATIC,
+    FP8_ACT_TOKEN,
+    FULL,
+    ActFormat,
+    WeightFormat,
+)
 from ....backend import ANY, Backend, SupportQuery, but, only
 from ....decision import Candidate, Failure
 from ....format_keys import act_key, exact_key
@@ -40,10 +47,6 @@ _BLOCK = "fp8 block 128x128"
 _FINEST = 32
 """Edge of the smallest block that scales are re-expanded to."""
 
-_PER_TOKEN = ActFormat("fp8", 8, (1, FULL))
-_PER_GROUP = ActFormat("fp8", 8, (1, 128))
-_PER_TENSOR_STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
-
 
 def _blocks(weight: WeightFormat) -> bool:
     return FULL not in weight.block
@@ -52,20 +55,20 @@ def _blocks(weight: WeightFormat) -> bool:
 def _fp8_act(problem: MoEProblem, invariant: bool) -> ActFormat:
     """Group-128 activations for weight blocks; per-token instead of per-tensor scales if `invariant`."""
     if _blocks(problem.scheme.weight):
-        return _PER_GROUP
+        return FP8_ACT_GROUP_128
     declared = problem.scheme.act
-    return _PER_TOKEN if invariant and declared.dynamic else declared
+    return FP8_ACT_TOKEN if invariant and declared.dynamic else declared
 
 
 def _modelopt_act(problem: MoEProblem, invariant: bool) -> ActFormat:
-    return _PER_TENSOR_STATIC
+    return FP8_ACT_TENSOR_STATIC
 
 
 def _compressed_act(problem: MoEProblem, invariant: bool) -> ActFormat:
     """Dynamic per-tensor activations are requested as groups of 128, which few kernels support here."""
     declared = problem.scheme.act
     dynamic_tensor = declared.dynamic and declared.block == (FULL, FULL)
-    return _PER_GROUP if _blocks(problem.scheme.weight) or dynamic_tensor else declared
+    return FP8_ACT_GROUP_128 if _blocks(problem.scheme.weight) or dynamic_tensor else declared
 
 
 def _compressed_key(weight: WeightFormat) -> str:
@@ -112,7 +115,7 @@ def _takes(ask: SupportQuery, backend: Backend) -> bool:
     return any(
         variant.capability.formats is None
         or any(
-            offer.supports(ask.weight, act_key(_PER_GROUP), ask.device)
+            offer.supports(ask.weight, act_key(FP8_ACT_GROUP_128), ask.device)
             for offer in variant.capability.formats
         )
         for variant in backend.variants
@@ -144,7 +147,7 @@ _DEEP_GEMM_PAIR = (deep_gemm.DEEP_GEMM_FP8, deep_gemm.BATCHED_DEEP_GEMM)
 
 
 def _hopper_blocks(ask: SupportQuery) -> bool:
-    return ask.weight == _BLOCK and act_key(ask.declared) == act_key(_PER_GROUP)
+    return ask.weight == _BLOCK and act_key(ask.declared) == act_key(FP8_ACT_GROUP_128)
 
 
 _NAMES: dict[str, tuple[Backend, ...]] = {
