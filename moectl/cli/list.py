@@ -18,7 +18,7 @@ EXAMPLES = (
 )
 
 
-class Listing(str, Enum):
+class ListTopic(str, Enum):
     """What can be listed."""
 
     models = "models"
@@ -30,7 +30,7 @@ class Listing(str, Enum):
 
 @framed("list")
 def list_names(
-    kind: Annotated[Listing, typer.Argument(help="What to list.", show_default=False)],
+    kind: Annotated[ListTopic, typer.Argument(help="What to list.", show_default=False)],
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="[WORD]...", help="Only names that contain all of these words."),
@@ -60,11 +60,11 @@ def list_names(
 
 
 COLUMNS = {
-    Listing.models: ("name", "experts", "layers", "config", "tensors"),
-    Listing.gpus: ("name", "product", "arch", "memory", "bandwidth"),
-    Listing.variables: ("name", "takes", "default", "status", "does", "instead"),
-    Listing.layouts: ("name", "to", "act", "archs", "readers", "verified"),
-    Listing.formats: ("name", "container", "weights", "activations", "readers"),
+    ListTopic.models: ("name", "experts", "layers", "config", "tensors"),
+    ListTopic.gpus: ("name", "product", "arch", "memory", "bandwidth"),
+    ListTopic.variables: ("name", "takes", "default", "status", "does", "instead"),
+    ListTopic.layouts: ("name", "to", "act", "archs", "readers", "verified"),
+    ListTopic.formats: ("name", "container", "weights", "activations", "readers"),
 }
 """Keys of a row that tables show."""
 
@@ -147,11 +147,11 @@ def _formats() -> Iterable[dict[str, Any]]:
 
 
 LISTS = {
-    Listing.models: _models,
-    Listing.gpus: _gpus,
-    Listing.variables: _variables,
-    Listing.layouts: _layouts,
-    Listing.formats: _formats,
+    ListTopic.models: _models,
+    ListTopic.gpus: _gpus,
+    ListTopic.variables: _variables,
+    ListTopic.layouts: _layouts,
+    ListTopic.formats: _formats,
 }
 
 

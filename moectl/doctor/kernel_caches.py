@@ -15,6 +15,7 @@ from typing import Any
 
 from ..environment.detection import usable_cores
 from ..files.records import to_json
+from ..files.safe_reading import text_or_empty
 from ..oracle.engine import CacheFolder
 from ..oracle.registry import newest_engines
 
@@ -147,7 +148,7 @@ def _sizes(folder: Path) -> Iterator[int]:
 
 def _mounts() -> list[tuple[str, str]]:
     """(mount point, file system type), longest mount points first."""
-    rows = [line.split() for line in _read(PROC / "mounts").splitlines()]
+    rows = [line.split() for line in text_or_empty(PROC / "mounts").splitlines()]
     mounts = [(row[1].replace("\\040", " "), row[2]) for row in rows if len(row) > 2]
     return sorted(mounts, key=lambda mount: -len(mount[0]))
 
@@ -192,7 +193,7 @@ def find_jobs(env: Env) -> CompilerJobs:
 
 def _cores() -> int:
     """Usable cores, including a container's quota."""
-    quota = _read(CGROUP / "cpu.max").split()
+    quota = text_or_empty(CGROUP / "cpu.max").split()
     if len(quota) == 2 and all(word.isdigit() for word in quota) and int(quota[1]):
         return max(1, min(usable_cores(), int(quota[0]) // int(quota[1])))
     return usable_cores()
@@ -200,17 +201,12 @@ def _cores() -> int:
 
 def _memory() -> int:
     """Available memory in bytes, including a container's limit."""
-    match = re.search(r"^MemAvailable:\s*(\d+) kB$", _read(PROC / "meminfo"), re.MULTILINE)
+    match = re.search(r"^MemAvailable:\s*(\d+) kB$", text_or_empty(PROC / "meminfo"), re.MULTILINE)
     free = int(match[1]) << 10 if match else 0
-    limit, used = _read(CGROUP / "memory.max").strip(), _read(CGROUP / "memory.current").strip()
+    limit, used = (
+        text_or_empty(CGROUP / "memory.max").strip(),
+        text_or_empty(CGROUP / "memory.current").strip(),
+    )
     if limit.isdigit() and used.isdigit():
         return min(free, max(0, int(limit) - int(used)))
     return free
-
-
-def _read(file: Path) -> str:
-    """The file's text; empty if it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

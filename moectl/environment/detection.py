@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..files.safe_reading import text_or_empty
 from .gpus import Gpu, visible_gpus
 from .named_devices import Device
 from .nvidia_smi import nvidia_gpus
@@ -35,14 +36,14 @@ def detect_device(env: Mapping[str, str] | None = None) -> Device:
 def detect_cpu() -> Device:
     """The CPU of this machine: usable cores, memory, and the instruction sets that backends depend on."""
     machine = platform.machine().lower()
-    info = _read("/proc/cpuinfo")
+    info = text_or_empty(Path("/proc/cpuinfo"))
     flags = re.search(r"^flags\s*:(.*)$", info, re.MULTILINE)
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
     flag_names = frozenset(flags[1].split()) if flags else frozenset[str]()
     features = {feature for flag, feature in _CPU_FLAGS.items() if flag in flag_names}
     if "AuthenticAMD" in info and "avx512" in features:
         features.add("zen")
-    memory = re.search(r"^MemTotal:\s*(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
+    memory = re.search(r"^MemTotal:\s*(\d+) kB$", text_or_empty(Path("/proc/meminfo")), re.MULTILINE)
     return Device(
         platform="cpu",
         arch=_MACHINES.get(machine, machine),
@@ -57,11 +58,3 @@ def usable_cores() -> int:
     """Cores that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else (os.cpu_count() or 1)
-
-
-def _read(path: str) -> str:
-    """The file's text; empty if it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

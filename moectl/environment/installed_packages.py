@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..files.safe_reading import text_or_empty
 from .package_probes import TOOLS, Probe
 
 _DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
@@ -145,7 +146,7 @@ def _metadata_version(distribution: str) -> str:
 def source_version(folder: Path) -> str:
     """The version stated in a package's source files; empty if there is none."""
     for name in ("version.py", "_version.py", "__init__.py"):
-        if match := _VERSION.search(_text(folder / name)):
+        if match := _VERSION.search(text_or_empty(folder / name)):
             return match[1]
     return ""
 
@@ -155,13 +156,5 @@ def _defines(folder: Path, symbol: str) -> bool:
     *inner, name = symbol.split(".")
     module = folder.joinpath(*inner)
     files = (module / "__init__.py", module.with_suffix(".py"))
-    text = next((_text(file) for file in files if file.is_file()), "")
+    text = next((text_or_empty(file) for file in files if file.is_file()), "")
     return re.search(rf"\b{re.escape(name)}\b", text) is not None
-
-
-def _text(file: Path) -> str:
-    """A source file's text; empty when it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

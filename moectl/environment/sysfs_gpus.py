@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ..files.safe_reading import text_or_empty
 from .gpus import Gpu
 from .named_devices import Device, device_of, known_names, squeeze
 
@@ -101,7 +102,7 @@ def _intel_names() -> Iterator[str]:
 
 def _properties(folder: Path) -> dict[str, int]:
     """The ``name number`` lines of a ``properties`` file; other lines are skipped."""
-    pairs = [line.split() for line in _text(folder / "properties").splitlines()]
+    pairs = [line.split() for line in text_or_empty(folder / "properties").splitlines()]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
@@ -113,11 +114,4 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _line(file: Path) -> str:
-    return _text(file).strip()
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return text_or_empty(file).strip()

@@ -45,6 +45,14 @@ def not_regular(where: str) -> CheckpointError:
     )
 
 
+def text_or_empty(file: Path) -> str:
+    """The text of a file of the system's; empty if it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def read_exactly(fd: int, view: memoryview, offset: int, name: str) -> None:
     """Fills `view` with the bytes of file `fd` from `offset`.
 

@@ -150,7 +150,7 @@ def test_cpu_features_come_from_its_flags(monkeypatch: pytest.MonkeyPatch) -> No
         "/proc/cpuinfo": "vendor_id\t: GenuineIntel\nmodel name\t: Xeon\nflags\t\t: fpu amx_tile avx512f\n",
         "/proc/meminfo": "MemTotal:       1024 kB\n",
     }
-    monkeypatch.setattr(environment.detection, "_read", files.__getitem__)
+    monkeypatch.setattr(environment.detection, "text_or_empty", lambda file: files[str(file)])
     device = detect_cpu()
     assert device.features == {"amx", "avx512"}
     assert (device.name, device.memory_bytes) == ("Xeon", 1 << 20)

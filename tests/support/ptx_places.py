@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from devtools.inspection.kernel_report import report_of
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 
 from moectl.kernels.prepared_layer import PreparedMoE
@@ -91,13 +92,18 @@ class Ptx:
 
 
 def gemms(layer: PreparedMoE, launch: Launch, tokens: int, name: str) -> list[dict[str, Any]]:
-    """What a call's two kernels called `name` were compiled to for SM90, by kind of code."""
+    """What a call's two kernels called `name` were compiled to for SM90, by kind of code.
+
+    They multiply on tensor cores, spill nothing and have no register hazard.
+    """
     problem = layer.problem
     dtype = torch.float16 if problem.dtype == "fp16" else torch.bfloat16
     with compiling_for(OFFLINE_GPUS[90]) as launched:
         x = torch.empty(tokens, problem.dims.hidden, dtype=dtype, device="meta")
         ids = torch.empty(tokens, problem.top_k, dtype=torch.int32, device="meta")
         run_with(layer, x, ids, ids.float(), launch)
-    found = [it.kernel.asm for it in launched if it.name == name]
+    found = [kernel for kernel in launched if kernel.name == name]
     assert len(found) == 2
-    return found
+    for report in map(report_of, found):
+        assert report.wgmma and not report.mma and not report.faults, report
+    return [kernel.kernel.asm for kernel in found]

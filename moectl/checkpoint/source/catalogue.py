@@ -1,6 +1,6 @@
 """Built-in published models: their config and the schema of their MoE tensors, one data file per model.
 
-The files are written by `scripts/devtools/catalogue`.
+The files are written by `scripts/catalogue`.
 """
 
 from __future__ import annotations

@@ -112,12 +112,13 @@ def shard_names(listed: Iterable[str], index: Mapping[str, str] | None) -> list[
     numbers_of: dict[str, set[int]] = defaultdict(set)
     for match in numbered.values():
         numbers_of[match["stem"]].add(int(match["number"]))
+    ranges = {stem: (len(numbers), min(numbers), max(numbers)) for stem, numbers in numbers_of.items()}
     for name, match in numbered.items():
-        numbers, count = numbers_of[match["stem"]], int(match["count"])
-        if len(numbers) != count or max(numbers) - min(numbers) >= count or min(numbers) > 1:
+        count, (present, first, last) = int(match["count"]), ranges[match["stem"]]
+        if present != count or last - first >= count or first > 1:
             raise CheckpointError(
                 f"{name}: the checkpoint has {count} files by its name, "
-                f"{len(numbers)} are there, with numbers from {min(numbers)} to {max(numbers)}.",
+                f"{present} are there, with numbers from {first} to {last}.",
                 hint="Download the others, or remove those that belong to another checkpoint.",
             )
     return names

@@ -123,13 +123,13 @@ class DecisionOptions:
         ),
     ] = None
     allow_fallback: Annotated[
-        bool, option("--allow-fallback", help="Choose automatically if --backend is not supported.")
+        bool, option("--allow-fallback", help="Choose automatically if --backend cannot run.")
     ] = False
     policy: Annotated[
         str | None,
         option(
             "--policy",
-            help="An engine's release, or moectl: what this tool runs. Default: both.",
+            help="An engine's release, or moectl for its own. Default: both.",
             autocompletion=completed(policy_names),
         ),
     ] = None

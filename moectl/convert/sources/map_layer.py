@@ -87,7 +87,11 @@ def map_layer(checkpoint: Checkpoint, group: LayerGroup, layer: int) -> LayerMap
         UsageError: experts of this kind in this storage are not supported.
     """
     problem, templates, storage = group.problem, group.names.experts, group.storage
-    assert storage is not None, "only layers whose tensors are listed are mapped"
+    if storage is None:
+        raise CheckpointError(
+            f"layer {layer}: the headers of its tensors were not read.",
+            hint="Open the checkpoint with its weights.",
+        )
     reason = _refusal(storage, problem) or _unsupported_kind(templates)
     if reason:
         raise UsageError(f"layer {layer}: {reason}.")

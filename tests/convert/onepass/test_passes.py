@@ -334,8 +334,8 @@ def test_the_script_that_times_it(monkeypatch):
     assert [row.case for row in rows] == [case.name for case in bench.CASES]
     assert all(row.rate > 0 and row.back_rate > 0 for row in rows)
     assert rows[1].against.startswith("FlashInfer")
-    assert rows[1].ratio if find_spec("flashinfer") else "is absent" in rows[1].against
-    assert "is absent: no vllm/" in rows[0].against and rows[0].ratio is None
+    assert rows[1].ratio if find_spec("flashinfer") else "is missing" in rows[1].against
+    assert "is missing: no vllm/" in rows[0].against and rows[0].ratio is None
 
 
 @pytest.mark.parametrize("name", ["marlin-mxfp4", "triton-hopper", "trtllm-mxfp4"])

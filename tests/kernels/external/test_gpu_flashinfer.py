@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moectl.capabilities.flashinfer import FP8_128
 from moectl.convert.layouts import cutlass
 from moectl.convert.layouts.registry import Chain
 from moectl.kernels.layer_inputs import LayerInputs, make_inputs
@@ -20,7 +19,7 @@ from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
 from moectl.layer.random_layer import RandomLayer
 from moectl.problem.moe_problem import SWIGLU_OAI, Dims, MoEProblem, Routing
-from moectl.problem.schemes import BF16, FP8_BLOCK, MXFP4, NVFP4, NVFP4_ACT, Scheme
+from moectl.problem.schemes import BF16, FP8_ACT_GROUP_128, FP8_BLOCK, MXFP4, NVFP4, NVFP4_ACT, Scheme
 from support.absent_backends import skip_if_absent
 from support.random_layers import skipping
 from support.runners import apply
@@ -43,7 +42,7 @@ PROBLEMS = {
     "bf16": replace(
         GPT_OSS, dims=Dims(512, 256), top_k=2, scheme=Scheme(BF16), bias=False, rows="concatenated"
     ),
-    "fp8-block": MoEProblem(Dims(512, 256), experts=8, top_k=2, scheme=Scheme(FP8_BLOCK, FP8_128)),
+    "fp8-block": MoEProblem(Dims(512, 256), experts=8, top_k=2, scheme=Scheme(FP8_BLOCK, FP8_ACT_GROUP_128)),
 }
 
 

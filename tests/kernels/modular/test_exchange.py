@@ -22,19 +22,18 @@ from support.rank_cases import CASES, run_rank
 SIZES = (2, 4)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, tiny_gpt_oss: Path) -> dict[int, list[dict[str, str]]]:
-    """By number of ranks, what every rank says about each case."""
+@pytest.fixture(scope="module", params=SIZES)
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_gpt_oss: Path
+) -> list[dict[str, str]]:
+    """What every rank reports of each case: nothing, or what is wrong."""
     # Ranks are forks of a process that has imported what they run: each would spend seconds on it.
     multiprocessing.set_forkserver_preload([run_rank.__module__])
-    results = {}
-    for size in SIZES:
-        folder = tmp_path_factory.mktemp(f"ranks{size}")
-        (folder / "checkpoint").symlink_to(tiny_gpt_oss)
-        convert_for(size, tiny_gpt_oss, folder / "converted")
-        mp.start_processes(run_rank, (size, str(folder)), nprocs=size, start_method="forkserver")
-        results[size] = [_said(folder, rank) for rank in range(size)]
-    return results
+    size, folder = request.param, tmp_path_factory.mktemp(f"ranks{request.param}")
+    (folder / "checkpoint").symlink_to(tiny_gpt_oss)
+    convert_for(size, tiny_gpt_oss, folder / "converted")
+    mp.start_processes(run_rank, (size, str(folder)), nprocs=size, start_method="forkserver")
+    return [_outcome(folder, rank) for rank in range(size)]
 
 
 def convert_for(size: int, source: Path, out: Path) -> None:
@@ -45,18 +44,14 @@ def convert_for(size: int, source: Path, out: Path) -> None:
     convert_ranks(plans, lambda item, progress: convert(item.plan, item.folder, progress=progress))
 
 
-def _said(folder: Path, rank: int) -> dict[str, str]:
-    said: dict[str, str] = json.loads((folder / f"rank{rank}.json").read_text())
-    return said
+def _outcome(folder: Path, rank: int) -> dict[str, str]:
+    outcome: dict[str, str] = json.loads((folder / f"rank{rank}.json").read_text())
+    return outcome
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", SIZES)
-def test_ranks_compute_what_one_rank_does(
-    found: dict[int, list[dict[str, str]]], size: int, case: str
-) -> None:
-    said = [ranks[case] for ranks in found[size]]
-    assert said == [""] * size
+def test_ranks_compute_what_one_rank_does(outcomes: list[dict[str, str]], case: str) -> None:
+    assert [outcome[case] for outcome in outcomes] == [""] * len(outcomes)
 
 
 @pytest.mark.parametrize("experts", [1, 3, 7])

@@ -60,7 +60,14 @@ def call_of(model: str, arch: int, family: str, *, place: int) -> Inspected | No
     return Inspected(model, arch, it.launch, it.tokens[0], inspect(layer, it.tokens[0], it.launch, gpu))
 
 
-@pytest.mark.parametrize("family", families(90))
+@pytest.mark.parametrize(
+    "family",
+    # hopper/test_compiled_mid and hopper/test_compiled_prefill compile those two for checks of their own.
+    [
+        pytest.param(family, marks=pytest.mark.slow if family in ("mid", "prefill") else ())
+        for family in families(90)
+    ],
+)
 def test_on_sm90_wgmma_from_registers_without_faults(family: str) -> None:
     # Formats take turns; all of them are compiled in the slow tests.
     model = ("openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking")[families(90).index(family) % 2]

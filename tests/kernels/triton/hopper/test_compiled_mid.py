@@ -86,6 +86,7 @@ def test_products_read_tokens_where_they_were_copied() -> None:
             tokens_lie_where_products_read(moved, tile)
 
 
+@pytest.mark.slow
 def test_results_are_stored_wide_where_sizes_are_hidden_from_the_compiler() -> None:
     tile = next(tile for tile in tiles(KIMI) if tile.tma_scales and tile.blocks_m == 2)
     for ptx in compiled(KIMI, tile):
