@@ -206,7 +206,7 @@ PACKINGS: Mapping[str, Packing] = {
     "divisors": Packing(values={"global": (Reciprocal(),), "input": (Reciprocal(),)}),
     "two_level": Packing(refuse=_two_level),
 }
-"""Every packing by its name in `Format.packing`."""
+"""Every packing by its name in `StoredFormat.packing`."""
 
 
 def _columns(stored: str, problem: MoEProblem) -> int:

@@ -57,6 +57,23 @@ def test_shapes_may_be_stored_in_64_bits(tmp_path: Path) -> None:
     assert folder_bytes(tmp_path / "back") == folder_bytes(source)
 
 
+def test_a_router_bias_stored_among_the_experts_is_kept(tmp_path: Path) -> None:
+    source = kimi_checkpoint(tmp_path / "source")
+    bias = "mlp.gate.e_score_correction_bias"
+    moved = "mlp.experts.e_score_correction_bias"
+    for path in source.glob("*.safetensors"):
+        save_file({key.replace(bias, moved): t for key, t in load_file(path).items()}, path, {"format": "pt"})
+    for path in source.glob("*.index.json"):
+        path.write_text(path.read_text().replace(bias, moved))
+    names = {name for name in all_tensors(source) if name.endswith(moved)}
+    assert names
+    convert(plan_of(source), tmp_path / "out")
+    assert verify(tmp_path / "out", source).ok
+    assert names <= all_tensors(tmp_path / "out").keys()
+    unconvert(tmp_path / "out", tmp_path / "back")
+    assert folder_bytes(tmp_path / "back") == folder_bytes(source)
+
+
 def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
     source = CHECKPOINTS["gpt_oss"](Path(os.fsdecode(os.fsencode(tmp_path / "source") + b"\xff")))
     convert(plan_of(source), tmp_path / "out")

@@ -251,7 +251,7 @@ CHOICES: Mapping[str, str] = {
     "num_warps": "num_warps",
     "num_stages": "num_stages",
 }
-"""The engine's name of each of `Blocks`' fields."""
+"""The engine's name of each of `GemmConfig`'s fields."""
 
 
 def _plain_default(tokens: int, experts: int) -> tuple[int, ...]:
