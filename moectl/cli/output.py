@@ -163,6 +163,12 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.3g} TB"
 
 
+def gib(nbytes: float) -> str:
+    """Bytes of GPU memory in GiB, as nvidia-smi and engines count: ``56.8 GiB``."""
+    value = nbytes / 2**30
+    return f"{value:.0f} GiB" if abs(value) >= 99.95 else f"{value:.3g} GiB"
+
+
 def duration(seconds: float) -> str:
     """A time with three significant digits: ``34.6 us``, ``1.37 ms``, ``2.3 s``."""
     for factor, unit in ((1e6, "us"), (1e3, "ms")):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 WIDEST = 100
@@ -23,18 +24,23 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class TextLine:
-    """A paragraph; `strong` if it is the answer."""
+    """A paragraph; `strong` if it is the answer, `tone` one of `TONES`."""
 
     text: str
     strong: bool = False
+    tone: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledValues:
-    """Labelled values, without the empty ones; those of `strong` labels are the answer."""
+    """Labelled values, without the empty ones; those of `strong` labels are the answer.
+
+    `tones` are those of labels, each one of `TONES`.
+    """
 
     rows: tuple[tuple[str, str], ...]
     strong: frozenset[str] = frozenset()
+    tones: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,25 @@ class TableBlock:
     right: frozenset[str] = frozenset()
 
 
-Block = Heading | TextLine | LabelledValues | Listing | TableBlock
+@dataclass(frozen=True, slots=True)
+class Details:
+    """Blocks that markdown folds under `title`; text prints them as they are."""
+
+    title: str
+    blocks: tuple[Block, ...]
+
+
+Block = Heading | TextLine | LabelledValues | Listing | TableBlock | Details
+
+TONES: Mapping[str, str] = {
+    "": "",
+    "strong": "bold",
+    "good": "bold green",
+    "wrong": "bold red",
+    "warning": "yellow",
+    "dim": "dim",
+}
+"""Styles of the terminal by what a line means."""
 
 
 def terminal_width() -> int:
@@ -73,17 +97,17 @@ def terminal_width() -> int:
 
 def draw(blocks: Iterable[Block], console: Any, width: int | None = None) -> None:
     """Prints `blocks` to a rich `console`, prose wrapped to `width` (default: the terminal's)."""
-    for text, strong in text_lines(blocks, width or terminal_width()):
-        console.print(text, style="bold" if strong else "", markup=False, soft_wrap=True)
+    for text, tone in text_lines(blocks, width or terminal_width()):
+        console.print(text, style=TONES[tone], markup=False, soft_wrap=True)
 
 
-def text_lines(blocks: Iterable[Block], width: int) -> Iterable[tuple[str, bool]]:
-    """Yields (line, strong); prose fits into `width`, long words and tables may exceed it."""
+def text_lines(blocks: Iterable[Block], width: int) -> Iterable[tuple[str, str]]:
+    """Yields (line, tone); prose fits into `width`, long words and tables may exceed it."""
     room = max(40, min(width, WIDEST))
     first = True
     for block in _joined(blocks):
         if isinstance(block, Heading) and not first:
-            yield "", False
+            yield "", ""
         first = False
         yield from _TEXT[type(block)](block, room)
 
@@ -93,7 +117,8 @@ def _joined(blocks: Iterable[Block]) -> Iterable[Block]:
     before: Block | None = None
     for block in blocks:
         if isinstance(before, LabelledValues) and isinstance(block, LabelledValues):
-            before = LabelledValues((*before.rows, *block.rows), before.strong | block.strong)
+            tones = {**before.tones, **block.tones}
+            before = LabelledValues((*before.rows, *block.rows), before.strong | block.strong, tones)
             continue
         if before is not None:
             yield before
@@ -119,17 +144,18 @@ _NUMBER = re.compile(r"\d (?:[kMGT]?B|[um]?s|TB/s|[a-z0-9]+ TFLOP/s)\b")
 """A number and its unit, which stay on one line."""
 
 
-def _heading_text(block: Heading, room: int) -> Iterable[tuple[str, bool]]:
-    return ((line, True) for line in _wrap(block.text, room, rest="  "))
+def _heading_text(block: Heading, room: int) -> Iterable[tuple[str, str]]:
+    return ((line, "strong") for line in _wrap(block.text, room, rest="  "))
 
 
-def _line_text(block: TextLine, room: int) -> Iterable[tuple[str, bool]]:
-    return ((line, block.strong) for line in _wrap(block.text, room, "  "))
+def _line_text(block: TextLine, room: int) -> Iterable[tuple[str, str]]:
+    tone = block.tone or ("strong" if block.strong else "")
+    return ((line, tone) for line in _wrap(block.text, room, "  "))
 
 
 def _labelled(
-    rows: Sequence[tuple[str, str]], room: int, indent: int, strong: frozenset[str] = frozenset()
-) -> Iterable[tuple[str, bool]]:
+    rows: Sequence[tuple[str, str]], room: int, indent: int, tones: Mapping[str, str] = MappingProxyType({})
+) -> Iterable[tuple[str, str]]:
     shown = [(label, value) for label, value in rows if value]
     wide = max((len(label) for label, _ in shown), default=0)
     before = ""
@@ -138,22 +164,22 @@ def _labelled(
         named = "" if label == before else label
         before = label
         for line in _wrap(value, room, f"{'':{indent}}{named:<{wide}}  "):
-            yield line, label in strong
+            yield line, tones.get(label, "")
 
 
-def _facts_text(block: LabelledValues, room: int) -> Iterable[tuple[str, bool]]:
-    return _labelled(block.rows, room, 2, block.strong)
+def _facts_text(block: LabelledValues, room: int) -> Iterable[tuple[str, str]]:
+    return _labelled(block.rows, room, 2, {**dict.fromkeys(block.strong, "strong"), **block.tones})
 
 
-def _listing_text(block: Listing, room: int) -> Iterable[tuple[str, bool]]:
+def _listing_text(block: Listing, room: int) -> Iterable[tuple[str, str]]:
     wide = max((len(entry.mark) for entry in block.entries), default=0)
     for entry in block.entries:
         for line in _wrap(entry.head, room, f"  {entry.mark:>{wide}}  "):
-            yield line, entry.strong
+            yield line, "strong" if entry.strong else ""
         yield from _labelled(entry.lines, room, wide + 6)
 
 
-def _grid_text(block: TableBlock, room: int) -> Iterable[tuple[str, bool]]:
+def _grid_text(block: TableBlock, room: int) -> Iterable[tuple[str, str]]:
     wide = [max(len(cells[i]) for cells in (block.columns, *block.rows)) for i in range(len(block.columns))]
 
     def line(cells: Sequence[str]) -> str:
@@ -163,9 +189,14 @@ def _grid_text(block: TableBlock, room: int) -> Iterable[tuple[str, bool]]:
         )
         return "  " + "  ".join(aligned).rstrip()
 
-    yield line(block.columns), True
+    yield line(block.columns), "strong"
     for row in block.rows:
-        yield line(row), False
+        yield line(row), ""
+
+
+def _details_text(block: Details, room: int) -> Iterable[tuple[str, str]]:
+    yield "", ""
+    yield from text_lines(block.blocks, room)
 
 
 _TEXT: dict[type, Any] = {
@@ -174,6 +205,7 @@ _TEXT: dict[type, Any] = {
     LabelledValues: _facts_text,
     Listing: _listing_text,
     TableBlock: _grid_text,
+    Details: _details_text,
 }
 
 
@@ -198,7 +230,9 @@ def _escaped(text: str) -> str:
 
 def _facts_markdown(block: LabelledValues) -> str:
     return "\n".join(
-        f"- {label}: **{_escaped(value)}**" if label in block.strong else f"- {label}: {_escaped(value)}"
+        f"- {label}: **{_escaped(value)}**"
+        if label in block.strong or block.tones.get(label) == "good"
+        else f"- {label}: {_escaped(value)}"
         for label, value in block.rows
         if value
     )
@@ -219,10 +253,15 @@ def _grid_markdown(block: TableBlock) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def _details_markdown(block: Details) -> str:
+    return f"<details>\n<summary>{_escaped(block.title)}</summary>\n\n{markdown(block.blocks)}\n</details>"
+
+
 _MARKDOWN: dict[type, Any] = {
     Heading: lambda block: f"{'#' * (block.level + 1)} {_escaped(block.text)}",
     TextLine: lambda block: f"**{_escaped(block.text)}**" if block.strong else _escaped(block.text),
     LabelledValues: _facts_markdown,
     Listing: _listing_markdown,
     TableBlock: _grid_markdown,
+    Details: _details_markdown,
 }

@@ -3,12 +3,14 @@
 from .deployment import StepTimes, WeightMemory
 from .explanation import Explanation, GroupExplanation, OtherAnswer, Question, explain
 from .problem_facts import facts, source_of
+from .rank_memory import RankMemory
 
 __all__ = [
     "Explanation",
     "GroupExplanation",
     "OtherAnswer",
     "Question",
+    "RankMemory",
     "StepTimes",
     "WeightMemory",
     "explain",

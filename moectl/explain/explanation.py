@@ -13,7 +13,7 @@ from ..errors import NoBackend
 from ..files.records import to_json
 from ..oracle.decision import Decision
 from ..oracle.policy import Policy
-from ..oracle.registry import policy_named
+from ..oracle.registry import engine_named, policy_named
 from ..oracle.select import decide
 from ..oracle.selection_inputs import SelectionInputs
 from ..problem.moe_problem import MoEProblem, Parallel
@@ -22,6 +22,7 @@ from .deployment import StepTimes, WeightMemory, memory_of, roofline_of
 from .fallback import Fallback, fallback_of
 from .measured_evidence import EvidenceLookup, MeasuredEvidence, nothing
 from .problem_facts import facts, source_of
+from .rank_memory import RankMemory, other_weights, rank_memory
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,10 @@ class GroupExplanation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Every layer group of a checkpoint under one policy on one device."""
+    """Every layer group of a checkpoint under one policy on one device.
+
+    `other_weights`: bytes of the model's weights that are no routed experts, None if they are not listed.
+    """
 
     origin: Origin
     device: Device
@@ -100,6 +104,14 @@ class Explanation:
     parallel: Parallel
     policy: str
     groups: tuple[GroupExplanation, ...]
+    other_weights: int | None = None
+
+    @property
+    def memory(self) -> RankMemory:
+        """Memory of one GPU: experts, other weights, and what remains at the engine's default."""
+        share = engine_named(self.policy).memory_share
+        layers = tuple((len(group.layers), group.decision) for group in self.groups)
+        return rank_memory(layers, self.other_weights, self.device, share)
 
     @property
     def usable(self) -> bool:
@@ -141,6 +153,8 @@ class Explanation:
             "expert_bytes": self.expert_bytes,
             "loading_bytes": self.loading_bytes,
             "fits": self.fits,
+            "other_weight_bytes": self.other_weights,
+            "memory": self.memory.to_json(),
             "groups": [group.to_json() for group in self.groups],
         }
 
@@ -230,5 +244,11 @@ def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question
             explained(group.layers, inputs, sources, group.notes, question.others, group.details, evidence)
         )
     return Explanation(
-        checkpoint.origin, device, packages, question.parallel, question.policy.name, tuple(groups)
+        checkpoint.origin,
+        device,
+        packages,
+        question.parallel,
+        question.policy.name,
+        tuple(groups),
+        other_weights(checkpoint),
     )

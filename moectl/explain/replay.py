@@ -134,6 +134,18 @@ def replay(document: Mapping[str, Any]) -> Explanation:
         first.problem.parallel,
         first.policy,
         tuple(groups),
+        _other_weights(document),
+    )
+
+
+def _other_weights(document: Mapping[str, Any]) -> int | None:
+    """The recorded bytes of other weights; None in documents without them."""
+    value = document.get("other_weight_bytes")
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise UsageError(
+        f"the document's 'other_weight_bytes' must be a number of bytes or null, got {value!r}",
+        hint="make it again with moectl explain CKPT --json",
     )
 
 

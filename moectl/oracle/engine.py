@@ -116,6 +116,9 @@ class Engine:
         caches: its caches of compiled kernels.
         repacking: by layout name prefix, first match: how it makes the layout after loading.
         tuned_files: kernel config files that its experts look up.
+        kernel_names: by prefix of an experts class, first match: what the field calls its kernels.
+        memory_share: the share of a GPU's memory that it uses by default, for weights and all else;
+            `memory_option` changes it.
         recordings: how decisions recorded from it are read.
     """
 
@@ -133,6 +136,9 @@ class Engine:
     caches: tuple[CacheFolder, ...] = ()
     repacking: tuple[tuple[str, Repacking], ...] = ()
     tuned_files: TunedFiles | None = None
+    kernel_names: tuple[tuple[str, str], ...] = ()
+    memory_share: float = 1.0
+    memory_option: str = ""
     recordings: Recordings | None = None
 
     @property
@@ -151,6 +157,10 @@ class Engine:
         return judge_variables(
             env, self.policy.variables, self.name, prefix=self.env_prefix, others=self.other_variables()
         )
+
+    def kernel_name(self, experts: str) -> str:
+        """What the field calls the kernels of an experts class; empty if the class says it itself."""
+        return next((name for prefix, name in self.kernel_names if experts.startswith(prefix)), "")
 
     def repacked(self, layout: str) -> Repacking:
         """How `layout` is made after loading; without a layout, weights are used as loaded."""

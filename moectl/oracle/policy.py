@@ -42,12 +42,14 @@ class ServeOptions:
     """Options of the engine's command line, with ``{}`` for the value.
 
     Attributes:
+        command: the command for a checkpoint.
         backend: the command that requests a backend by name.
         tensor, data: tensor-parallel and data-parallel ranks.
         expert: expert parallelism over so many ranks; `exchange`: the all2all kernels.
         dtype: the model's dtype, as torch spells it.
     """
 
+    command: str
     backend: str
     tensor: str
     data: str

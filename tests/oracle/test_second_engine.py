@@ -137,7 +137,11 @@ def test_diff_and_replay_read_its_documents(tmp_path: Path) -> None:
 
 def test_text_and_matrix_name_it() -> None:
     said = moectl("explain", GPT, "--offline", "--gpu", "h200", "--policy", "acme").words
-    assert "under acme-1.0" in said and "w2 is turned over twice" in said
+    assert "Acme 1.0" in said and "run acme up openai/gpt-oss-120b" in said
+    assert (
+        "w2 is turned over twice"
+        in moectl("explain", GPT, "--offline", "--gpu", "h200", "--policy", "acme", "-v").words
+    )
     table = moectl("explain", GPT, "--offline", "--gpu", "h200,a100", "--policy", "ACME_1.0", "--quiet")
     assert [line.split("\t")[-1] for line in table.stdout.splitlines()] == ["quick", "steady"]
     missing = moectl("explain", GPT, "--gpu", "h200", "--packages", "acme_kernels", "--policy", "acme").words

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...environment import Packages
 from ...environment.installed_packages import distribution_version
-from ...environment.variables import SET, VariableFinding
+from ...environment.variables import VariableFinding
 from ...explain import Explanation
 from ...files.records import to_json
 from ...oracle.decision import Decision
@@ -18,12 +18,11 @@ from ...problem.layer_ranges import ranges
 from ..text_blocks import Block, Heading, LabelledValues
 
 
-def environment_blocks(explanation: Explanation, verbose: bool) -> Iterator[Block]:
-    """Findings about variables and packages, and the tuned-file status; with `verbose`, all set variables."""
+def environment_blocks(explanation: Explanation) -> Iterator[Block]:
+    """Findings about variables and packages, and the tuned-file status."""
     rows = [
-        (finding.verdict, _finding_words(finding))
+        (finding.verdict, finding_words(finding))
         for finding in variables(explanation.policy, explanation.packages)
-        if verbose or finding.verdict != SET
     ]
     rows += [("package", sentence) for sentence in package_sentences(explanation)]
     rows += [("tuned files", sentence) for sentence in tuned_sentences(explanation)]
@@ -57,7 +56,7 @@ def notes_of(decision: Decision) -> tuple[str, ...]:
     return tuple(note for note in decision.notes if note not in remarks)
 
 
-def _finding_words(finding: VariableFinding) -> str:
+def finding_words(finding: VariableFinding) -> str:
     """The remark, or what the variable does and how its value is read."""
     if finding.remark:
         return finding.remark

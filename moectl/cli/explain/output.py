@@ -16,7 +16,8 @@ from .. import text_blocks
 from ..output import Output
 from .command_line import ExplainCommand
 from .options import AnswerOptions
-from .sections import ExplanationView, document, sections
+from .sections import document, measured_blocks, sections
+from .summary import summary_blocks
 from .text import difference_blocks, matrix_blocks, matrix_lines, why_blocks, why_document, why_lines
 
 
@@ -25,7 +26,7 @@ class AnswerOutput:
 
     def __init__(self, out: Output, options: AnswerOptions) -> None:
         self.out, self.markdown, self.strict = out, options.md, options.strict
-        self.view = ExplanationView(options.verbose, bool(options.measured))
+        self.verbose, self.measured = options.verbose, bool(options.measured)
 
     def show(self, document: dict[str, Any], blocks: Iterable[text_blocks.Block], brief: list[str]) -> None:
         """Print JSON, brief lines, markdown, or text."""
@@ -44,8 +45,17 @@ class AnswerOutput:
         """Print the whole explanation."""
         for note in dict.fromkeys(note for group in explanation.groups for note in group.evidence.notes):
             self.out.note(note)
-        lines = brief(explanation, self.view.measured)
-        self.show(document(explanation), sections(explanation, self.view), lines)
+        lines = brief(explanation, self.measured)
+        blocks = [*summary_blocks(explanation, alone=not (self.verbose or self.markdown))]
+        if self.markdown:
+            blocks.append(
+                text_blocks.Details("every fact and candidate", tuple(sections(explanation, self.measured)))
+            )
+        elif self.verbose:
+            blocks += sections(explanation, self.measured)
+        elif self.measured:
+            blocks += measured_blocks(explanation)
+        self.show(document(explanation), blocks, lines)
         return self.code(explanation)
 
     def matrix(self, matrix: DecisionMatrix) -> ExitCode:

@@ -1,13 +1,8 @@
-"""The sections of an explanation, in two tables: for the whole explanation, and for each layer group.
-
-A section turns an explanation into blocks, from which both text and markdown are made. The `document` of
-a section is added to the JSON document under the section's name.
-"""
+"""Everything about an explanation as blocks, from which both text and markdown are made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from ...environment import Device
@@ -19,7 +14,7 @@ from ...oracle.registry import policy_named
 from ...oracle.verdict_sentences import sentence
 from ...problem.layouts import LAYOUTS
 from ...problem.moe_problem import MoEProblem, Parallel
-from ..output import duration, size
+from ..output import duration, gib
 from ..text_blocks import Block, Heading, LabelledValues, TableBlock, TextLine
 from .environment import environment_blocks, environment_document, notes_of
 from .text import candidate_blocks, fallback_words, layers_line, refusals
@@ -27,55 +22,30 @@ from .text import candidate_blocks, fallback_words, layers_line, refusals
 UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
 
 
-@dataclass(frozen=True, slots=True)
-class ExplanationView:
-    """What to show: every candidate and source with `verbose`, every time with `measured`."""
-
-    verbose: bool = False
-    measured: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A section about the whole explanation; with `detail`, shown only with `verbose`."""
-
-    name: str
-    blocks: Callable[[Explanation, ExplanationView], Iterable[Block]]
-    detail: bool = False
-    document: Callable[[Explanation], Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSection:
-    """A section about one layer group."""
-
-    name: str
-    blocks: Callable[[GroupExplanation, ExplanationView], Iterable[Block]]
-    detail: bool = False
-
-
-def sections(explanation: Explanation, view: ExplanationView = ExplanationView()) -> Iterator[Block]:
-    """All blocks to show, in order."""
-    for section in BEFORE:
-        if view.verbose or not section.detail:
-            yield from section.blocks(explanation, view)
+def sections(explanation: Explanation, measured: bool = False) -> Iterator[Block]:
+    """Everything about an explanation, in order; with `measured`, also times of this device."""
+    yield from _head(explanation)
     for group in explanation.groups:
-        for part in GROUP_SECTIONS:
-            if view.verbose or not part.detail:
-                yield from part.blocks(group, view)
-    for section in AFTER:
-        if view.verbose or not section.detail:
-            yield from section.blocks(explanation, view)
+        yield from _choice(group)
+        yield from _others(group)
+        if measured:
+            yield from _measured(group)
+        yield from _notes(group)
+        yield from _facts(group)
+        yield from _candidates(group)
+    yield from environment_blocks(explanation)
+
+
+def measured_blocks(explanation: Explanation) -> Iterator[Block]:
+    """Measured times and kernel configs of this device for every layer group."""
+    for group in explanation.groups:
+        yield Heading(f"layers {layers_line(group.layers)} {shape_words(group.problem)}")
+        yield from _measured(group)
 
 
 def document(explanation: Explanation) -> dict[str, Any]:
     """The explanation as one JSON document, with the documents of its sections."""
-    section_documents = {
-        section.name: section.document(explanation)
-        for section in (*BEFORE, *AFTER)
-        if section.document is not None
-    }
-    return {**explanation.to_json(), **section_documents}
+    return {**explanation.to_json(), "environment": environment_document(explanation)}
 
 
 def shape_words(problem: MoEProblem) -> str:
@@ -102,7 +72,7 @@ def device_words(device: Device) -> str:
     """Name, architecture and the known properties of a GPU."""
     properties = {
         f"{device.sms} {UNITS_OF.get(device.platform, 'CUs')}": device.sms,
-        size(device.memory_bytes): device.memory_bytes,
+        gib(device.memory_bytes): device.memory_bytes,
         f"{device.bandwidth / 1e12:.3g} TB/s": device.bandwidth,
         f"{device.bf16_flops / 1e12:.4g} bf16 TFLOP/s": device.bf16_flops,
         f"{device.fp8_flops / 1e12:.4g} fp8 TFLOP/s": device.fp8_flops,
@@ -111,7 +81,7 @@ def device_words(device: Device) -> str:
     return ", ".join([device.name, device.arch, *(text for text, value in properties.items() if value)])
 
 
-def _head(explanation: Explanation, view: ExplanationView) -> Iterator[Block]:
+def _head(explanation: Explanation) -> Iterator[Block]:
     origin, packages = explanation.origin, explanation.packages
     yield Heading(f"{origin.name} on {explanation.device.name} under {explanation.policy}", 1)
     revision = f", revision {origin.revision}" if origin.revision else ""
@@ -123,20 +93,20 @@ def _head(explanation: Explanation, view: ExplanationView) -> Iterator[Block]:
             ("parallel", parallel_words(explanation.parallel)),
             ("packages", ", ".join(sorted(packages.versions)) or "none"),
             ("env", switches),
-            ("memory", _memory(explanation)),
+            ("loading", _loading(explanation)),
         )
     )
 
 
-def _memory(explanation: Explanation) -> str:
-    verdict = "does not fit: " if explanation.fits is False else ""
-    of = f" of {size(explanation.device.memory_bytes)}" if explanation.device.memory_bytes else ""
-    peak = explanation.loading_bytes
-    loading = f"; {size(peak)} while loading" if peak > explanation.expert_bytes else ""
-    return f"{verdict}expert weights take {size(explanation.expert_bytes)}{of} per rank{loading}"
+def _loading(explanation: Explanation) -> str:
+    """Peak and final bytes of expert weights per rank; empty where they are used as loaded."""
+    peak, experts = explanation.loading_bytes, explanation.expert_bytes
+    return (
+        f"up to {gib(peak)} of expert weights per rank, {gib(experts)} afterwards" if peak > experts else ""
+    )
 
 
-def _choice(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
+def _choice(group: GroupExplanation) -> Iterator[Block]:
     decision, memory, layers = group.decision, group.memory, len(group.layers)
     yield Heading(f"layers {layers_line(group.layers)} {shape_words(group.problem)}")
     chosen, dims = decision.chosen, decision.problem.dims
@@ -176,9 +146,9 @@ def backend_words(backend: Backend, device: Device) -> str:
 
 def weights_words(memory: WeightMemory, layers: int) -> str:
     """Bytes as stored, as padded, and while they are repacked."""
-    padded = "" if memory.padded == memory.stored else f" as stored, {size(memory.padded * layers)} as padded"
-    extra = f"; {size(memory.repacking)} more while loading ({memory.why})" if memory.repacking else ""
-    return f"{size(memory.stored * layers)}{padded} per rank, {size(memory.padded)} a layer{extra}"
+    padded = "" if memory.padded == memory.stored else f" as stored, {gib(memory.padded * layers)} as padded"
+    extra = f"; {gib(memory.repacking)} more while loading ({memory.why})" if memory.repacking else ""
+    return f"{gib(memory.stored * layers)}{padded} per rank, {gib(memory.padded)} a layer{extra}"
 
 
 def roofline_words(times: StepTimes) -> str:
@@ -220,13 +190,13 @@ def because(decision: Decision) -> str:
     return f"highest priority that passes all checks. Higher priority, rejected: {rejected}.{note}"
 
 
-def _notes(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
+def _notes(group: GroupExplanation) -> Iterator[Block]:
     rows = tuple(("note", note) for note in (*notes_of(group.decision), *group.notes))
     if rows:
         yield LabelledValues(rows)
 
 
-def _others(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
+def _others(group: GroupExplanation) -> Iterator[Block]:
     rows = tuple((other.policy, other_words(other)) for other in group.others)
     if rows:
         yield LabelledValues(rows)
@@ -250,10 +220,8 @@ def other_words(other: OtherAnswer) -> str:
 TIMES = ("backend", "M", "routing", "us", "+-", "caches", "error", "tactic", "when")
 
 
-def _measured(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
-    """Measured times and kernel configs of this device, if requested."""
-    if not view.measured:
-        return
+def _measured(group: GroupExplanation) -> Iterator[Block]:
+    """Measured times and kernel configs of this device."""
     evidence = group.evidence
     yield Heading("measured on this device", 3)
     if evidence.measured.rows:
@@ -280,7 +248,7 @@ def _measured(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]
     )
 
 
-def _facts(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
+def _facts(group: GroupExplanation) -> Iterator[Block]:
     yield Heading("what the layers are", 3)
     yield TableBlock(
         ("fact", "value", "source"),
@@ -288,30 +256,7 @@ def _facts(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
     )
 
 
-def _candidates(group: GroupExplanation, view: ExplanationView) -> Iterator[Block]:
+def _candidates(group: GroupExplanation) -> Iterator[Block]:
     if group.decision.candidates:
         yield Heading("candidates, in priority order", 3)
-        yield from candidate_blocks(group.decision, view.verbose)
-
-
-BEFORE: tuple[Section, ...] = (Section("head", _head),)
-"""Sections before the layer groups."""
-
-GROUP_SECTIONS: tuple[GroupSection, ...] = (
-    GroupSection("choice", _choice),
-    GroupSection("others", _others),
-    GroupSection("measured", _measured),
-    GroupSection("notes", _notes),
-    GroupSection("facts", _facts, detail=True),
-    GroupSection("candidates", _candidates),
-)
-"""Sections of each layer group."""
-
-AFTER: tuple[Section, ...] = (
-    Section(
-        "environment",
-        lambda explanation, view: environment_blocks(explanation, view.verbose),
-        document=environment_document,
-    ),
-)
-"""Sections after the layer groups."""
+        yield from candidate_blocks(group.decision)

@@ -162,20 +162,9 @@ def candidate_listing(rows: Iterable[CandidateRow]) -> Listing:
     )
 
 
-def candidate_blocks(decision: Decision, verbose: bool) -> Iterator[Listing | TextLine]:
-    """The candidates; unless `verbose`, one line for those of lower priority and one for other platforms."""
-    rows = rows_of(decision)
-    hidden = [] if verbose else [row for row in rows if on_other_platforms(row, decision)]
-    later = [] if verbose else [row for row in rows if row.answer == LATER]
-    yield candidate_listing(row for row in rows if row not in hidden and row not in later)
-    if later:
-        named = ", ".join(f"{row.rank} {replace(row, answer='').head}" for row in later)
-        yield TextLine(f"Also supported, lower priority: {named}.")
-    if hidden:
-        names = ", ".join(dict.fromkeys(row.first.backend.name for row in hidden))
-        yield TextLine(
-            f"Not for {decision.inputs.device.platform} devices: {names} (-v lists their reasons)."
-        )
+def candidate_blocks(decision: Decision) -> Iterator[Listing]:
+    """The candidates in priority order."""
+    yield candidate_listing(rows_of(decision))
 
 
 class _Footnotes:

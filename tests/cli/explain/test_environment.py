@@ -17,7 +17,7 @@ MODEL = ("explain", "Qwen/Qwen3-30B-A3B", "--offline")
 
 def environment(*arguments, code=0):
     """The environment section of one explanation, as text with single blanks, and as plain data."""
-    text = moectl(*MODEL, *arguments, code=code).stdout
+    text = moectl(*MODEL, *arguments, "-v", code=code).stdout
     document = moectl(*MODEL, *arguments, "--json", code=code).document["environment"]
     return " ".join(text.partition("\nenvironment\n")[2].split()), document
 
@@ -57,6 +57,7 @@ def test_variables_are_told_once():
     switches = ("--env", "VLLM_FLASHINFER_MOE_BACKEND=latency", "--env", "VLLM_USE_DEPP_GEMM=0")
     text, document = environment("--gpu", "h200", *switches)
     whole = moectl(*MODEL, "--gpu", "h200", *switches).stdout
+    assert "warning" in whole
     assert " ".join(whole.split()).count("ignores VLLM_FLASHINFER_MOE_BACKEND") == 1
     assert "did you mean VLLM_USE_DEEP_GEMM" in text
     verdicts = {found["name"]: found["verdict"] for found in document["variables"]}

@@ -20,26 +20,70 @@ def test_prose_stays_inside_the_terminal(model, columns):
     assert max(map(len, done.stdout.splitlines())) <= min(columns, 100)
 
 
-def test_the_answer_stands_before_the_reasons():
-    lines = explain(GPT, "--gpu", "h200").stdout.splitlines()
+def test_the_answer_takes_ten_lines_and_comes_before_the_reasons():
+    brief = explain(GPT, "--gpu", "h200").stdout.splitlines()
+    assert len(brief) <= 14 and brief[0] == f"{GPT}   1x NVIDIA H200   vLLM 0.33.0"
+    labels = [line[2:9].strip() for line in brief[1:] if line[2] != " "]
+    assert labels == ["backend", "because", "not", "also", "memory", "run", "more"]
+    lines = explain(GPT, "--gpu", "h200", "-v").stdout.splitlines()
     places = [
         next(number for number, line in enumerate(lines) if word in line)
-        for word in ("backend   triton", "because  ", "roofline ", "candidates, in priority order")
+        for word in ("backend  triton", "run ", "because  ", "roofline ", "candidates, in priority order")
     ]
-    assert places == sorted(places)
+    assert places[:2] == sorted(places[:2]) and places[3:] == sorted(places[3:]) and places[1] < places[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([GPT, "--gpu", "h200"], "backend triton (OpenAI triton_kernels), all 36 MoE layers"),
+        ([GPT, "--gpu", "h200"], "not flashinfer_trtllm: needs SM100-SM109; this device is SM90"),
+        ([GPT, "--gpu", "h200"], "also flashinfer_cutlass, humming, marlin (--backend NAME)"),
+        ([GPT, "--gpu", "h200"], "experts 56.8 GiB of 141 GiB per GPU"),
+        ([GPT, "--gpu", "h100", "--tp", "2"], "run vllm serve openai/gpt-oss-120b --tensor-parallel-size 2"),
+        ([KIMI, "--gpu", "h100", "--tp", "8"], "needs TP 8 or more"),
+        ([KIMI, "--gpu", "h100"], "does not fit: experts 532 GiB of 80 GiB per GPU"),
+        ([KIMI, "--gpu", "h200", "--backend", "marlin"], "run vllm serve"),
+        (
+            [KIMI, "--gpu", "h100", "--dp", "16", "--ep"],
+            "run vllm serve moonshotai/Kimi-K2-Thinking --data-parallel-size 16 --enable-expert-parallel",
+        ),
+    ],
+)
+def test_the_summary_says_what_to_do(options, words):
+    shown = explain(*options).words
+    if options[-1] == "marlin":
+        assert "does not fit" in shown and words not in shown
+    else:
+        assert words in shown
+
+
+def test_layers_of_two_kinds_have_a_choice_each():
+    words = explain("QuantTrio/Qwen3.6-35B-A3B-AWQ", "--gpu", "h100").words
+    assert "layer 0 (bf16 weights, 16-bit activations)" in words
+    assert "layers 1-39 (int4 group 128 with zero points weights, 16-bit activations)" in words
+
+
+def test_other_weights_of_a_folder_are_counted(tiny_gpt_oss):
+    document = explain(tiny_gpt_oss, "--gpu", "h200", "--json").document
+    files = sum(path.stat().st_size for path in tiny_gpt_oss.glob("*.safetensors"))
+    memory = document["memory"]
+    assert 0 < memory["other_bytes"] < files and memory["other_bytes"] == document["other_weight_bytes"]
+    assert memory["left_bytes"] == memory["usable_bytes"] - memory["expert_bytes"] - memory["other_bytes"]
+    assert "+ other weights" in explain(tiny_gpt_oss, "--gpu", "h200").words
+    assert explain(GPT, "--gpu", "h200", "--json").document["memory"]["other_bytes"] is None
 
 
 def test_reasons_are_grouped_sentences():
-    words = explain(GPT, "--gpu", "h200").words
+    words = explain(GPT, "--gpu", "h200", "-v").words
     assert "arch needs SM100-SM109; this device is SM90" in words
     assert "package needs quark, which is not installed (pip install amd-quark)" in words
     assert "wanted" not in words
     assert "offered" not in words
 
 
-def test_candidates_of_other_platforms_take_one_line_unless_asked_for():
+def test_candidates_are_listed_when_asked_for():
     brief, whole = (explain(GPT, "--gpu", "h200", *v).words for v in ([], ["-v"]))
-    assert "Not for cuda devices: aiter" in brief
     assert "needs VLLM_ROCM_USE_AITER=1" not in brief
     assert "needs VLLM_ROCM_USE_AITER=1" in whole
 
@@ -90,16 +134,18 @@ def test_a_question_of_a_rule_reads_without_a_row_of_its_own():
 
 def test_markdown_can_be_pasted_into_an_issue():
     text = explain(GPT, "--gpu", "h200", "--md").stdout
-    assert text.startswith("## openai/gpt-oss-120b on NVIDIA H200 under vllm-0.33.0")
-    assert "- backend: **triton**" in text
+    assert text.startswith("## openai/gpt-oss-120b   1x NVIDIA H200   vLLM 0.33.0")
+    assert "- backend: **triton (OpenAI triton\\_kernels)" in text or "- backend: **triton (" in text
+    before, folded = text.split("<details>\n<summary>every fact and candidate</summary>")
+    assert "candidates" not in before and folded.rstrip().endswith("</details>")
     assert "  - arch: needs SM100-SM109" in text
     assert "\x1b" not in text
 
 
 def test_two_policies_unless_one_is_picked():
-    both = explain(GPT, "--gpu", "h200")
+    both = explain(GPT, "--gpu", "h200", "-v")
     assert "moectl triton (grouped_gemm, layout moectl-mtile64)" in both.words
-    one = explain(GPT, "--gpu", "h200", "--policy", "vllm")
+    one = explain(GPT, "--gpu", "h200", "--policy", "vllm", "-v")
     assert "grouped_gemm" not in one.stdout
     others = explain(GPT, "--gpu", "h200", "--json").document["groups"][0]["others"]
     assert [other["policy"] for other in others] == ["moectl"]
@@ -108,7 +154,8 @@ def test_two_policies_unless_one_is_picked():
 
 def test_another_policy_that_cannot_says_why():
     assert (
-        "moectl none: moectl has no kernel for TPUs" in explain("qwen3-30b-a3b", "--gpu", "tpu", code=1).words
+        "moectl none: moectl has no kernel for TPUs"
+        in explain("qwen3-30b-a3b", "--gpu", "tpu", "-v", code=1).words
     )
 
 
@@ -121,7 +168,7 @@ def test_platforms_without_a_kernel_are_told_at_once():
 
 
 def test_this_tool_serves_ranks_that_gather_tokens():
-    assert "moectl triton (grouped_gemm" in explain(KIMI, "--gpu", "h200", "--dp", "8", "--ep").words
+    assert "moectl triton (grouped_gemm" in explain(KIMI, "--gpu", "h200", "--dp", "8", "--ep", "-v").words
 
 
 def test_memory_while_loading_counts_the_copies_of_the_largest_layer():
@@ -140,7 +187,7 @@ def test_roofline_of_decode_and_prefill():
     assert one["us"] == pytest.approx((4 * expert + 2 * 2880 * 2) / 4.8e12 * 1e6, rel=1e-6)
     assert many["bound"] == "memory" and roofline["prefill"]["bound"] == "compute"
     assert explain(GPT, "--gpu", "h20", "--json").document["groups"][0]["roofline"]["prefill"]["us"] is None
-    assert "prefill: unknown" in explain(GPT, "--gpu", "h20").words
+    assert "prefill: unknown" in explain(GPT, "--gpu", "h20", "-v").words
 
 
 @pytest.mark.parametrize(
@@ -271,11 +318,11 @@ def test_a_fallback_is_told_with_its_reason(options, words):
 
 def test_a_request_that_cannot_be_served_says_what_its_nearest_class_lacks():
     words = explain(GPT, "--gpu", "h200", "--backend", "flashinfer_trtllm", code=1).words
-    assert "no backend: flashinfer_trtllm was requested by name, but it needs SM100-SM109" in words
+    assert "because flashinfer_trtllm was requested by name, but it needs SM100-SM109" in words
 
 
 def test_values_of_one_layer_group_stand_in_one_column():
-    lines = explain(GPT, "--gpu", "h200").stdout.splitlines()
+    lines = explain(GPT, "--gpu", "h200", "-v").stdout.partition("\nlayers ")[2].splitlines()
     places = {
         line.index(word)
         for line in lines
@@ -302,10 +349,10 @@ def test_a_platform_without_rules_is_out_of_scope():
 
 def test_a_backend_that_was_never_run_on_such_a_device_is_told_so():
     own = ("--policy", "moectl", "--packages", "flashinfer")
-    on_blackwell = explain(GPT, "--gpu", "b200", *own).words
-    assert "backend triton, not verified on hardware" in on_blackwell
+    on_blackwell = explain(GPT, "--gpu", "b200", "-v", *own).words
+    assert "16-bit activations), not verified on hardware" in on_blackwell
     assert "flashinfer_trtllm (ids and weights), not verified on hardware" in on_blackwell
-    on_hopper = explain(GPT, "--gpu", "h200", *own).words
+    on_hopper = explain(GPT, "--gpu", "h200", "-v", *own).words
     assert "backend triton because" in on_hopper
     assert "torch (torch), not verified" not in on_hopper
     # Another engine runs its backends itself: this tool says nothing of them.

@@ -30,6 +30,7 @@ POLICY = Policy(
     batching_exchanges=frozenset({"mesh"}),
     variables=VARIABLES,
     serve=ServeOptions(
+        command="acme up {}",
         backend="acme up --runner {}",
         tensor="--slices {}",
         data="--copies {}",

@@ -74,6 +74,7 @@ POLICY = Policy(
     # Exchanges of the engines that this policy is compared with; no backend here supports them.
     batching_exchanges=frozenset({"deepep_low_latency", "nixl_ep"}),
     serve=ServeOptions(
+        command="moectl run {}",
         backend="moectl run CKPT --backend {}",
         tensor="--tensor-parallel-size {}",
         data="--data-parallel-size {}",

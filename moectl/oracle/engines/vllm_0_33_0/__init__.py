@@ -5,6 +5,7 @@ from ...decision import CAPABILITY, DTYPE, NAME, PLATFORM
 from ...engine import CacheFolder, Engine, Recordings
 from .data import GRID
 from .deployment import REPACKING
+from .kernel_names import KERNEL_NAMES
 from .packages import COMPILED_KERNELS, DEFAULT_PROFILES, PACKAGES, profiles
 from .policy import POLICY
 from .tuned_files import TUNED_FILES
@@ -31,6 +32,9 @@ VLLM_0_33_0 = Engine(
     caches=(CacheFolder("vLLM", "VLLM_CACHE_ROOT", "@cache/vllm"),),
     repacking=REPACKING,
     tuned_files=TUNED_FILES,
+    kernel_names=KERNEL_NAMES,
+    memory_share=0.92,
+    memory_option="--gpu-memory-utilization",
     recordings=Recordings(
         GRID,
         gates={

@@ -90,6 +90,7 @@ POLICY = Policy(
     ),
     default_exchange="allgather_reducescatter",
     serve=ServeOptions(
+        command="vllm serve {}",
         backend="vllm serve --moe-backend {}",
         tensor="--tensor-parallel-size {}",
         data="--data-parallel-size {}",

@@ -1,0 +1,213 @@
+"""The first lines of an explanation: the choice, its reason, memory, what else is possible, what to run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from ...environment.variables import SET
+from ...explain import Explanation, GroupExplanation, RankMemory
+from ...explain.fallback import serves_request
+from ...explain.rank_memory import TENSOR_PARALLEL
+from ...oracle.backend import UNTRIED
+from ...oracle.decision import Candidate, Decision
+from ...oracle.registry import engine_named, policy_named
+from ...oracle.verdict_sentences import sentence
+from ...problem.layer_ranges import ranges
+from ...problem.schemes import A16, Scheme
+from ..output import count, gib
+from ..text_blocks import Block, Heading, LabelledValues
+from .environment import finding_words, package_sentences, variables
+from .text import fallback_words, on_other_platforms, refusals, rows_of
+
+MOST_NAMES = 6
+"""Other supported backends to name."""
+
+
+def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Block]:
+    """Heading, choice for each kind of layer, memory, what else is possible, what to run: about ten lines.
+
+    `alone`: nothing follows, so that warnings and notes are here, and how to see more.
+    """
+    engine = engine_named(explanation.policy)
+    head = (explanation.origin.name, deployment_words(explanation), engine_words(explanation))
+    yield Heading("   ".join(head), 1)
+    by_answer: dict[object, list[GroupExplanation]] = {}
+    for group in explanation.groups:
+        by_answer.setdefault(_answer_key(group), []).append(group)
+    total = sum(len(group.layers) for group in explanation.groups)
+    for groups in by_answer.values():
+        layers = tuple(sorted(number for group in groups for number in group.layers))
+        which = f"layer{'s' if len(layers) > 1 else ''} {ranges(layers)}"
+        yield _choice(groups[0], f"all {total} MoE layers" if len(layers) == total else which)
+    memory = explanation.memory
+    rows = [("memory", memory_words(memory, explanation.parallel.tp, engine.memory_option))]
+    if explanation.usable and memory.fits is not False:
+        rows += [("run", serve_command(explanation))]
+    yield LabelledValues(tuple(rows), tones={"memory": "wrong"} if memory.fits is False else {})
+    if not alone:
+        return
+    notes = dict.fromkeys(note for group in explanation.groups for note in group.notes)
+    yield LabelledValues(
+        (
+            *(("warning", text) for text in warnings(explanation)),
+            *(("note", note) for note in notes),
+            ("more", _more(explanation)),
+        ),
+        tones={"warning": "warning", "more": "dim"},
+    )
+
+
+def engine_words(explanation: Explanation) -> str:
+    """The engine's title and version; one without versions by its title."""
+    engine = engine_named(explanation.policy)
+    version = engine.name.removeprefix(engine.family).lstrip("-")
+    return f"{engine.title} {version}".rstrip()
+
+
+def deployment_words(explanation: Explanation) -> str:
+    """``8x NVIDIA H100, TP 8``."""
+    parallel = explanation.parallel
+    parts = [f"TP {parallel.tp}"] if parallel.tp > 1 else []
+    parts += [f"DP {parallel.dp}"] if parallel.dp > 1 else []
+    parts += [f"EP {parallel.ep_size}"] if parallel.ep else []
+    return ", ".join([f"{parallel.ranks}x {explanation.device.name}", *parts])
+
+
+def _answer_key(group: GroupExplanation) -> object:
+    decision = group.decision
+    chosen = decision.chosen if decision.usable else None
+    if chosen is None:
+        return tuple(refusals(decision))
+    return (chosen.backend.name, chosen.variant.experts, fallback_words(group))
+
+
+def _choice(group: GroupExplanation, which: str) -> LabelledValues:
+    decision = group.decision
+    chosen = decision.chosen if decision.usable else None
+    formats = format_words(decision.problem.scheme)
+    if chosen is None:
+        reasons = [("because", reason) for reason in refusals(decision)]
+        return LabelledValues(
+            (("backend", f"none for {which} ({formats})"), *reasons), tones={"backend": "wrong"}
+        )
+    rejected = _next_higher(decision, chosen)
+    untried = f", {UNTRIED}" if chosen.backend.untried(decision.inputs.device) else ""
+    return LabelledValues(
+        (
+            ("backend", f"{backend_title(decision, chosen)}, {which} ({formats}){untried}"),
+            ("because", reason_words(decision)),
+            ("fallback", fallback_words(group)),
+            ("not", f"{rejected.backend.name}: {_lacking(rejected)}" if rejected else ""),
+            ("also", _also(decision, chosen)),
+        ),
+        tones={"backend": "good", "fallback": "warning", "not": "dim"},
+    )
+
+
+def format_words(scheme: Scheme) -> str:
+    """``mxfp4 group 32 weights, 16-bit activations``."""
+    act = "16-bit" if scheme.act == A16 else str(scheme.act)
+    return f"{scheme.weight} weights, {act} activations"
+
+
+def backend_title(decision: Decision, candidate: Candidate) -> str:
+    """``triton (OpenAI triton_kernels)``: the engine's name, and the field's where it says more."""
+    name = engine_named(decision.inputs.policy).kernel_name(candidate.variant.experts)
+    return f"{candidate.backend.name} ({name})" if name else candidate.backend.name
+
+
+def reason_words(decision: Decision) -> str:
+    """Why the chosen candidate was chosen, in one line."""
+    chosen = decision.chosen
+    assert chosen is not None
+    if chosen.assigned:
+        return "the engine's method for this format assigns it on this device without checking others"
+    if serves_request(decision, policy_named(decision.inputs.policy)):
+        return "requested by name; all checks pass"
+    if decision.ranking is not None:
+        return str(decision.ranking)
+    if any(candidate.rank < chosen.rank for candidate in decision.candidates):
+        return f"highest priority of those that pass all checks on {decision.inputs.device.arch}"
+    return "highest priority; all checks pass"
+
+
+def _next_higher(decision: Decision, chosen: Candidate) -> Candidate | None:
+    """The candidate of highest priority that was rejected before `chosen`, of another backend and kernel."""
+    for row in rows_of(decision):
+        if row.first.rank >= chosen.rank:
+            return None
+        # A usable one was slower by measured times, as the reason says.
+        if (
+            row.first.failed
+            and not on_other_platforms(row, decision)
+            and row.first.backend.name != chosen.backend.name
+        ):
+            return row.first
+    return None
+
+
+def _lacking(candidate: Candidate) -> str:
+    """The first failing check, and how many there are besides."""
+    sentences = list(dict.fromkeys(map(sentence, candidate.failed)))
+    more = f" (and {count(len(sentences) - 1, 'more check')} failed)" if len(sentences) > 1 else ""
+    return f"{sentences[0]}{more}"
+
+
+def _also(decision: Decision, chosen: Candidate) -> str:
+    """Names of other supported backends, as an option requests them."""
+    names = [
+        c.backend.name for c in decision.candidates if c.usable and c.backend.name != chosen.backend.name
+    ]
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more} (--backend NAME)" if names else ""
+
+
+def memory_words(memory: RankMemory, tp: int, option: str) -> str:
+    """Weights of one GPU against its memory, what remains, and the smallest TP that fits."""
+    text = f"experts {gib(memory.experts)}"
+    if memory.others is not None:
+        text += f" + other weights {gib(memory.others)}"
+    unlisted = " (other weights are not listed here)" if memory.others is None else ""
+    if memory.device is None or memory.usable is None or memory.left is None:
+        return f"{text} per GPU{unlisted}"
+    smallest = memory.smallest_tp
+    needs = f"needs TP {smallest}" if smallest else f"fits at no TP up to {TENSOR_PARALLEL[-1]}"
+    of = f"{text} of {gib(memory.device)} per GPU{unlisted}"
+    if memory.left <= 0:
+        return f"does not fit: {of}; {needs}"
+    share = f" at {option} {memory.usable / memory.device:.2g}" if option else ""
+    least = "" if tp == 1 else f"; {needs} or more" if smallest == tp else f"; fits from TP {smallest} on"
+    return f"{of}; {gib(memory.left)} left for KV cache{share}{least}"
+
+
+def serve_command(explanation: Explanation) -> str:
+    """The engine's command for this deployment, with the environment variables that were stated."""
+    policy, parallel = policy_named(explanation.policy), explanation.parallel
+    serve, origin = policy.serve, explanation.origin
+    name = str(origin.path) if origin.kind in ("folder", "config") and origin.path else origin.name
+    words = [serve.command.format(shlex.quote(name))]
+    words += [serve.tensor.format(parallel.tp)] if parallel.tp > 1 else []
+    words += [serve.data.format(parallel.dp)] if parallel.dp > 1 else []
+    words += [serve.expert.format(parallel.ep_size)] if parallel.ep else []
+    if parallel.exchanges and parallel.all2all != policy.default_exchange:
+        words.append(serve.exchange.format(parallel.all2all))
+    requested = explanation.groups[0].decision.inputs.requested
+    if requested and requested != "auto":
+        words.append(f"{serve.backend.format(requested).split()[-2]} {requested}")
+    return " ".join(words)
+
+
+def warnings(explanation: Explanation) -> Iterator[str]:
+    """What may make the answer another one: variables without effect or misspelled, broken packages."""
+    for finding in variables(explanation.policy, explanation.packages):
+        if finding.verdict != SET:
+            yield f"{finding.verdict}: {finding_words(finding)}"
+    yield from package_sentences(explanation)
+
+
+def _more(explanation: Explanation) -> str:
+    count = max(len(group.decision.candidates) for group in explanation.groups)
+    listed = f"-v: all {count} candidates with reasons" if count else "-v: every fact"
+    return f"{listed}, rooflines, environment; --why NAME: what NAME would need"
