@@ -71,7 +71,8 @@ def deployment_words(explanation: Explanation) -> str:
     parts = [f"TP {parallel.tp}"] if parallel.tp > 1 else []
     parts += [f"DP {parallel.dp}"] if parallel.dp > 1 else []
     parts += [f"EP {parallel.ep_size}"] if parallel.ep else []
-    return ", ".join([f"{parallel.ranks}x {explanation.device.name}", *parts])
+    # Drivers of AMD put underscores where their products have blanks.
+    return ", ".join([f"{parallel.ranks}x {explanation.device.name.replace('_', ' ')}", *parts])
 
 
 def _answer_key(group: GroupExplanation) -> object:

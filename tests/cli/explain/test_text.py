@@ -42,6 +42,7 @@ def test_the_answer_takes_ten_lines_and_comes_before_the_reasons():
         ([GPT, "--gpu", "h200"], "experts 56.8 GiB of 141 GiB per GPU"),
         ([GPT, "--gpu", "h100", "--tp", "2"], "run vllm serve openai/gpt-oss-120b --tensor-parallel-size 2"),
         ([KIMI, "--gpu", "h100", "--tp", "8"], "needs TP 8 or more"),
+        ([GPT, "--gpu", "mi300x"], "1x AMD Instinct MI300X vLLM 0.33.0"),
         ([KIMI, "--gpu", "h100"], "does not fit: experts 532 GiB of 80 GiB per GPU"),
         ([KIMI, "--gpu", "h200", "--backend", "marlin"], "run vllm serve"),
         (
