@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from ..checkpoint.config.quantization_formats import MODELOPT_ALGORITHMS
 from ..dtypes import MODEL_DTYPES
 from ..errors import UsageError
 from ..oracle.format_keys import act_key
 from ..problem.moe_problem import Dims, MoEProblem
-from ..problem.schemes import A16, FULL, ActFormat, act_format, block_formats
+from ..problem.schemes import (
+    A16,
+    FP8_ACT_TENSOR,
+    FP8_ACT_TENSOR_STATIC,
+    FP8_TENSOR,
+    FULL,
+    ActFormat,
+    act_format,
+    block_formats,
+)
 
 ACTIVATIONS: Mapping[str, ActFormat] = {
     act_key(form): form
@@ -25,6 +35,24 @@ ACTIVATIONS: Mapping[str, ActFormat] = {
     )
 }
 """Activation formats by key."""
+
+
+def can_declare(problem: MoEProblem, act: str) -> bool:
+    """True when a checkpoint stored like that of `problem` can declare the activation format with key `act`.
+
+    Weight-only storages (GPTQ, AWQ, gpt-oss) declare none, and FP8 and ModelOpt only what their algorithms do.
+    """
+    scheme = problem.scheme
+    if problem.storage == "compressed-tensors":
+        return True
+    if problem.storage == "quark":
+        return act != "nvfp4"
+    known = {scheme.act}
+    if problem.storage == "modelopt":
+        known |= {other.act for other in MODELOPT_ALGORITHMS.values() if other.weight == scheme.weight}
+    if problem.storage == "fp8" and scheme.weight == FP8_TENSOR:
+        known |= {FP8_ACT_TENSOR, FP8_ACT_TENSOR_STATIC}
+    return act in {act_key(form) for form in known}
 
 
 def _size(value: str, name: str) -> int:

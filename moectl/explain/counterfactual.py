@@ -14,7 +14,14 @@ from ..oracle.decision import Candidate, Decision
 from ..oracle.registry import policy_named
 from ..oracle.select import decide
 from ..oracle.selection_inputs import SelectionInputs
-from .proposed_changes import ProposedChange, new_devices, proposals, proposals_for_failure, request
+from .proposed_changes import (
+    ProposedChange,
+    new_devices,
+    other_shards,
+    proposals,
+    proposals_for_failure,
+    request,
+)
 
 MOST_DECISIONS = 1500
 """Maximum decisions per search."""
@@ -22,6 +29,8 @@ MOST_CHANGES = 4
 """Maximum changes combined in one answer."""
 MOST_ANSWERS = 6
 """Maximum answers per search; alternatives of one change count once."""
+MOST_ROUTES = 10
+"""Maximum formats to name that a backend is for."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,9 @@ class _Search:
         policy_rows = self.policy.rows()
         rows = [row for row in policy_rows if self.targets & {b.name for b in row.backends()}]
         if all(row.name != first.route for row in rows):
-            others = "; ".join(dict.fromkeys(row.name for row in rows))
+            names = list(dict.fromkeys(row.name for row in rows))
+            more = f" and {len(names) - MOST_ROUTES} more" if len(names) > MOST_ROUTES else ""
+            others = "; ".join(names[:MOST_ROUTES]) + more
             return f"this checkpoint is read as {first.route}, and {self.name} is a backend for {others}"
         by_name = decide(replace(self.start, requested=self.name))
         return "; ".join([*map(str, by_name.gates), *([str(by_name.error)] if by_name.error else [])])
@@ -166,7 +177,10 @@ class _Search:
         if now is None or decision is None:
             return
         if self.reached(decision):
-            self.answers.append(self.smallest(changes, decision))
+            answer = self.smallest(changes, decision)
+            shapes = {_shape(other) for other in self.answers}
+            if len(answer.changes) == len(changes) or _shape(answer) not in shapes:
+                self.answers.append(answer)
             return
         slots = {change.slot for change in changes}
         for change in self.next_changes(now, decision):
@@ -215,7 +229,10 @@ class _Search:
             ready = not targets or any(c.usable or _only_asked(c) for c in targets)
             if ready:
                 yield request(self.name, self.policy)
-        if not targets:
+        replaced = self.policy.replaced(decision.route, now.problem)
+        if any(backend.name in self.targets for route in replaced for backend in route.backends()):
+            yield from other_shards(now)
+        elif not targets:
             yield from new_devices(now)
         for candidate in targets:
             yield from self.for_candidate(now, decision, candidate)

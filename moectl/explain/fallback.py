@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..oracle.checks import Verdict
 from ..oracle.decision import Candidate, Decision
 from ..oracle.policy import Policy
+from ..oracle.select import select
 
 EMULATION = "emulation"
 _APART = frozenset({"order", "activation filter", "token format"})
@@ -16,21 +17,25 @@ is not a fallback."""
 
 @dataclass(frozen=True)
 class Fallback:
-    """Why a choice is a fallback: `kind` is ``none``, ``request``, ``emulation`` or ``passed``.
+    """Why a choice is a fallback: `kind` is ``none``, ``request``, ``emulation``, ``passed`` or ``method``.
 
     ``passed``: `candidate` has higher priority and fits the GPU and the format, but fails `verdicts`.
+    ``method``: the engine's usual `method` for the checkpoint has such a candidate, but the engine uses
+    another method, without it, because of `verdicts`.
     """
 
     kind: str
     candidate: Candidate | None = None
     verdicts: tuple[Verdict, ...] = ()
+    method: str = ""
 
 
 def fallback_of(decision: Decision, policy: Policy) -> Fallback | None:
     """Why `decision` is a fallback; None if it is the best for the GPU and the format.
 
-    A fallback is no backend at all, another backend than requested, emulation, or a choice although a
-    candidate of another backend has higher priority and supports the device and the format.
+    A fallback is no backend at all, another backend than requested, emulation, a choice although a
+    candidate of another backend has higher priority and supports the device and the format, or such a
+    candidate that only the engine's usual method for the checkpoint has.
     """
     chosen = decision.chosen
     if chosen is None or not decision.usable:
@@ -46,6 +51,19 @@ def fallback_of(decision: Decision, policy: Policy) -> Fallback | None:
             continue  # usable, but measured to be slower
         if candidate.backend.name != chosen.backend.name and _fits(candidate):
             return Fallback("passed", candidate, candidate.failed)
+    return _worse_method(decision, policy, chosen)
+
+
+def _worse_method(decision: Decision, policy: Policy, chosen: Candidate) -> Fallback | None:
+    """The better candidate of the method that the decision's one replaces; None if there is none."""
+    inputs = decision.inputs
+    for route in policy.replaced(decision.route, inputs.problem):
+        usual = select(inputs.problem, inputs.device, inputs.packages, policy.only_route(route.name))
+        for candidate in usual.candidates:
+            if candidate.backend.name == chosen.backend.name:
+                break
+            if _fits(candidate):
+                return Fallback("method", candidate, candidate.failed, route.method)
     return None
 
 

@@ -18,7 +18,7 @@ from ..oracle.registry import engine_named, known_packages, policy_named
 from ..oracle.selection_inputs import SelectionInputs
 from ..problem.moe_problem import Parallel
 from .assumed_machines import machine
-from .assumptions import assume
+from .assumptions import ACTIVATIONS, assume, can_declare
 
 KINDS = ("request", "variable", "launch", "package", "parallel", "padding", "checkpoint", "gpu")
 """Kinds of change, smallest first."""
@@ -149,7 +149,7 @@ def _packages(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> I
                 yield package(need.instead)
 
 
-def _ranks(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+def _ranks(now: SelectionInputs, candidate: Candidate | None, verdict: Verdict) -> Iterator[ProposedChange]:
     """Other tensor-parallel sizes, nearest first."""
     current = now.problem.parallel
     sizes = sorted((1, 2, 4, 8, 16, 32), key=lambda tp: (abs(math.log2(tp / current.tp)), tp))
@@ -159,7 +159,9 @@ def _ranks(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iter
     yield from _together(now, candidate, verdict)
 
 
-def _together(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+def _together(
+    now: SelectionInputs, candidate: Candidate | None, verdict: Verdict
+) -> Iterator[ProposedChange]:
     """Expert parallelism instead of sharded experts."""
     current, serve = now.problem.parallel, policy_named(now.policy).serve
     if not current.ep and current.ranks > 1:
@@ -209,7 +211,7 @@ def _spread(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Ite
         )
 
 
-def _padding(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+def _padding(now: SelectionInputs, candidate: Candidate | None, verdict: Verdict) -> Iterator[ProposedChange]:
     """Sizes padded with zeros, smallest first."""
     dims, ranks = now.problem.dims, now.problem.parallel.tp_size
     for name, size, factor in (
@@ -223,7 +225,7 @@ def _padding(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> It
 
 
 def _act_formats(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
-    """Activation formats that are supported with the weight format."""
+    """Activation formats that are supported with the weight format, and that such a checkpoint can declare."""
     key = verdict.wanted.rpartition(" with ")[0]
     declared = {
         act
@@ -233,14 +235,15 @@ def _act_formats(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -
     }
     backend = candidate.backend
     for act in sorted(declared | {act_key(backend.act)}):
-        if act != act_key(now.problem.scheme.act):
-            what = "16-bit activations" if act == "a16" else f"{act} activations"
-            how = (
-                "a checkpoint without activation scales"
-                if act == "a16"
-                else "a checkpoint with activation scales"
-            )
-            yield assumption("checkpoint", "act", act, f"use {how} for {what}")
+        if act == act_key(now.problem.scheme.act) or not can_declare(now.problem, act):
+            continue
+        if act == "a16":
+            how = "a weight-only checkpoint (16-bit activations)"
+        elif ACTIVATIONS[act].dynamic:
+            how = f"a checkpoint whose config declares dynamic {act.removesuffix(' dynamic')} activations"
+        else:
+            how = f"a checkpoint with static activation scales ({act})"
+        yield assumption("checkpoint", "act", act, f"use {how}")
 
 
 def _symmetric(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
@@ -358,6 +361,13 @@ def proposals_for_failure(
     nothing = Verdict("", "shape", "", "", False)
     for generator in BY_GATE.get(gates[0], ON_FAILURE) if gates else ON_FAILURE:
         yield from generator(now, candidate, nothing)
+
+
+def other_shards(now: SelectionInputs) -> Iterator[ProposedChange]:
+    """Other deployments and sizes, for a backend of the method that the engine uses for other shards."""
+    nothing = Verdict("", "shape", "", "", False)
+    for generator in (_ranks, _padding):
+        yield from generator(now, None, nothing)
 
 
 def new_devices(now: SelectionInputs) -> Iterator[ProposedChange]:

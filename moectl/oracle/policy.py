@@ -140,6 +140,15 @@ class Policy:
         read = {name for route in self.routes for name in route.switches()}
         return frozenset(read | ({self.invariance.name} if self.invariance else set()))
 
+    def replaced(self, name: str, problem: MoEProblem) -> tuple[Route, ...]:
+        """The routes that route `name` replaces for checkpoints stored as that of `problem`."""
+        replaced = {other for row in self.rows() if row.name == name for other in row.replaces}
+        return tuple(
+            route
+            for route in self.routes
+            if route.name in replaced and route.storages.allows(problem.storage)
+        )
+
     def only_route(self, name: str) -> Policy:
         """This policy with one route only, which applies to every problem and refuses none."""
         for route in self.routes:

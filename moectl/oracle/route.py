@@ -183,6 +183,8 @@ class Route:
         fails: exception class if no backend of the automatic order is supported; `fails_by_name`: if a
             requested one is not; `fails_unknown`: if a request names none (empty: the same).
         substitutes: devices where the engine continues without a backend instead.
+        replaces: names of the routes whose checkpoints this one takes over when `when` holds, with fewer
+            backends to choose from.
     """
 
     name: str
@@ -224,6 +226,7 @@ class Route:
     fails_by_name: str = "ValueError"
     fails_unknown: str = ""
     substitutes: tuple[EngineSubstitute, ...] = ()
+    replaces: tuple[str, ...] = ()
 
     def backends(self) -> frozenset[Backend]:
         """Every backend that this route may select."""

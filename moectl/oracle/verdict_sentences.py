@@ -35,6 +35,7 @@ SENTENCES: Mapping[str, str] = {
     "adapters on experts": "does not support LoRA adapters on experts",
     "activation filter": "uses {offered} activations; policy allows only {wanted}",
     "order": "{offered}",
+    "Marlin tiles": "Marlin needs {offered}; this is {wanted}",
     **dict.fromkeys(
         (
             "activation in FlashInfer",

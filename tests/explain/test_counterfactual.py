@@ -6,12 +6,15 @@ from itertools import combinations
 import pytest
 
 from moectl.checkpoint import open_checkpoint
+from moectl.checkpoint.source.catalogue import model_names
 from moectl.explain.assumed_machines import machine
+from moectl.explain.assumptions import can_declare
 from moectl.explain.counterfactual import why
 from moectl.explain.proposed_changes import BY_GROUP, BY_QUESTION, FIXED, KINDS
 from moectl.oracle import SelectionInputs, decide, policy_named
 from moectl.oracle.backend import GROUPS
 from moectl.oracle.checks import CHECKS
+from moectl.oracle.format_keys import act_key
 from moectl.problem.moe_problem import Parallel
 
 GPT, KIMI = "openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"
@@ -92,6 +95,54 @@ def test_a_backend_of_other_formats_says_of_which():
 def test_a_shard_that_breaks_groups_is_mended_by_fewer_ranks_or_padding():
     found = why(situation(KIMI, "h200", Parallel(tp=128)), "marlin")
     assert {"parallel", "padding"} <= {change.kind for answer in found.answers for change in answer.changes}
+
+
+GPTQ, AWQ = "Qwen/Qwen3-30B-A3B-GPTQ-Int4", "QuantTrio/Qwen3.6-35B-A3B-AWQ"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "tp", "proposed"), [(GPTQ, "l40s", 4, {(2, False), (1, False), (4, True)})]
+)
+def test_the_search_leads_back_to_the_method_that_has_the_backend(model, gpu, tp, proposed):
+    start = situation(model, gpu, Parallel(tp=tp))
+    assert decide(start).method == "MoeWNA16Method"
+    found = why(start, "marlin")
+    first = found.answers[0]
+    assert kinds(first) == ("parallel",)
+    assert first.decision.method == "AutoGPTQMoEMethod"
+    deployments = [change.apply(start).problem.parallel for change in (*first.changes, *first.also)]
+    assert {(parallel.tp, parallel.ep) for parallel in deployments} == proposed
+
+
+def test_quantized_layers_of_a_mixed_checkpoint_lead_back_too():
+    checkpoint = open_checkpoint(AWQ, offline=True)
+    quantized = next(group for group in checkpoint.groups if group.problem.storage == "awq")
+    found = machine("l40s", None, {})
+    start = SelectionInputs(
+        quantized.problem.on(Parallel(tp=8)), found.device, found.packages, policy_named().name
+    )
+    answers = why(start, "marlin").answers
+    assert "--enable-expert-parallel" in " ".join(c.text for c in (*answers[0].changes, *answers[0].also))
+
+
+@pytest.mark.parametrize(
+    ("model", "backend"), [(GPT, "flashinfer_cutlass"), (GPTQ, "triton"), (KIMI, "cutlass")]
+)
+@pytest.mark.parametrize("gpu", ["rtx5090", "h200", "b200"])
+def test_no_answer_needs_a_checkpoint_that_cannot_exist(model, backend, gpu):
+    for answer in why(situation(model, gpu), backend).answers:
+        for change in (*answer.changes, *answer.also):
+            problem = change.apply(situation(model, gpu)).problem
+            if problem.storage in ("gpt_oss", "gptq"):
+                assert problem.scheme.act.name == "a16"
+            assert "activation scales" not in change.text or not problem.scheme.act.dynamic
+
+
+def test_what_published_checkpoints_declare_can_be_declared():
+    for name in model_names():
+        for group in open_checkpoint(name, offline=True).groups:
+            act = act_key(group.problem.scheme.act)
+            assert can_declare(group.problem, act), (name, act)
 
 
 def test_every_question_has_a_generator_or_is_about_what_the_model_is():

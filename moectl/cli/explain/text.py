@@ -48,6 +48,11 @@ def fallback_words(answer: GroupExplanation) -> str:
         return "emulation dequantizes the weights and multiplies in 16 bits: slow"
     assert fallback.candidate is not None
     missing = ", and ".join(dict.fromkeys(sentence(verdict) for verdict in fallback.verdicts))
+    if fallback.kind == "method":
+        return (
+            f"{decision.method} replaces {fallback.method}, whose {fallback.candidate.backend.name} has "
+            f"higher priority and fits this GPU. {missing}"
+        )
     return f"{fallback.candidate.backend.name} has higher priority and fits, but {missing}"
 
 

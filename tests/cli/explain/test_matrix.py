@@ -44,6 +44,14 @@ def test_shards_that_break_alignment_are_explained_once():
     assert words.count("[1]") == words.count("[2]") == 4
 
 
+def test_another_method_for_some_shards_has_a_footnote():
+    done = explain("Qwen/Qwen3-30B-A3B-GPTQ-Int4", "--gpu", "l40s", "--tp", "2,4")
+    assert "marlin triton [1]" in done.words
+    assert "[1] MoeWNA16Method replaces AutoGPTQMoEMethod, whose marlin" in done.words
+    document = explain("Qwen/Qwen3-30B-A3B-GPTQ-Int4", "--gpu", "l40s", "--tp", "2,4", "--json").document
+    assert [row["fallback"] for row in document["rows"]] == [None, "method"]
+
+
 def test_all_gpus_stand_in_one_answer():
     from moectl.environment import device_names
 

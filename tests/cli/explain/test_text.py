@@ -201,6 +201,11 @@ def test_roofline_of_decode_and_prefill():
         ([KIMI, "--gpu", "b200", "--env", "VLLM_USE_FLASHINFER_MOE_INT4=1"], 0),
         ([KIMI, "--gpu", "h100", "--backend", "flashinfer_trtllm", "--allow-fallback"], 1),
         ([GPT, "--gpu", "mi355x", "--backend", "emulation", "--packages", "quark"], 0),
+        (["Qwen/Qwen3-30B-A3B-GPTQ-Int4", "--gpu", "l40s", "--tp", "2"], 0),
+        (["Qwen/Qwen3-30B-A3B-GPTQ-Int4", "--gpu", "l40s", "--tp", "4"], 1),
+        (["Qwen/Qwen3-30B-A3B-GPTQ-Int4", "--gpu", "l40s", "--tp", "4", "--ep"], 0),
+        # Without Marlin on the platform, the other method is no worse.
+        (["Qwen/Qwen3-30B-A3B-GPTQ-Int4", "--gpu", "mi300x", "--tp", "4"], 0),
     ],
 )
 def test_strict_finds_fallbacks(options, code):

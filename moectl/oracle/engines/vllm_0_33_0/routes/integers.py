@@ -121,6 +121,7 @@ _MOE_WNA16 = replace(
     minimum=60,
     refusals=(REFUSES_ACT_ORDER, GPTQ_ZERO_POINTS, AWQ_HAS_4_BITS, AWQ_NEEDS_TURING),
     late_failures=(HALVES_GROUPS,),
+    replaces=(_GPTQ.name, _AWQ.name),
 )
 _QUARK_INT4 = replace(
     _COMPRESSED_INT,
