@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..files.tensor_table import TensorInfo
+from ..problem.model_shape import ModelShape
 from ..problem.moe_problem import MoEProblem
+from .config.model_shape import model_shape
 from .tensors.storage import Storage
 
 
@@ -98,6 +100,11 @@ class Checkpoint:
     def notes(self) -> tuple[str, ...]:
         """Warnings to read before using the weights, without repeats, such as errors in the config."""
         return tuple(dict.fromkeys(note for group in self.groups for note in group.notes))
+
+    @property
+    def model(self) -> ModelShape:
+        """Sizes of the model outside its experts."""
+        return model_shape(self.config)
 
     def group_of(self, layer: int | None) -> LayerGroup:
         """The group with `layer`; the first group for None. KeyError when no group has it."""

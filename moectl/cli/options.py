@@ -163,12 +163,32 @@ def split_names(text: str, what: str) -> list[str]:
 
 
 class ArgumentKeepingCommand(TyperCommand):
-    """A command that keeps its arguments as typed, before click turns an empty path into ``.``."""
+    """A command that keeps its arguments as typed, before click turns an empty path into ``.``.
+
+    A number after a flag ``--NAME`` is the value of ``--NAME-size``, if the command has that option.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses `args` as usual, and keeps them under `TYPED`."""
+        args = self._sized(args)
         ctx.meta[TYPED] = tuple(args)
         return super().parse_args(ctx, args)
+
+    def _sized(self, args: list[str]) -> list[str]:
+        """`args` with ``--ep 8`` and ``--ep=8`` spelled ``--ep-size 8``."""
+        names = {name for param in self.params for name in param.opts}
+        flags = [name for param in self.params if getattr(param, "is_flag", False) for name in param.opts]
+        sized = {name: size for name in flags if (size := f"--{name.lstrip('-')}-size") in names}
+        spelled: list[str] = []
+        for text in args:
+            flag, equals, value = text.partition("=")
+            if spelled and spelled[-1] in sized and text.isdecimal():
+                spelled[-1:] = [sized[spelled[-1]], text]
+            elif equals and flag in sized and value.isdecimal():
+                spelled += [sized[flag], value]
+            else:
+                spelled.append(text)
+        return spelled
 
 
 TYPED = "moectl.typed"

@@ -38,9 +38,9 @@ ACTIVATIONS: Mapping[str, ActFormat] = {
 
 
 def can_declare(problem: MoEProblem, act: str) -> bool:
-    """True when a checkpoint stored like that of `problem` can declare the activation format with key `act`.
+    """True when checkpoints stored like that of `problem` can declare the activation format with key `act`.
 
-    Weight-only storages (GPTQ, AWQ, gpt-oss) declare none, and FP8 and ModelOpt only what their algorithms do.
+    Weight-only storages (GPTQ, AWQ, gpt-oss) declare none; FP8 and ModelOpt, what their algorithms do.
     """
     scheme = problem.scheme
     if problem.storage == "compressed-tensors":

@@ -10,10 +10,11 @@ from ..cache.backend_times import MeasuredTimes
 from ..checkpoint.checkpoint import LayerGroup, Origin
 from ..errors import NoBackend, UsageError
 from ..oracle.selection_inputs import SelectionInputs
+from ..problem.model_shape import UNKNOWN_MODEL, ModelShape
 from ..problem.moe_problem import MoEProblem, Parallel
 from .assumed_machines import AssumedMachine
 from .assumptions import assume
-from .explanation import GroupExplanation, Question, explained
+from .explanation import GroupExplanation, Question, explained, largest_stage
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class MatrixCell:
             question.backend,
             question.allow_fallback,
             measured,
+            self.answer.decision.inputs.model if self.answer else UNKNOWN_MODEL,
         )
 
     def to_json(self, question: Question) -> dict[str, Any]:
@@ -99,9 +101,12 @@ class DecisionMatrix:
         return all(cell.usable and cell.answer and not cell.answer.fallback for cell in self.cells)
 
     def expert_bytes(self, machine: AssumedMachine, parallel: Parallel) -> int:
-        """Bytes of every group's expert weights on one rank, as padded, without refused groups."""
-        return sum(
-            cell.answer.memory.padded * len(cell.layers)
+        """Bytes of every group's expert weights on one rank, as padded, without refused groups.
+
+        With pipeline parallelism, of the stage that has the most.
+        """
+        return largest_stage(
+            cell.answer
             for cell in self.cells
             if cell.answer and (cell.machine, cell.parallel) == (machine, parallel)
         )
@@ -142,10 +147,11 @@ def matrix(
     machines: Sequence[AssumedMachine],
     parallels: Sequence[Parallel],
     question: Question,
+    model: ModelShape,
 ) -> DecisionMatrix:
     """The decisions of `question` for every layer group, machine and deployment."""
     cells = [
-        _cell(group, machine, replace(question, parallel=parallel, others=()))
+        _cell(group, machine, replace(question, parallel=parallel, others=()), model)
         for group in groups
         for machine in machines
         for parallel in parallels
@@ -153,10 +159,10 @@ def matrix(
     return DecisionMatrix(origin, question, tuple(machines), tuple(parallels), tuple(cells))
 
 
-def _cell(group: LayerGroup, machine: AssumedMachine, question: Question) -> MatrixCell:
+def _cell(group: LayerGroup, machine: AssumedMachine, question: Question, model: ModelShape) -> MatrixCell:
     whole = replace(assume(group.problem, question.assumptions), parallel=question.parallel)
     try:
-        inputs = question.inputs(group.problem, machine.device, machine.packages)
+        inputs = question.inputs(group.problem, machine.device, machine.packages, model)
         answer = explained(group.layers, inputs, group.sources, group.notes, details=group.details)
     except (UsageError, NoBackend) as error:
         return MatrixCell(machine, question.parallel, group.layers, None, error.what, whole)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..oracle.policy import Policy
 from ..oracle.registry import engine_named, policy_named
 from ..oracle.select import decide
 from ..oracle.selection_inputs import SelectionInputs
+from ..problem.model_shape import ModelShape, pipeline_stages
 from ..problem.moe_problem import MoEProblem, Parallel
 from .assumptions import assume
 from .deployment import StepTimes, WeightMemory, memory_of, roofline_of
@@ -91,6 +93,29 @@ class GroupExplanation:
         }
 
 
+def stages_of(groups: Iterable[GroupExplanation]) -> tuple[range, ...]:
+    """The layers of each pipeline stage; a single stage without pipeline parallelism.
+
+    If the config does not tell the number of layers, the last MoE layer is taken for the last.
+    Raises UsageError for more stages than layers.
+    """
+    groups = tuple(groups)
+    if not groups:
+        return ()
+    inputs = groups[0].decision.inputs
+    layers = max(inputs.model.layers, 1 + max(layer for group in groups for layer in group.layers))
+    sizes = pipeline_stages(layers, inputs.problem.parallel.pp)
+    return tuple(range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
+
+
+def largest_stage(groups: Iterable[GroupExplanation]) -> int:
+    """Bytes of the padded expert weights on one rank of the pipeline stage that has the most."""
+    groups = tuple(groups)
+    by_layer = {layer: group.memory.padded for group in groups for layer in group.layers}
+    stages = stages_of(groups)
+    return max((sum(by_layer.get(layer, 0) for layer in stage) for stage in stages), default=0)
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Every layer group of a checkpoint under one policy on one device.
@@ -120,8 +145,11 @@ class Explanation:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of all layers' expert weights on one rank, as padded."""
-        return sum(group.memory.padded * len(group.layers) for group in self.groups)
+        """Bytes of all layers' expert weights on one rank, as padded.
+
+        With pipeline parallelism, of the layers of the stage that has the most.
+        """
+        return largest_stage(self.groups)
 
     @property
     def loading_bytes(self) -> int:
@@ -150,6 +178,7 @@ class Explanation:
             "parallel": to_json(self.parallel),
             "policy": self.policy,
             "usable": self.usable,
+            "stages": [[stage[0], stage[-1]] for stage in stages_of(self.groups)],
             "expert_bytes": self.expert_bytes,
             "loading_bytes": self.loading_bytes,
             "fits": self.fits,
@@ -207,15 +236,21 @@ class Question:
     others: tuple[Policy, ...] = ()
     known: EvidenceLookup = nothing
 
-    def inputs(self, problem: MoEProblem, device: Device, packages: Packages) -> SelectionInputs:
+    def inputs(
+        self, problem: MoEProblem, device: Device, packages: Packages, model: ModelShape
+    ) -> SelectionInputs:
         """The selection inputs for one rank's share of a layer group's `problem`, assumptions applied.
 
-        Raises UsageError when the experts cannot be sharded as `parallel` requires.
+        `model` has the sizes outside the experts.
+
+        Raises UsageError when the experts or the layers cannot be distributed as `parallel` requires.
         """
+        if model.layers:
+            pipeline_stages(model.layers, self.parallel.pp)
         share = assume(problem, self.assumptions).on(self.parallel)
         measured = self.known(device, share, packages).measured
         return SelectionInputs(
-            share, device, packages, self.policy.name, self.backend, self.allow_fallback, measured
+            share, device, packages, self.policy.name, self.backend, self.allow_fallback, measured, model
         )
 
 
@@ -237,7 +272,7 @@ def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question
     """
     groups = []
     for group in checkpoint.groups:
-        inputs = question.inputs(group.problem, device, packages)
+        inputs = question.inputs(group.problem, device, packages, checkpoint.model)
         sources = {**group.sources, **dict.fromkeys(question.assumptions, "assumed")}
         evidence = question.known(device, inputs.problem, packages)
         groups.append(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ..environment import Packages, device_names, find_device
 from ..oracle.checks import Verdict
-from ..oracle.decision import CAPABILITY, DTYPE, NAME, PLATFORM, Candidate
+from ..oracle.decision import CAPABILITY, DEPLOYMENT, DTYPE, NAME, PLATFORM, Candidate
 from ..oracle.format_keys import act_key
 from ..oracle.policy import Policy
 from ..oracle.registry import engine_named, known_packages, policy_named
@@ -225,7 +225,7 @@ def _padding(now: SelectionInputs, candidate: Candidate | None, verdict: Verdict
 
 
 def _act_formats(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
-    """Activation formats that are supported with the weight format, and that such a checkpoint can declare."""
+    """Activation formats that are supported with the weight format, and that such checkpoints can declare."""
     key = verdict.wanted.rpartition(" with ")[0]
     declared = {
         act
@@ -346,6 +346,7 @@ BY_GATE: Mapping[str, tuple[Generator, ...]] = {
     CAPABILITY: (_devices,),
     DTYPE: (_dtypes, _devices),
     NAME: (),
+    DEPLOYMENT: (_ranks, _spread),
 }
 """Generators for an engine's refusal, by its kind; for other kinds, `ON_FAILURE`."""
 

@@ -97,6 +97,7 @@ def _inputs(decision: Mapping[str, Any]) -> SelectionInputs:
         "scheme.weight.bits": problem.scheme.weight.bits,
         "parallel.tp": problem.parallel.tp,
         "parallel.dp": problem.parallel.dp,
+        "parallel.pp": problem.parallel.pp,
     }
     for name, size in sizes.items():
         if size < 1:

@@ -8,6 +8,7 @@ from functools import cache
 
 from ..environment import Device, Packages
 from ..environment.variables import Variable
+from ..problem.model_shape import UNKNOWN_MODEL, ModelShape
 from ..problem.moe_problem import Align, MoEProblem
 from ..problem.schemes import A16, ActFormat, WeightFormat
 from .gpu_archs import Archs
@@ -164,6 +165,7 @@ class SupportQuery:
         batched: tokens come in the batched activation format, by the exchange or by request.
         sliced: one rank's intermediate size in the checkpoint if the method pads that shard before the
             checks (`problem` then has the padded size); otherwise 0.
+        model: sizes of the model outside its experts.
     """
 
     problem: MoEProblem
@@ -184,6 +186,7 @@ class SupportQuery:
     request: str = ""
     batched: bool = False
     sliced: int = 0
+    model: ModelShape = UNKNOWN_MODEL
 
     @property
     def parametrized(self) -> bool:

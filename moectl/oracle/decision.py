@@ -15,6 +15,7 @@ from .checks import Verdict
 from .selection_inputs import SelectionInputs
 
 CAPABILITY, DTYPE, PLATFORM, NAME = "minimum capability", "model dtype", "platform", "backend name"
+DEPLOYMENT = "deployment"
 """Kinds of `Gate`."""
 
 

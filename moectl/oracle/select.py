@@ -173,6 +173,7 @@ def _ask(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None
         invariant=invariant,
         request=name or "",
         batched=name in route.batched_requests or policy.batches_tokens(problem),
+        model=inputs.model,
     )
 
 

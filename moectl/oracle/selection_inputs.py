@@ -10,6 +10,7 @@ from ..cache.backend_times import MeasuredTimes
 from ..environment import Device, Packages
 from ..errors import UsageError
 from ..files.records import from_json, to_json
+from ..problem.model_shape import UNKNOWN_MODEL, ModelShape
 from ..problem.moe_problem import MoEProblem
 
 FORMAT = "moectl-decision-1"
@@ -27,6 +28,7 @@ class SelectionInputs:
         requested: a backend requested by name; None (or ``auto``) for the automatic choice.
         allow_fallback: fall back to the automatic choice if the requested backend is not supported.
         measured: measured times, for policies that use them.
+        model: sizes of the model outside its experts, which an engine may check, too.
     """
 
     problem: MoEProblem
@@ -36,6 +38,7 @@ class SelectionInputs:
     requested: str | None = None
     allow_fallback: bool = False
     measured: MeasuredTimes = field(default_factory=MeasuredTimes)
+    model: ModelShape = UNKNOWN_MODEL
 
     def to_json(self) -> dict[str, Any]:
         """The head of a decision document, as `replay_inputs` reads it."""
@@ -53,6 +56,7 @@ class SelectionInputs:
                 "requested": self.requested,
                 "allow_fallback": self.allow_fallback,
                 "measured": self.measured.to_json(),
+                "model": to_json(self.model),
             },
         }
 
@@ -101,4 +105,5 @@ def replay_inputs(document: Mapping[str, Any]) -> SelectionInputs:
         requested=_name(inputs.get("requested")),
         allow_fallback=bool(inputs.get("allow_fallback")),
         measured=_measured(inputs.get("measured", [])),
+        model=from_json(ModelShape, inputs.get("model", {}), "inputs.model", UsageError),
     )

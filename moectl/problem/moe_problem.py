@@ -117,7 +117,7 @@ class Parallel:
 
     With `ep`, experts are distributed over all tp * dp ranks instead of being sliced. `all2all` is the
     engine's name for the communication kernels, used only with `ep` and `dp` > 1. `eplb` is dynamic expert
-    load balancing.
+    load balancing. `pp` counts pipeline stages, which hold different layers.
     """
 
     tp: int = 1
@@ -125,6 +125,7 @@ class Parallel:
     ep: bool = False
     all2all: str = "allgather_reducescatter"
     eplb: bool = False
+    pp: int = 1
 
     @property
     def ranks(self) -> int:

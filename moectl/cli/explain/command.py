@@ -88,7 +88,9 @@ def answered(
     for note in (*machine_notes(machines), *options.remarks(policy, parallels)):
         answers.out.note(note)
     if cells > 1:
-        return answers.matrix(matrix(source.origin, source.groups, machines, parallels, question))
+        return answers.matrix(
+            matrix(source.origin, source.groups, machines, parallels, question, source.model)
+        )
     machine = machines[0]
     explanation = explain_checkpoint(source, machine.device, machine.packages, question)
     if backend:

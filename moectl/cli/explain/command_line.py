@@ -83,6 +83,7 @@ def _parallel(parallel: Parallel, usual: str) -> dict[str, str]:
     return {
         "--tp": str(parallel.tp) if parallel.tp > 1 else ABSENT,
         "--dp": str(parallel.dp) if parallel.dp > 1 else ABSENT,
+        "--pp": str(parallel.pp) if parallel.pp > 1 else ABSENT,
         "--ep": "" if parallel.ep else ABSENT,
         "--all2all": parallel.all2all if parallel.exchanges and parallel.all2all != usual else ABSENT,
         "--eplb": "" if parallel.eplb else ABSENT,

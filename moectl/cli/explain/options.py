@@ -92,10 +92,17 @@ class DecisionOptions:
     dp: Annotated[str, option("--dp", "-dp", "--data-parallel-size", help="Data-parallel ranks; a list.")] = (
         "1"
     )
+    pp: Annotated[str, option("--pp", "-pp", "--pipeline-parallel-size", help="Pipeline stages; a list.")] = (
+        "1"
+    )
     ep: Annotated[
         bool,
-        option("--ep", "-ep", "--enable-expert-parallel", help="Distribute whole experts over all ranks."),
+        option("--ep", "-ep", "--enable-expert-parallel", help="Whole experts on ranks; also --ep 8."),
     ] = False
+    ep_size: Annotated[
+        int | None,
+        option("--ep-size", help="--ep with the number of ranks, tp x dp: also --ep 8.", min=1, hidden=True),
+    ] = None
     all2all: Annotated[
         str | None,
         option(
@@ -106,9 +113,9 @@ class DecisionOptions:
         ),
     ] = None
     eplb: Annotated[bool, option("--eplb", "--enable-eplb", help="Expert load balancing.")] = False
-    packages: Annotated[
-        str | None, option("--packages", help="Profiles (full, bare, ...), a,b=1.2, or installed.")
-    ] = None
+    packages: Annotated[str | None, option("--packages", help="full, bare, ..., a,b=1.2, or installed.")] = (
+        None
+    )
     env: Annotated[list[str] | None, option("--env", help="Engine environment variable K=V; repeatable.")] = (
         None
     )
@@ -123,13 +130,13 @@ class DecisionOptions:
         ),
     ] = None
     allow_fallback: Annotated[
-        bool, option("--allow-fallback", help="Choose automatically if --backend cannot run.")
+        bool, option("--allow-fallback", help="Choose another if --backend cannot.")
     ] = False
     policy: Annotated[
         str | None,
         option(
             "--policy",
-            help="An engine's release, or moectl for its own. Default: both.",
+            help="vllm, moectl, ...; default: both.",
             autocompletion=completed(policy_names),
         ),
     ] = None
@@ -165,11 +172,27 @@ class DecisionOptions:
         from ...problem.moe_problem import Parallel
 
         exchange = self.all2all and pick(self.all2all, policy.exchanges, "exchange")
-        return tuple(
-            Parallel(tp, dp, self.ep, exchange or policy.default_exchange, self.eplb)
+        ep = self.ep or (self.ep_size or 1) > 1
+        tensor = str(self.ep_size) if self.implied_tp else self.tp
+        deployments = tuple(
+            Parallel(tp, dp, ep, exchange or policy.default_exchange, self.eplb, pp)
+            for pp in numbers(self.pp, "--pp")
             for dp in numbers(self.dp, "--dp")
-            for tp in numbers(self.tp, "--tp")
+            for tp in numbers(tensor, "--tp")
         )
+        for parallel in deployments:
+            if self.ep_size not in (None, parallel.ep_size):
+                raise UsageError(
+                    f"{policy.name} distributes experts over all tp x dp ranks, "
+                    f"{parallel.tp} x {parallel.dp} here, not over {self.ep_size}",
+                    hint=f"use --ep without a number, or --tp and --dp with the product {self.ep_size}",
+                )
+        return deployments
+
+    @property
+    def implied_tp(self) -> bool:
+        """True when only the expert-parallel ranks are given: they are tensor-parallel ranks of attention."""
+        return self.ep_size is not None and self.tp == self.dp == "1"
 
     def machines(self) -> "tuple[AssumedMachine, ...]":
         """Every machine. Raises UsageError for unknown names."""
@@ -210,6 +233,8 @@ class DecisionOptions:
     def remarks(self, policy: "Policy", parallels: "tuple[Parallel, ...]") -> list[str]:
         """Notes on options without effect."""
         notes = []
+        if self.implied_tp and parallels[0].ep:
+            notes.append(f"--ep-size {self.ep_size} is taken as --tp {self.ep_size} --ep")
         if self.all2all is not None and not any(parallel.exchanges for parallel in parallels):
             notes.append("--all2all has no effect: tokens are exchanged only with --ep and --dp above 1")
         for name in self.switches:

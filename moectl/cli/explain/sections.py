@@ -7,11 +7,13 @@ from typing import Any
 
 from ...environment import Device
 from ...explain import Explanation, GroupExplanation, OtherAnswer, StepTimes, WeightMemory, source_of
+from ...explain.explanation import stages_of
 from ...explain.fallback import serves_request
 from ...oracle.backend import GROUPS, UNTRIED, Backend
 from ...oracle.decision import Decision
 from ...oracle.registry import policy_named
 from ...oracle.verdict_sentences import sentence
+from ...problem.layer_ranges import ranges
 from ...problem.layouts import LAYOUTS
 from ...problem.moe_problem import MoEProblem, Parallel
 from ..output import duration, gib
@@ -59,10 +61,11 @@ def shape_words(problem: MoEProblem) -> str:
 
 
 def parallel_words(parallel: Parallel) -> str:
-    """``TP 8, DP 2, EP 16 through deepep_low_latency``; empty for one rank."""
-    if parallel.ranks == 1:
+    """``TP 8, PP 2, DP 2, EP 16 through deepep_low_latency``; empty for one rank."""
+    if parallel.ranks == parallel.pp == 1:
         return ""
-    parts = [f"TP {parallel.tp}", *([f"DP {parallel.dp}"] if parallel.dp > 1 else [])]
+    parts = [f"TP {parallel.tp}", *([f"PP {parallel.pp}"] if parallel.pp > 1 else [])]
+    parts += [f"DP {parallel.dp}"] if parallel.dp > 1 else []
     exchange = f" through {parallel.all2all}" if parallel.exchanges else ""
     parts += [f"EP {parallel.ep_size}{exchange}"] if parallel.ep else []
     return ", ".join([*parts, *(["EPLB"] if parallel.eplb else [])])
@@ -91,11 +94,19 @@ def _head(explanation: Explanation) -> Iterator[Block]:
             ("checkpoint", f"{origin.name} (read from: {origin.kind}{revision})"),
             ("device", device_words(explanation.device)),
             ("parallel", parallel_words(explanation.parallel)),
+            ("stages", _stages(explanation)),
             ("packages", ", ".join(sorted(packages.versions)) or "none"),
             ("env", switches),
             ("loading", _loading(explanation)),
         )
     )
+
+
+def _stages(explanation: Explanation) -> str:
+    """The layers of each pipeline stage; empty without pipeline parallelism."""
+    if explanation.parallel.pp == 1:
+        return ""
+    return ", ".join(f"layers {ranges(tuple(stage))}" for stage in stages_of(explanation.groups))
 
 
 def _loading(explanation: Explanation) -> str:

@@ -252,9 +252,10 @@ def _backend_name(answer: GroupExplanation) -> str:
 
 
 def parallel_name(parallel: Parallel) -> str:
-    """``TP 4``, ``TP 1 DP 8 EP``."""
+    """``TP 4``, ``TP 8 PP 2``, ``TP 1 DP 8 EP``."""
     dp = f" DP {parallel.dp}" if parallel.dp > 1 else ""
-    return f"TP {parallel.tp}{dp}{' EP' if parallel.ep else ''}"
+    pp = f" PP {parallel.pp}" if parallel.pp > 1 else ""
+    return f"TP {parallel.tp}{pp}{dp}{' EP' if parallel.ep else ''}"
 
 
 def _table(matrix: DecisionMatrix, rows: Sequence[tuple[str, ...]], width: int) -> Iterator[Block]:

@@ -1,6 +1,7 @@
 """What vLLM refuses with every method, before it creates any layer."""
 
 from ....backend import SupportQuery, is_on
+from ....decision import DEPLOYMENT
 from ....route import Condition
 from ..backends.aiter import CDNA3
 from ..variables import VARIABLES
@@ -34,7 +35,68 @@ def _fused_aiter(ask: SupportQuery) -> bool:
     return served and ask.packages.has("aiter") and switched
 
 
+NO_PIPELINE = frozenset(
+    {
+        "AliceAIForCausalLM",
+        "AriaForConditionalGeneration",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Omni_Reasoning_V3",
+        "NemotronH_Super_Omni_Reasoning_V3",
+    }
+)
+"""Architectures with experts whose classes do not implement `SupportsPP`."""
+VOCABULARY_STEP = 64
+"""vLLM pads the embedding to a multiple of this before it shards it."""
+
+
+def _padded_vocabulary(ask: SupportQuery) -> int:
+    return -(-ask.model.vocabulary // VOCABULARY_STEP) * VOCABULARY_STEP
+
+
+def _attention(ask: SupportQuery) -> str:
+    """Why attention cannot be sharded over the TP ranks: query heads first, then KV heads; or empty."""
+    heads, kv_heads, tp = ask.model.attention_heads, ask.model.kv_heads, ask.problem.parallel.tp
+    if heads % tp:
+        return f"the number of attention heads ({heads}) must be divisible by the tensor parallel size ({tp})"
+    if kv_heads and (tp % kv_heads if tp >= kv_heads else kv_heads % tp):
+        return f"{kv_heads} KV heads can be neither sharded nor replicated evenly over {tp} TP ranks"
+    return ""
+
+
+DEPLOYMENTS = (
+    Condition(DEPLOYMENT, lambda ask: bool(_attention(ask)), _attention),
+    Condition(
+        DEPLOYMENT,
+        lambda ask: not _attention(ask) and _padded_vocabulary(ask) % ask.problem.parallel.tp > 0,
+        lambda ask: (
+            f"the vocabulary, padded to {_padded_vocabulary(ask)}, must be divisible by the tensor parallel "
+            f"size ({ask.problem.parallel.tp})"
+        ),
+        kind="AssertionError",
+    ),
+    Condition(
+        DEPLOYMENT,
+        lambda ask: ask.problem.parallel.pp > 1 and ask.model.architecture in NO_PIPELINE,
+        lambda ask: f"pipeline parallelism is not supported for {ask.model.architecture}",
+        kind="NotImplementedError",
+    ),
+    Condition(
+        DEPLOYMENT,
+        lambda ask: ask.problem.parallel.eplb and not ask.problem.parallel.ep,
+        lambda ask: "expert load balancing (EPLB) requires expert parallelism",
+    ),
+    Condition(
+        DEPLOYMENT,
+        lambda ask: ask.problem.parallel.eplb and ask.problem.parallel.ep and ask.problem.parallel.ranks == 1,
+        lambda ask: "expert load balancing (EPLB) requires tensor or data parallelism",
+    ),
+)
+"""What vLLM checks of a deployment before the experts: `ParallelConfig`, then
+`ModelConfig.verify_with_parallel_config`, then the shards of attention and embedding."""
+
 REFUSALS = (
+    *DEPLOYMENTS,
     Condition(
         "token exchange",
         lambda ask: _moonep(ask) and _quantized(ask),

@@ -1,0 +1,49 @@
+"""What an engine checks of a whole model before it creates MoE layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a model outside its experts that limit a deployment; 0 or ``""`` where unknown.
+
+    Attributes:
+        attention_heads: query heads of a layer.
+        kv_heads: key and value heads of a layer that tensor parallelism shards or replicates; 0 also for
+            latent attention (MLA), which does neither.
+        vocabulary: entries of the embedding.
+        layers: decoder layers, without those for multi-token prediction.
+        architecture: the first of `architectures` in config.json.
+    """
+
+    attention_heads: int = 0
+    kv_heads: int = 0
+    vocabulary: int = 0
+    layers: int = 0
+    architecture: str = ""
+
+
+UNKNOWN_MODEL = ModelShape()
+
+
+def pipeline_stages(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each pipeline stage, as in vLLM's partition: equal shares, and the rest one each.
+
+    The rest goes to the stages before the last, from the back, as the last one has the output head.
+    Raises UsageError for more stages than layers.
+
+    Example:
+        >>> pipeline_stages(61, 4)
+        (15, 15, 16, 15)
+    """
+    if stages > layers:
+        raise UsageError(
+            f"{layers} layers cannot be distributed over {stages} pipeline stages",
+            hint="choose --pp up to the number of layers",
+        )
+    share, rest = divmod(layers, stages)
+    return tuple(share + (stages - 1 - rest <= stage < stages - 1) for stage in range(stages))
