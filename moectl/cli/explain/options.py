@@ -82,7 +82,7 @@ class DecisionOptions:
         str | None,
         option(
             "--gpu",
-            help="h200, b200, sm90, gfx942, cpu; a list; all. Default: this machine's.",
+            help="h200, sm90, gfx942, cpu; a list; all. Default: this machine's.",
             autocompletion=completed(gpu_names),
         ),
     ] = None
