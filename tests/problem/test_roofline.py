@@ -1,11 +1,12 @@
 """Floors without torch: expected work under uniform routing, and published rates."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from moectl.environment import Device, device_names, find_device
-from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
+from moectl.problem.moe_problem import Dims, MoEProblem, Parallel, expert_range
 from moectl.problem.roofline import (
     DeviceRates,
     known_roofline,
@@ -32,11 +33,52 @@ def test_two_tokens_share_experts():
     assert uniform_work(PROBLEM, 2).experts == pytest.approx(8 * (1 - 0.75**2))
 
 
-@pytest.mark.parametrize("parallel", [Parallel(tp=4), Parallel(tp=4, ep=True)])
-def test_ranks_share_the_work(parallel):
-    whole, share = uniform_work(PROBLEM, 16), uniform_work(PROBLEM.on(parallel), 16)
+def test_tensor_parallel_ranks_share_the_work():
+    whole, share = uniform_work(PROBLEM, 16), uniform_work(PROBLEM.on(Parallel(tp=4)), 16)
     assert share.flops * 4 == pytest.approx(whole.flops)
     assert share.weight_bytes * 4 == pytest.approx(whole.weight_bytes, abs=4)
+
+
+def simulated(experts, top_k, ranks, tokens):
+    """Mean number of active experts and of assignments on the rank that has the most."""
+    draw, trials = random.Random(1), max(300, 5000 // tokens)
+    bounds = [expert_range(experts, ranks, rank) for rank in range(ranks)]
+    active, assigned = 0, 0
+    for _ in range(trials):
+        hits = [0] * experts
+        for _ in range(tokens):
+            for expert in draw.sample(range(experts), top_k):
+                hits[expert] += 1
+        active += max(sum(map(bool, hits[first:end])) for first, end in bounds)
+        assigned += max(sum(hits[first:end]) for first, end in bounds)
+    return active / trials, assigned / trials
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 64])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "ranks"),
+    [(256, 8, 8), (128, 4, 8), (384, 8, 16), (32, 4, 2), (60, 4, 8), (128, 1, 4)],
+)
+def test_the_most_loaded_expert_parallel_rank_is_that_of_a_simulation(experts, top_k, ranks, tokens):
+    problem = replace(PROBLEM, experts=experts, top_k=top_k, local_experts=0)
+    work = uniform_work(problem.on(Parallel(tp=ranks, ep=True)), tokens)
+    active, assigned = simulated(experts, top_k, ranks, tokens)
+    assert work.experts == pytest.approx(active, rel=0.03)
+    assert work.flops / (6 * 256 * 128) == pytest.approx(assigned, rel=0.03)
+    assert work.weight_bytes == pytest.approx(work.experts * problem.expert_bytes(), abs=1)
+
+
+def test_one_token_on_as_many_ranks_as_experts_loads_one_expert():
+    work = uniform_work(PROBLEM.on(Parallel(tp=8, ep=True)), 1)
+    assert (work.experts, work.flops) == (1, 6 * 256 * 128)
+
+
+def test_a_rank_gets_no_less_than_its_share_and_no_more_than_everything():
+    for tokens in (1, 3, 17, 1000, 8192):
+        problem = PROBLEM.on(Parallel(tp=3, ep=True))
+        work, whole = uniform_work(problem, tokens), uniform_work(PROBLEM, tokens)
+        assert whole.flops / 3 <= work.flops <= whole.flops
+        assert whole.experts / 3 <= work.experts <= problem.local_experts
 
 
 def test_ungated_experts_have_two_matrices():
