@@ -36,6 +36,7 @@ KERNEL_PACKAGES: Mapping[str, Probe] = {
             ),
             "tllm_enums.Situ",
         ),
+        oldest="0.7.2",
         get="pip install flashinfer-python",
     ),
     "flashinfer_cubin": Probe(
@@ -56,6 +57,7 @@ KERNEL_PACKAGES: Mapping[str, Probe] = {
         marks=("layer.py", "kernel", "ops"),
         symbols=("schema.HummingWeightSchema", "tune.get_heuristics_config"),
         own=("forward.humming_forward", "transform.transform_humming_tensors"),
+        oldest="0.1.19",
         get="pip install humming-kernels",
         other="a package of that name that is not humming-kernels",
     ),

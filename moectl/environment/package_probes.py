@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -16,6 +17,7 @@ class Probe:
         symbols: dotted names that it must define.
         own: additional symbols and library file patterns (``*.so``) that moectl's runners need, but
             engines do not.
+        oldest: the first version with all symbols; empty if unknown.
         get: how to install it.
         other: publisher of an unrelated package with the same name, if there is one.
     """
@@ -25,8 +27,27 @@ class Probe:
     marks: tuple[str, ...] = ()
     symbols: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
+    oldest: str = ""
     get: str = ""
     other: str = ""
+
+    def too_old(self, version: str) -> bool:
+        """True when `version` is older than `oldest`; an unknown version is not.
+
+        Only release numbers are compared.
+
+        Example:
+            >>> probe = Probe(("flashinfer",), oldest="0.7.2")
+            >>> probe.too_old("0.10"), probe.too_old("0.7"), probe.too_old("")
+            (False, True, False)
+        """
+        return () < _release(version) < _release(self.oldest)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version before any suffix: (0, 7, 2) for ``0.7.2.post1+cu130``."""
+    found = re.match(r"\d+(?:\.\d+)*", version.strip().removeprefix("v"))
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 TOOLS = ("nvcc", "ninja")

@@ -14,7 +14,8 @@ class Packages:
 
     Attributes:
         versions: version by installed package; ``""`` if unknown.
-        missing: symbols (``package:dotted.name``) that installed packages lack.
+        missing: symbols (``package:dotted.name``) that installed packages lack; ``package:`` alone for one
+            whose version is too old.
         env: environment variables of engines.
         remarks: sentences for the user, for example about an unrelated package with the same name; they do
             not affect decisions.
@@ -31,8 +32,9 @@ class Packages:
     remarks: tuple[str, ...] = field(default=(), compare=False)
 
     def has(self, package: str, symbol: str = "") -> bool:
-        """True when `package` is installed and, if given, has `symbol`."""
-        return package in self.versions and f"{package}:{symbol}" not in self.missing
+        """True when `package` is installed in a usable version and, if given, has `symbol`."""
+        absent = {f"{package}:", f"{package}:{symbol}"}
+        return package in self.versions and absent.isdisjoint(self.missing)
 
 
 INSTALLED = "installed"

@@ -254,6 +254,8 @@ def _installed(packages: Packages, capability: Capability) -> Iterator[Verdict]:
         offered = "installed" if met else "not installed"
         if not met and need.symbol and packages.has(need.package):
             offered = f"{need.package} without it"
+        elif not met and need.package in packages.versions:
+            offered = f"{need.package} {packages.versions[need.package]}"
         yield Verdict(f"package {need.package}", "package", str(need), offered, met, need.code)
     for switch in capability.switches:
         value = is_on(packages, switch.variable)

@@ -30,15 +30,17 @@ def packages_from(
     """Packages and environment variables for a decision; `env` adds or replaces variables.
 
     None means what is installed here, detected without imports, and this process's engine variables.
-    Otherwise `spec` is a comma-separated list of packages such as ``flashinfer`` or ``humming=0.1.19``
-    (assumed complete), profiles of `engine` (``full``, ``bare``, ...) and ``installed``; ``none`` is no
-    package.
+    Otherwise `spec` is a comma-separated list of packages such as ``flashinfer`` or ``humming=0.1.19``,
+    profiles of `engine` (``full``, ``bare``, ...) and ``installed``; ``none`` is no package. Listed packages
+    are assumed complete, unless the stated version is older than `Probe.oldest`.
 
-    Raises UsageError for an unknown name.
+    Raises UsageError for an unknown name, and for what is no version.
 
     Example:
         >>> packages_from("humming=0.1.19").versions
         {'humming': '0.1.19'}
+        >>> packages_from("flashinfer=0.1.0").has("flashinfer")
+        False
     """
     profiles, probes = profile_engine(engine or engine_named()).profiles(), known_packages()
     versions: dict[str, str] = {}
@@ -65,8 +67,15 @@ def packages_from(
                 f"there is no package or profile {name!r} for --packages",
                 hint=f"Packages: {', '.join((*probes, *TOOLS))}. Profiles: {', '.join(profiles)}.",
             )
+        if version and not version[0].isdigit():
+            raise UsageError(
+                f"--packages takes a version such as {name}=1.2.3, got {version!r}",
+                hint=f"state {name} alone for the version that is needed",
+            )
         versions[name] = version
         missing = {symbol for symbol in missing if not symbol.startswith(f"{name}:")}
+        if name in probes and probes[name].too_old(version):
+            missing.add(f"{name}:")
         remarks = tuple(remark for remark in remarks if not remark.startswith(f"{name} "))
         if name == "flashinfer":
             versions.setdefault("flashinfer_cubin", "")

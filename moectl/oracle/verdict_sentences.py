@@ -159,10 +159,13 @@ def _matches(weight: str, name: str) -> bool:
 
 
 def _package(verdict: Verdict, name: str) -> str:
-    """What is missing: one symbol, or a whole package without the list of its symbols."""
+    """What is missing: one symbol, a newer version, or a whole package without the list of its symbols."""
+    probe = known_packages().get(name)
+    version = verdict.offered.removeprefix(f"{name} ")
+    if probe and probe.too_old(version):
+        return f"needs {name} {probe.oldest} or newer; found {version}"
     if verdict.offered != "not installed":
         return f"needs {verdict.wanted}; found {verdict.offered}"
-    probe = known_packages().get(name)
     get = f" ({probe.get})" if probe and probe.get else ""
     _, *alternatives = verdict.wanted.split(" or ")
     if alternatives:

@@ -213,3 +213,30 @@ def test_profiles_and_lists() -> None:
     assert packages_from("none").versions == {}
     with pytest.raises(UsageError, match="no package or profile 'flashinfr'"):
         packages_from("flashinfr")
+
+
+@pytest.mark.parametrize(
+    ("stated", "usable"),
+    [
+        ("flashinfer", True),
+        ("flashinfer=0.7.2", True),
+        ("flashinfer=0.7.2.post1+cu130", True),
+        ("flashinfer=0.10", True),
+        ("flashinfer=0.7.1", False),
+        ("flashinfer=0.1.0", False),
+        ("humming=0.1.18", False),
+        ("quark=0.0.1", True),
+        ("full,flashinfer=0.1.0", False),
+        ("flashinfer=0.1.0,flashinfer", True),
+    ],
+)
+def test_a_stated_version_counts(stated: str, usable: bool) -> None:
+    package = stated.split(",")[-1].split("=")[0]
+    found = packages_from(stated)
+    assert found.has(package) == usable
+    assert found.has(package, "fused_moe.cutlass_fused_moe") == usable
+
+
+def test_what_is_no_version_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"takes a version such as flashinfer=1\.2\.3, got 'new'"):
+        packages_from("flashinfer=new")

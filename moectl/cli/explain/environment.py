@@ -12,7 +12,7 @@ from ...environment.variables import VariableFinding
 from ...explain import Explanation
 from ...files.records import to_json
 from ...oracle.decision import Decision
-from ...oracle.registry import engine_named
+from ...oracle.registry import engine_named, known_packages
 from ...oracle.tuned_files import TunedFiles, TunedStatus, tuned_status
 from ...problem.layer_ranges import ranges
 from ..text_blocks import Block, Heading, LabelledValues
@@ -79,7 +79,12 @@ def package_sentences(explanation: Explanation) -> Iterator[str]:
         name, _, symbol = entry.partition(":")
         lacking.setdefault(name, []).append(symbol)
     for name, symbols in lacking.items():
-        yield f"{name} {packages.versions.get(name, '')} lacks {', '.join(symbols)}"
+        version = packages.versions.get(name, "")
+        if "" in symbols:
+            oldest = known_packages()[name].oldest if name in known_packages() else ""
+            yield f"{name} {version} is too old: its backends need {oldest or 'a newer version'}"
+        else:
+            yield f"{name} {version} lacks {', '.join(symbols)}"
 
 
 def _statuses(explanation: Explanation) -> list[TunedStatus]:

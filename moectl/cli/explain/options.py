@@ -136,7 +136,7 @@ class DecisionOptions:
         str | None,
         option(
             "--policy",
-            help="vllm, moectl, ...; default: both.",
+            help="An engine's release, or moectl. Default: both.",
             autocompletion=completed(policy_names),
         ),
     ] = None

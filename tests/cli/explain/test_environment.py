@@ -105,3 +105,15 @@ def test_a_class_that_falls_back_says_for_which_calls():
     status = TunedStatus(True, "for calls that are odd", TunedName(8, 64, "G"), folders=("here",))
     wanted = "for calls that are odd, E=8,N=64,device_name=G.json not found (in here)"
     assert tuned_sentence(status, TUNED_FILES).startswith(wanted)
+
+
+def test_a_stated_version_that_is_too_old_is_a_failing_check(tmp_path):
+    options = ["openai/gpt-oss-120b", "--gpu", "b200", "--offline", "--packages"]
+    done = moectl("explain", *options, "flashinfer=0.1.0")
+    assert "backend marlin" in done.words
+    assert "package needs flashinfer 0.7.2 or newer; found 0.1.0" in done.words
+    assert "flashinfer 0.1.0 is too old: its backends need 0.7.2" in done.words
+    assert moectl("explain", *options, "flashinfer=0.7.2", "-q").stdout == "0-35\tflashinfer_trtllm\n"
+    path = tmp_path / "old.json"
+    path.write_text(moectl("explain", *options, "flashinfer=0.1.0", "--json").stdout)
+    assert moectl("explain", "--replay", str(path), "-q").stdout == "0-35\tmarlin\n"
