@@ -14,7 +14,7 @@ from ..problem.model_shape import UNKNOWN_MODEL, ModelShape
 from ..problem.moe_problem import MoEProblem, Parallel
 from .assumed_machines import AssumedMachine
 from .assumptions import assume
-from .explanation import GroupExplanation, Question, explained, largest_stage
+from .explanation import GroupExplanation, Question, explained, stage_bytes
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class DecisionMatrix:
 
         With pipeline parallelism, of the stage that has the most.
         """
-        return largest_stage(
+        return stage_bytes(
             cell.answer
             for cell in self.cells
             if cell.answer and (cell.machine, cell.parallel) == (machine, parallel)

@@ -108,12 +108,23 @@ def stages_of(groups: Iterable[GroupExplanation]) -> tuple[range, ...]:
     return tuple(range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
 
 
-def largest_stage(groups: Iterable[GroupExplanation]) -> int:
-    """Bytes of the padded expert weights on one rank of the pipeline stage that has the most."""
+def largest_stage(groups: Iterable[GroupExplanation]) -> tuple[tuple[int, GroupExplanation], ...]:
+    """The pipeline stage with the most bytes of expert weights: its number of layers of each group."""
+
+    def size(stage: tuple[tuple[int, GroupExplanation], ...]) -> int:
+        return sum(count * group.memory.padded for count, group in stage)
+
     groups = tuple(groups)
-    by_layer = {layer: group.memory.padded for group in groups for layer in group.layers}
-    stages = stages_of(groups)
-    return max((sum(by_layer.get(layer, 0) for layer in stage) for stage in stages), default=0)
+    stages = [
+        tuple((sum(layer in stage for layer in group.layers), group) for group in groups)
+        for stage in stages_of(groups)
+    ]
+    return max(stages, key=size, default=())
+
+
+def stage_bytes(groups: Iterable[GroupExplanation]) -> int:
+    """Bytes of the padded expert weights on one rank of the pipeline stage that has the most."""
+    return sum(count * group.memory.padded for count, group in largest_stage(groups))
 
 
 @dataclass(frozen=True)
@@ -135,7 +146,7 @@ class Explanation:
     def memory(self) -> RankMemory:
         """Memory of one GPU: experts, other weights, and what remains at the engine's default."""
         share = engine_named(self.policy).memory_share
-        layers = tuple((len(group.layers), group.decision) for group in self.groups)
+        layers = tuple((count, group.decision) for count, group in largest_stage(self.groups))
         return rank_memory(layers, self.other_weights, self.device, share)
 
     @property
@@ -149,7 +160,7 @@ class Explanation:
 
         With pipeline parallelism, of the layers of the stage that has the most.
         """
-        return largest_stage(self.groups)
+        return stage_bytes(self.groups)
 
     @property
     def loading_bytes(self) -> int:

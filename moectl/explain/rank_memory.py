@@ -24,7 +24,8 @@ class RankMemory:
         device: memory of the GPU.
         usable: the engine's default share of it, for weights, KV cache and activations.
         experts: expert weights, padded as the chosen backends need.
-        others: all other weights in the checkpoint's headers, divided by the tensor-parallel size: engines
+        others: all other weights in the checkpoint's headers, divided by the tensor-parallel size and the
+            number of pipeline stages: engines
             shard attention, embeddings and shared experts; norms and routers, which they replicate, are
             small. None when the headers list the experts' layers alone.
         smallest_tp: smallest tensor-parallel size at which the weights leave room; None when none does.
@@ -85,23 +86,27 @@ def other_weights(checkpoint: Checkpoint) -> int | None:
 def rank_memory(
     layers: tuple[tuple[int, Decision], ...], others: int | None, device: Device, fraction: float
 ) -> RankMemory:
-    """The memory of one GPU under decisions for numbers of identical layers.
+    """The memory of one GPU under decisions for numbers of identical layers of its pipeline stage.
 
     `others` are the other weights of the whole model, `fraction` the share of the GPU that the engine uses.
+    A tensor-parallel size that does not divide the attention heads is not offered.
     """
     parallel = layers[0][1].problem.parallel
     usable = int(device.memory_bytes * fraction) if device.memory_bytes else None
     experts = sum(count * _padded(decision, parallel) for count, decision in layers)
     smallest = None
+    heads = layers[0][1].inputs.model.attention_heads
     for tp in TENSOR_PARALLEL if usable is not None else ():
+        if heads % tp:
+            continue
         try:
             weights = sum(count * _padded(decision, replace(parallel, tp=tp)) for count, decision in layers)
         except UsageError:
             continue
-        if weights + (others or 0) // tp < (usable or 0):
+        if weights + (others or 0) // (tp * parallel.pp) < (usable or 0):
             smallest = tp
             break
-    share = None if others is None else others // parallel.tp
+    share = None if others is None else others // (parallel.tp * parallel.pp)
     return RankMemory(device.memory_bytes or None, usable, experts, share, smallest)
 
 

@@ -47,6 +47,7 @@ class ServeOptions:
         tensor, data: tensor-parallel and data-parallel ranks.
         expert: expert parallelism over so many ranks; `exchange`: the all2all kernels.
         dtype: the model's dtype, as torch spells it.
+        pipeline: pipeline stages; empty for a command without them.
     """
 
     command: str
@@ -56,6 +57,7 @@ class ServeOptions:
     expert: str
     exchange: str
     dtype: str
+    pipeline: str = ""
 
 
 @dataclass(frozen=True, slots=True)

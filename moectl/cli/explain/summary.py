@@ -66,13 +66,14 @@ def engine_words(explanation: Explanation) -> str:
 
 
 def deployment_words(explanation: Explanation) -> str:
-    """``8x NVIDIA H100, TP 8``."""
+    """``16x NVIDIA H100, TP 8, PP 2``."""
     parallel = explanation.parallel
     parts = [f"TP {parallel.tp}"] if parallel.tp > 1 else []
+    parts += [f"PP {parallel.pp}"] if parallel.pp > 1 else []
     parts += [f"DP {parallel.dp}"] if parallel.dp > 1 else []
     parts += [f"EP {parallel.ep_size}"] if parallel.ep else []
     # Drivers of AMD put underscores where their products have blanks.
-    return ", ".join([f"{parallel.ranks}x {explanation.device.name.replace('_', ' ')}", *parts])
+    return ", ".join([f"{parallel.ranks * parallel.pp}x {explanation.device.name.replace('_', ' ')}", *parts])
 
 
 def _answer_key(group: GroupExplanation) -> object:
@@ -190,6 +191,7 @@ def serve_command(explanation: Explanation) -> str:
     name = str(origin.path) if origin.kind in ("folder", "config") and origin.path else origin.name
     words = [serve.command.format(shlex.quote(name))]
     words += [serve.tensor.format(parallel.tp)] if parallel.tp > 1 else []
+    words += [serve.pipeline.format(parallel.pp)] if parallel.pp > 1 and serve.pipeline else []
     words += [serve.data.format(parallel.dp)] if parallel.dp > 1 else []
     words += [serve.expert.format(parallel.ep_size)] if parallel.ep else []
     if parallel.exchanges and parallel.all2all != policy.default_exchange:

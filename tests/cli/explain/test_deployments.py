@@ -44,8 +44,23 @@ def test_a_stage_holds_its_layers_only():
     assert whole["expert_bytes"] == 60 * layer and halves["expert_bytes"] == 30 * layer
     assert whole["stages"] == [[0, 60]] and halves["stages"] == [[0, 30], [31, 60]]
     assert halves["parallel"]["pp"] == 2
-    words = explain(KIMI, "--tp", "8", "--pp", "2").words
+    words = explain(KIMI, "--tp", "8", "--pp", "2", "-v").words
     assert "parallel TP 8, PP 2" in words and "stages layers 0-30, layers 31-60" in words
+
+
+def test_two_nodes_are_told_in_the_first_lines():
+    done = explain(KIMI, "--tp", "8", "--pp", "2")
+    assert "16x NVIDIA H100 80GB HBM3, TP 8, PP 2" in done.words
+    assert "--tensor-parallel-size 8 --pipeline-parallel-size 2" in done.words
+    whole, half = (explain(KIMI, "--tp", "8", "--pp", pp, "--json").document["memory"] for pp in "12")
+    assert half["expert_bytes"] * 2 == whole["expert_bytes"]
+    assert (whole["smallest_tp"], half["smallest_tp"]) == (8, 4)
+
+
+def test_the_smallest_tensor_parallel_size_is_one_that_the_engine_accepts():
+    # 40 attention heads: from TP 8 on, there is none.
+    options = ["meta-llama/Llama-4-Maverick-17B-128E-Instruct", "--json"]
+    assert explain(*options, "--tp", "8").document["memory"]["smallest_tp"] is None
 
 
 def test_stages_are_columns_of_a_table():

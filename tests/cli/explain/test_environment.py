@@ -111,7 +111,7 @@ def test_a_stated_version_that_is_too_old_is_a_failing_check(tmp_path):
     options = ["openai/gpt-oss-120b", "--gpu", "b200", "--offline", "--packages"]
     done = moectl("explain", *options, "flashinfer=0.1.0")
     assert "backend marlin" in done.words
-    assert "package needs flashinfer 0.7.2 or newer; found 0.1.0" in done.words
+    assert "needs flashinfer 0.7.2 or newer; found 0.1.0" in done.words
     assert "flashinfer 0.1.0 is too old: its backends need 0.7.2" in done.words
     assert moectl("explain", *options, "flashinfer=0.7.2", "-q").stdout == "0-35\tflashinfer_trtllm\n"
     path = tmp_path / "old.json"

@@ -97,6 +97,7 @@ POLICY = Policy(
         expert="--enable-expert-parallel",
         exchange="--all2all-backend {}",
         dtype="--dtype {}",
+        pipeline="--pipeline-parallel-size {}",
     ),
     dtype=dtype,
     activation=activation,
