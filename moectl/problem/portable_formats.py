@@ -107,6 +107,92 @@ PORTABLE: Mapping[str, PortableFormat] = {
 """The closed list of portable formats of ``moectl convert --to``."""
 
 
+TRANSFORMERS_PER_EXPERT = frozenset(
+    (
+        "afmoe",
+        "axk1",
+        "axk2",
+        "bailing_hybrid",
+        "beam",
+        "cohere2_moe",
+        "deepseek_ocr2",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "deepseek_v4",
+        "dots1",
+        "dots3_note",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "flex_olmo",
+        "flint",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm4v_moe",
+        "glm5_next",
+        "glm5_next_text",
+        "glm_moe_dsa",
+        "hunyuan_v1_moe",
+        "hy_v3",
+        "jamba",
+        "kimi_k25",
+        "kimi_linear",
+        "kolibri1",
+        "laguna",
+        "lfm2_moe",
+        "longcat_flash",
+        "mellum",
+        "mimo_v2_flash",
+        "minimax",
+        "minimax_m2",
+        "minimax_m3_vl",
+        "mistral_large4",
+        "mistral_large4_text",
+        "mixtral",
+        "nemotron_h",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_omni_moe",
+        "qwen3_omni_moe_text",
+        "qwen3_omni_moe_thinker",
+        "qwen4_exp",
+        "qwen4_exp_text",
+        "solar_open",
+    )
+)
+"""Model types for which transformers 5.23 merges tensors of single experts on loading."""
+
+GPT_OSS_FORMATS = frozenset((("mxfp4", NATIVE), ("bf16", NATIVE)))
+"""Formats and containers in which engines load gpt-oss: its own blocks, and fused 16-bit tensors."""
+
+ENGINES = frozenset(("vLLM", "transformers", "TensorRT-LLM", "GPTQModel"))
+"""Readers that build the model; the others only read tensors."""
+
+
+def readers_of(name: str, container: str, model_type: str, *, fused: bool) -> tuple[LayoutReader, ...]:
+    """Who loads a model of `model_type` with its experts in format `name` and this `container`.
+
+    `fused` says whether one tensor holds all experts in the output.
+
+    Example:
+        >>> [str(reader) for reader in readers_of("nvfp4", "compressed-tensors", "gpt_oss", fused=False)]
+        ['compressed-tensors decompress']
+    """
+    readers = PORTABLE[name].containers[container][1]
+    if model_type == "gpt_oss":
+        taken = ENGINES if (name, container) not in GPT_OSS_FORMATS else frozenset[str]()
+    elif fused or (model_type in TRANSFORMERS_PER_EXPERT and (name, container) != ("mxfp4", NATIVE)):
+        taken = frozenset(("transformers",)) if fused and name != "bf16" else frozenset[str]()
+    else:
+        taken = frozenset(("transformers",))
+    return tuple(reader for reader in readers if reader.engine not in taken)
+
+
 def container_of(name: str, container: str | None) -> str:
     """The requested `container` of format `name`, or its default; UsageError if it is not available."""
     offered = PORTABLE[name].containers

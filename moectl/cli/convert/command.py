@@ -15,7 +15,15 @@ from ...problem.portable_formats import CONTAINERS, PORTABLE
 from ..options import ActivationOption, CheckpointArg, Offline, RecordOptions, RoutingOption, framed, option
 from ..output import Output, count, size
 from .planner import TargetOptions, planner
-from .text import draw_done, draw_plans, finished_document, plan_document, ranks_document
+from .text import (
+    draw_done,
+    draw_plans,
+    finished_document,
+    plan_document,
+    ranks_document,
+    source_bytes,
+    unread_warning,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +47,9 @@ PORTABLE_OPTIONS = RecordOptions(
     rule=option("--mx-scale", help="MXFP4's block scales: floor (default), even, up."),
     calibration=option("--calibration", help="Safetensors with activations x [tokens, hidden]."),
     requantize=option("--requantize", help="Allow lossy requantization of quantized weights."),
+    include_unquantized=option(
+        "--include-unquantized", help="Convert layers, too, that the source leaves unquantized."
+    ),
 )
 """Options of portable formats; `requantize` also applies to layouts."""
 
@@ -127,6 +138,8 @@ def convert(
         out.note(f"read from the {source.origin.kind}: {source.origin.note}")
     for note in source.notes:
         out.note(note)
+    if warning := unread_warning(plans[0].plan):
+        out.note(warning)
     if execution.dry_run:
         return _plan(plans, execution.threads, out)
     begin = time.perf_counter()
@@ -164,7 +177,7 @@ def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
         }
         for summary in summaries
     ]
-    layers = sum(len(summary.resumed) for summary in summaries)
+    layers = len({layer for summary in summaries for layer in summary.resumed if layer >= 0})
     text = f"{target}: {layout}, complete with {count(layers, 'layer')}"
     out.result(ranks_document(documents), lambda console: console.print(text, markup=False), str(target))
     out.note(f"check it with: moectl verify {target}")
@@ -194,12 +207,7 @@ def _convert(
     from ...convert.execute.convert import convert as convert_rank
     from ...convert.execute.rank_plans import convert_ranks
 
-    read, written = (
-        sum(sizes)
-        for sizes in zip(
-            *((item.worker_plan.bytes_in, item.worker_plan.bytes_out) for item in plans), strict=True
-        )
-    )
+    read, written = source_bytes(plans), sum(item.worker_plan.bytes_out for item in plans)
     out.note(f"{plans[0].plan.layout.name}: {size(read)} of experts -> {size(written)} in {target}")
     try:
         with out.progress("converting") as progress:
