@@ -174,23 +174,54 @@ ENGINES = frozenset(("vLLM", "transformers", "TensorRT-LLM", "GPTQModel"))
 """Readers that build the model; the others only read tensors."""
 
 
-def readers_of(name: str, container: str, model_type: str, *, fused: bool) -> tuple[LayoutReader, ...]:
-    """Who loads a model of `model_type` with its experts in format `name` and this `container`.
+TRANSFORMERS_FUSED = frozenset(
+    (
+        "dbrx",
+        "gemma4",
+        "gemma4_text",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "llama4",
+        "llama4_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_vl_moe",
+        "qwen3_vl_moe_text",
+        "step3p7",
+    )
+)
+"""Model types whose 16-bit experts transformers 5.23 loads from tensors of all experts."""
 
-    `fused` says whether one tensor holds all experts in the output.
+
+def readers_of(
+    name: str, container: str, model_types: frozenset[str], *, fused: bool
+) -> tuple[LayoutReader, ...]:
+    """Who loads a model with its experts in format `name` and this `container`.
+
+    `model_types` are those of its config and of the text model in it; `fused` says whether one tensor holds
+    all experts in the output.
 
     Example:
-        >>> [str(reader) for reader in readers_of("nvfp4", "compressed-tensors", "gpt_oss", fused=False)]
+        >>> gpt_oss = frozenset(("gpt_oss",))
+        >>> [str(reader) for reader in readers_of("nvfp4", "compressed-tensors", gpt_oss, fused=False)]
         ['compressed-tensors decompress']
     """
-    readers = PORTABLE[name].containers[container][1]
-    if model_type == "gpt_oss":
-        taken = ENGINES if (name, container) not in GPT_OSS_FORMATS else frozenset[str]()
-    elif fused or (model_type in TRANSFORMERS_PER_EXPERT and (name, container) != ("mxfp4", NATIVE)):
-        taken = frozenset(("transformers",)) if fused and name != "bf16" else frozenset[str]()
+    if "gpt_oss" in model_types:
+        left_out = frozenset[str]() if (name, container) in GPT_OSS_FORMATS else ENGINES
+    elif fused:
+        left_out = _without_transformers(name == "bf16" and model_types <= TRANSFORMERS_FUSED)
     else:
-        taken = frozenset(("transformers",))
-    return tuple(reader for reader in readers if reader.engine not in taken)
+        # transformers reads MXFP4's native container of gpt-oss alone.
+        known = model_types <= TRANSFORMERS_PER_EXPERT
+        left_out = _without_transformers(known and (name, container) != ("mxfp4", NATIVE))
+    readers = PORTABLE[name].containers[container][1]
+    return tuple(reader for reader in readers if reader.engine not in left_out)
+
+
+def _without_transformers(loads: bool) -> frozenset[str]:
+    return frozenset[str]() if loads else frozenset(("transformers",))
 
 
 def container_of(name: str, container: str | None) -> str:

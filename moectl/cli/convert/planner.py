@@ -27,9 +27,8 @@ WISHES = {
     "w8a8": "--to fp8-channel",
     "compressed_tensors": "a format, such as --to int4-g128; compressed-tensors is its default container",
     "modelopt": "--to nvfp4 --container native",
-    "gptq_marlin": "--to int4-g128 --container gptq for engines, which repack it for Marlin themselves, or "
-    "--to marlin for moectl",
-    "awq_marlin": "--to int4-g128 for engines, which repack it for Marlin themselves, or --to marlin for moectl",
+    "gptq_marlin": "--to int4-g128 --container gptq for engines, which repack it, or --to marlin for moectl",
+    "awq_marlin": "--to int4-g128 for engines, which repack it, or --to marlin for moectl",
     "gguf": "llama.cpp's convert_hf_to_gguf.py: moectl does not write GGUF",
 }
 """What to type for names that are no values of ``--to``, by their lower-case spelling with underscores."""

@@ -36,12 +36,17 @@ def layer_kinds(plan: "ConversionPlan") -> dict[str, tuple[int, ...]]:
     return dict(plan.finalizer.kinds) if plan.finalizer else {}
 
 
+def _named(layers: "Sequence[int]") -> str:
+    """Layers by number."""
+    return f"{'layer' if len(layers) == 1 else 'layers'} {ranges(layers)}"
+
+
 def unread_warning(plan: "ConversionPlan") -> str:
     """What to know before work begins if no engine loads the output; empty if one does."""
     if plan.finalizer is None:
-        programs = ", ".join(f"moectl {name}" for reader in FOLDER_READERS for name in reader.backends)
-        others = {reader.engine for reader in FOLDER_READERS} - {"moectl"}
-        return "" if others else f"no engine loads this directory yet; it is for {programs}"
+        others = [reader for reader in FOLDER_READERS if reader.engine != "moectl"]
+        programs = ", ".join(name for reader in FOLDER_READERS for name in reader.backends)
+        return "" if others else f"no engine loads this directory yet; it is for moectl ({programs})"
     if plan.finalizer.served:
         return ""
     readers = " and ".join(["moectl", *plan.layout.readers])
@@ -54,7 +59,7 @@ def source_bytes(plans: "Sequence[RankPlan]") -> int:
     extents: dict[str, list[tuple[int, int]]] = {}
     for layer in (layer for item in plans for layer in item.worker_plan.layers):
         for info, start, stop in layer.map.extents:
-            extents.setdefault(info.file, []).append((start, stop))
+            extents.setdefault(info.name, []).append((start, stop))
     total = 0
     for spans in extents.values():
         end = 0
@@ -156,7 +161,7 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
     readers = "; ".join(plan.layout.readers) or "no engine"
     rows = {
         **({"read by": readers} if plan.finalizer else folder_rows(plan)),
-        **{kind: f"layers {ranges(layers)}: {KINDS[kind]}" for kind, layers in layer_kinds(plan).items()},
+        **{kind: f"{_named(layers)}: {KINDS[kind]}" for kind, layers in layer_kinds(plan).items()},
         "expert tensors": f"{plan.tensors_in} in, {plan.tensors_out} out",
         "expert bytes": f"{size(plan.bytes_in)} in, {size(plan.bytes_out)} out",
         "other tensors": f"{size(plan.passthrough_bytes)} linked or copied"
@@ -226,7 +231,7 @@ def draw_costs(folder: Path, console: Any) -> None:
     for kind, layers in report["layer_kinds"].items():
         word = "repacked exactly" if kind == "repacked" and costs.lossless(layers) else kind
         what = "" if word == "repacked exactly" else f": {KINDS[kind]}"
-        console.print(f"{word:<17} layers {ranges(layers)}{what}", markup=False)
+        console.print(f"{word:<17} {_named(layers)}{what}", markup=False)
     plan_table = table(*costs.columns)
     for row in costs.rows():
         plan_table.add_row(*row)

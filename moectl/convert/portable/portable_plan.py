@@ -116,8 +116,8 @@ def plan_portable(
     document = with_quantization(checkpoint.config, DOCUMENTS[plans[0].output.name](described))
     requantizes = any(isinstance(plan.change, Requantized) for plan in plans)
     method = _quantizer_words(options) if requantizes else ""
-    model_type, fused = plans[0].problem.model_type, plans[0].output.storage.fused
-    readers = readers_of(options.target, container, model_type, fused=fused)
+    fused = plans[0].output.storage.fused
+    readers = readers_of(options.target, container, _model_types(checkpoint), fused=fused)
     record = LayoutRecord(
         f"{options.target} in {container}{method}", options.target, 1, (), tuple(map(str, readers))
     )
@@ -131,6 +131,13 @@ def plan_portable(
     return ConversionPlan(
         checkpoint, record, RankShard(), (), tuple(layers), passthrough, experts_only, memory, finalizer
     )
+
+
+def _model_types(checkpoint: Checkpoint) -> frozenset[str]:
+    """The model type of the config, and that of the text model in it."""
+    declared = checkpoint.config.get("model_type")
+    inner = checkpoint.groups[0].problem.model_type
+    return frozenset((declared, inner) if isinstance(declared, str) and declared else (inner,))
 
 
 def kept_groups(checkpoint: Checkpoint, options: PortableOptions) -> tuple[LayerGroup, ...]:
