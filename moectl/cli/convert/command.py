@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from ...convert.execute.rank_plans import RankPlan
 
 EXAMPLES = (
-    "moectl convert ./gpt-oss-20b ./marlin --to marlin",
     "moectl convert ./gpt-oss-20b ./marlin-tp4 --to marlin --tp-size 4",
     "moectl convert ./Qwen3-30B-A3B ./int4 --to int4-g128",
     "moectl convert ./kimi ./marlin --to marlin --device cuda --part 2/4",
@@ -48,7 +47,7 @@ PORTABLE_OPTIONS = RecordOptions(
     calibration=option("--calibration", help="Safetensors with activations x [tokens, hidden]."),
     requantize=option("--requantize", help="Allow lossy requantization of quantized weights."),
     include_unquantized=option(
-        "--include-unquantized", help="Convert layers, too, that the source leaves unquantized."
+        "--include-unquantized", help="Also convert layers that the source leaves in 16 bits."
     ),
 )
 """Options of portable formats; `requantize` also applies to layouts."""
@@ -110,8 +109,8 @@ def convert(
 ) -> None:
     """Write expert weights in a kernel's layout or another format.
 
-    Streamed and resumable. A layout is a bit-exactly reversible cache for its backend; a portable
-    format is an ordinary checkpoint. Each rank (--tp-size, --ep-size) gets its own directory.
+    Streamed and resumable. A layout is a bit-exactly reversible cache that only moectl loads; a
+    portable format is an ordinary checkpoint for engines.
     """
     output = output.spelled()
     memory = None if max_memory is None else parse_size(max_memory)
