@@ -57,7 +57,7 @@ def test_a_layout_says_that_no_engine_loads_it(tmp_path):
 def test_explain_proposes_a_conversion_only_where_it_is_loaded():
     asked = ("explain", "gpt-oss-120b", "--gpu", "h100", "--offline")
     for policy, advised in (("vllm-0.33.0", False), ("moectl", True)):
-        text = moectl(*asked, "--policy", policy).stdout
+        text = moectl(*asked, "-v", "--policy", policy).stdout
         assert ("moectl convert" in text) is advised, policy
 
 
