@@ -50,7 +50,7 @@ def list_names(
 
     def draw(console: Any) -> None:
         if rows:
-            listing = table(*COLUMNS[kind])
+            listing = table(*(key.replace("_", " ") for key in COLUMNS[kind]))
             for row in rows:
                 listing.add_row(*(_cell_text(key, row[key]) for key in COLUMNS[kind]))
             console.print(listing)
@@ -63,8 +63,8 @@ COLUMNS = {
     ListTopic.models: ("name", "experts", "layers", "config", "tensors"),
     ListTopic.gpus: ("name", "product", "arch", "memory", "bandwidth"),
     ListTopic.variables: ("name", "takes", "default", "status", "does", "instead"),
-    ListTopic.layouts: ("name", "to", "act", "archs", "readers", "verified"),
-    ListTopic.formats: ("name", "container", "weights", "activations", "readers"),
+    ListTopic.layouts: ("name", "to", "act", "archs", "loaded_by", "kernels", "verified"),
+    ListTopic.formats: ("name", "container", "weights", "activations", "readers", "not_for"),
 }
 """Keys of a row that tables show."""
 
@@ -118,7 +118,7 @@ def _variables() -> Iterable[dict[str, Any]]:
 
 
 def _layouts() -> Iterable[dict[str, Any]]:
-    from ..problem.layouts import LAYOUTS
+    from ..problem.layouts import FOLDER_READERS, LAYOUTS
 
     for name, facts in LAYOUTS.items():
         yield {
@@ -126,13 +126,14 @@ def _layouts() -> Iterable[dict[str, Any]]:
             "to": facts.target,
             "act": ", ".join(facts.acts),
             "archs": ", ".join(facts.archs),
-            "readers": "; ".join(map(str, facts.readers)),
+            "loaded_by": "; ".join(map(str, FOLDER_READERS)),
+            "kernels": "; ".join(map(str, facts.readers)),
             "verified": "yes" if facts.verified else "unverified",
         }
 
 
 def _formats() -> Iterable[dict[str, Any]]:
-    from ..problem.portable_formats import PORTABLE
+    from ..problem.portable_formats import GPT_OSS_FORMATS, PORTABLE
 
     for name, portable in PORTABLE.items():
         for container, (storage, readers) in portable.containers.items():
@@ -143,6 +144,7 @@ def _formats() -> Iterable[dict[str, Any]]:
                 "weights": str(portable.weight),
                 "activations": str(portable.act),
                 "readers": "; ".join(map(str, readers)),
+                "not_for": "" if (name, container) in GPT_OSS_FORMATS else "gpt-oss",
             }
 
 

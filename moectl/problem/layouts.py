@@ -183,6 +183,18 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
 }
 """Facts by layout name."""
 
+FOLDER_READERS: tuple[LayoutReader, ...] = (LayoutReader("moectl", ("run", "bench", "load_prepared")),)
+"""Who loads a directory converted to a kernel layout. A plug-in for an engine adds its row here.
+
+The readers of `LAYOUTS` use the layout in memory; they repack ordinary checkpoints themselves.
+"""
+
+
+def loads_folder(engine: str) -> bool:
+    """True if `engine` (such as ``vLLM``, in any case) loads directories in a kernel layout."""
+    return any(reader.engine.casefold() == engine.casefold() for reader in FOLDER_READERS)
+
+
 TARGETS: Mapping[str, tuple[LayoutReader, ...]] = {
     facts.target: tuple(
         dict.fromkeys(r for other in LAYOUTS.values() if other.target == facts.target for r in other.readers)

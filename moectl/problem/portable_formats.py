@@ -107,6 +107,123 @@ PORTABLE: Mapping[str, PortableFormat] = {
 """The closed list of portable formats of ``moectl convert --to``."""
 
 
+TRANSFORMERS_PER_EXPERT = frozenset(
+    (
+        "afmoe",
+        "axk1",
+        "axk2",
+        "bailing_hybrid",
+        "beam",
+        "cohere2_moe",
+        "deepseek_ocr2",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "deepseek_v4",
+        "dots1",
+        "dots3_note",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "flex_olmo",
+        "flint",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm4v_moe",
+        "glm5_next",
+        "glm5_next_text",
+        "glm_moe_dsa",
+        "hunyuan_v1_moe",
+        "hy_v3",
+        "jamba",
+        "kimi_k25",
+        "kimi_linear",
+        "kolibri1",
+        "laguna",
+        "lfm2_moe",
+        "longcat_flash",
+        "mellum",
+        "mimo_v2_flash",
+        "minimax",
+        "minimax_m2",
+        "minimax_m3_vl",
+        "mistral_large4",
+        "mistral_large4_text",
+        "mixtral",
+        "nemotron_h",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_omni_moe",
+        "qwen3_omni_moe_text",
+        "qwen3_omni_moe_thinker",
+        "qwen4_exp",
+        "qwen4_exp_text",
+        "solar_open",
+    )
+)
+"""Model types for which transformers 5.23 merges tensors of single experts on loading."""
+
+GPT_OSS_FORMATS = frozenset((("mxfp4", NATIVE), ("bf16", NATIVE)))
+"""Formats and containers in which engines load gpt-oss: its own blocks, and fused 16-bit tensors."""
+
+ENGINES = frozenset(("vLLM", "transformers", "TensorRT-LLM", "GPTQModel"))
+"""Readers that build the model; the others only read tensors."""
+
+
+TRANSFORMERS_FUSED = frozenset(
+    (
+        "dbrx",
+        "gemma4",
+        "gemma4_text",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "llama4",
+        "llama4_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_vl_moe",
+        "qwen3_vl_moe_text",
+        "step3p7",
+    )
+)
+"""Model types whose 16-bit experts transformers 5.23 loads from tensors of all experts."""
+
+
+def readers_of(
+    name: str, container: str, model_types: frozenset[str], *, fused: bool
+) -> tuple[LayoutReader, ...]:
+    """Who loads a model with its experts in format `name` and this `container`.
+
+    `model_types` are those of its config and of the text model in it; `fused` says whether one tensor holds
+    all experts in the output.
+
+    Example:
+        >>> gpt_oss = frozenset(("gpt_oss",))
+        >>> [str(reader) for reader in readers_of("nvfp4", "compressed-tensors", gpt_oss, fused=False)]
+        ['compressed-tensors decompress']
+    """
+    if "gpt_oss" in model_types:
+        left_out = frozenset[str]() if (name, container) in GPT_OSS_FORMATS else ENGINES
+    elif fused:
+        left_out = _without_transformers(name == "bf16" and model_types <= TRANSFORMERS_FUSED)
+    else:
+        # transformers reads MXFP4's native container of gpt-oss alone.
+        known = model_types <= TRANSFORMERS_PER_EXPERT
+        left_out = _without_transformers(known and (name, container) != ("mxfp4", NATIVE))
+    readers = PORTABLE[name].containers[container][1]
+    return tuple(reader for reader in readers if reader.engine not in left_out)
+
+
+def _without_transformers(loads: bool) -> frozenset[str]:
+    return frozenset[str]() if loads else frozenset(("transformers",))
+
+
 def container_of(name: str, container: str | None) -> str:
     """The requested `container` of format `name`, or its default; UsageError if it is not available."""
     offered = PORTABLE[name].containers

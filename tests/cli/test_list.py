@@ -40,3 +40,12 @@ def test_variables_are_listed_with_what_replaced_them():
     assert rows["VLLM_MXFP4_USE_MARLIN"]["instead"] == "--moe-backend marlin"
     removed = moectl("list", "variables", "removed", "-q").stdout.split()
     assert removed == [name for name, row in rows.items() if row["status"] == "removed"]
+
+
+def test_formats_and_layouts_name_only_who_loads_them():
+    rows = moectl("list", "formats", "--json").document["formats"]
+    gpt_oss = {(row["name"], row["container"]) for row in rows if not row["not_for"]}
+    assert gpt_oss == {("mxfp4", "native"), ("bf16", "native")}
+    for row in moectl("list", "layouts", "--json").document["layouts"]:
+        assert row["loaded_by"] == "moectl run, bench, load_prepared" and row["kernels"]
+    assert "loaded by" in moectl("list", "layouts", "marlin-int4").words

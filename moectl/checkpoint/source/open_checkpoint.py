@@ -194,6 +194,7 @@ def _open_folder(folder: Path, origin: Origin) -> _OpenedSource:
         )
     config = read_document(folder, CONFIG)
     if config is None:
+        _refuse_other_models(folder)
         raise CheckpointError(
             f"{folder} has no config.json.",
             hint="Give the folder of a whole checkpoint, or a built-in model.",
@@ -205,7 +206,29 @@ def _open_folder(folder: Path, origin: Origin) -> _OpenedSource:
     return _OpenedSource(config, documents, tensors, origin, None if tensors is None else folder)
 
 
+def _refuse_other_models(folder: Path) -> None:
+    """Raises CheckpointError for a directory without config.json that holds a LoRA adapter or GGUF files."""
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds a LoRA adapter, expected a whole checkpoint.",
+            hint="Give the base model; `moectl explain` plans for an adapter with --assume lora=yes, and to "
+            "convert, merge it first (PeftModel.merge_and_unload).",
+        )
+    gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
+    if gguf is not None:
+        raise _gguf(gguf)
+
+
+def _gguf(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a GGUF file, which moectl does not read.",
+        hint="Give the safetensors checkpoint that it was made from: its directory, Hub id or built-in name.",
+    )
+
+
 def _open_config(path: Path, name: str) -> _OpenedSource:
+    if path.suffix.lower() == ".gguf":
+        raise _gguf(path)
     if path.suffix != ".json":
         kind = "one weight file" if path.suffix == SUFFIX else "a file"
         raise CheckpointError(

@@ -176,6 +176,9 @@ UNGATED_PROJECTIONS = Arrangement(PER_EXPERT, _UNGATED)
 FUSED_TRANSPOSED = Arrangement("fused_transposed", _TOGETHER, "_", outer=_EXPERTS, transposed=True)
 """All experts in one tensor, as in BF16 checkpoints of gpt-oss."""
 
+FUSED_APART = Arrangement("fused_apart", _GATE_AND_UP, outer=_EXPERTS)
+"""All experts in one tensor for each of gate, up and down, as in Step-3."""
+
 ARRANGEMENTS: tuple[Arrangement, ...] = (
     PROJECTIONS,
     Arrangement(PER_EXPERT, {"w1": "w1", "w3": "w3", "w2": "w2"}),
@@ -187,7 +190,7 @@ ARRANGEMENTS: tuple[Arrangement, ...] = (
     Arrangement("fused", {"w13": "input_linear", "w2": "output_linear"}, outer=_EXPERTS),
     FUSED_TRANSPOSED,
     Arrangement("fused_transposed", _TOGETHER, "_", short=True, outer=_EXPERTS, transposed=True),
-    Arrangement("fused_apart", _GATE_AND_UP, outer=_EXPERTS),
+    FUSED_APART,
     Arrangement("fused_apart", _GATE_AND_UP, "_", outer=_EXPERTS),
     Arrangement("fused_apart", _UNGATED, outer=_EXPERTS),
     Arrangement("fused_apart", _UNGATED, "_", outer=_EXPERTS),

@@ -15,7 +15,15 @@ from ...problem.portable_formats import CONTAINERS, PORTABLE
 from ..options import ActivationOption, CheckpointArg, Offline, RecordOptions, RoutingOption, framed, option
 from ..output import Output, count, size
 from .planner import TargetOptions, planner
-from .text import draw_done, draw_plans, finished_document, plan_document, ranks_document
+from .text import (
+    draw_done,
+    draw_plans,
+    finished_document,
+    plan_document,
+    ranks_document,
+    source_bytes,
+    unread_warning,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +32,6 @@ if TYPE_CHECKING:
     from ...convert.execute.rank_plans import RankPlan
 
 EXAMPLES = (
-    "moectl convert ./gpt-oss-20b ./marlin --to marlin",
     "moectl convert ./gpt-oss-20b ./marlin-tp4 --to marlin --tp-size 4",
     "moectl convert ./Qwen3-30B-A3B ./int4 --to int4-g128",
     "moectl convert ./kimi ./marlin --to marlin --device cuda --part 2/4",
@@ -39,6 +46,9 @@ PORTABLE_OPTIONS = RecordOptions(
     rule=option("--mx-scale", help="MXFP4's block scales: floor (default), even, up."),
     calibration=option("--calibration", help="Safetensors with activations x [tokens, hidden]."),
     requantize=option("--requantize", help="Allow lossy requantization of quantized weights."),
+    include_unquantized=option(
+        "--include-unquantized", help="Also convert layers that the source leaves in 16 bits."
+    ),
 )
 """Options of portable formats; `requantize` also applies to layouts."""
 
@@ -99,8 +109,8 @@ def convert(
 ) -> None:
     """Write expert weights in a kernel's layout or another format.
 
-    Streamed and resumable. A layout is a bit-exactly reversible cache for its backend; a portable
-    format is an ordinary checkpoint. Each rank (--tp-size, --ep-size) gets its own directory.
+    Streamed and resumable. A layout is a bit-exactly reversible cache that only moectl loads; a
+    portable format is an ordinary checkpoint for engines.
     """
     output = output.spelled()
     memory = None if max_memory is None else parse_size(max_memory)
@@ -127,6 +137,8 @@ def convert(
         out.note(f"read from the {source.origin.kind}: {source.origin.note}")
     for note in source.notes:
         out.note(note)
+    if warning := unread_warning(plans[0].plan):
+        out.note(warning)
     if execution.dry_run:
         return _plan(plans, execution.threads, out)
     begin = time.perf_counter()
@@ -164,7 +176,7 @@ def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
         }
         for summary in summaries
     ]
-    layers = sum(len(summary.resumed) for summary in summaries)
+    layers = len({layer for summary in summaries for layer in summary.resumed if layer >= 0})
     text = f"{target}: {layout}, complete with {count(layers, 'layer')}"
     out.result(ranks_document(documents), lambda console: console.print(text, markup=False), str(target))
     out.note(f"check it with: moectl verify {target}")
@@ -194,12 +206,7 @@ def _convert(
     from ...convert.execute.convert import convert as convert_rank
     from ...convert.execute.rank_plans import convert_ranks
 
-    read, written = (
-        sum(sizes)
-        for sizes in zip(
-            *((item.worker_plan.bytes_in, item.worker_plan.bytes_out) for item in plans), strict=True
-        )
-    )
+    read, written = source_bytes(plans), sum(item.worker_plan.bytes_out for item in plans)
     out.note(f"{plans[0].plan.layout.name}: {size(read)} of experts -> {size(written)} in {target}")
     try:
         with out.progress("converting") as progress:

@@ -16,6 +16,32 @@ if TYPE_CHECKING:
     from ...convert.rank_slice import RankShard
 
 
+WISHES = {
+    "gptq": "--to int4-g128 --container gptq (or int4-g32, int8)",
+    "awq": "--to int4-g128: AWQ is read but not written, and the default container holds its zero points",
+    "fp8": "--to fp8-block (a scale per 128 x 128) or --to fp8-channel (a scale per row)",
+    "fp4": "--to nvfp4 or --to mxfp4",
+    "int4": "--to int4-g128 or --to int4-g32",
+    "w4a16": "--to int4-g128",
+    "w8a16": "--to int8",
+    "w8a8": "--to fp8-channel",
+    "compressed_tensors": "a format, such as --to int4-g128; compressed-tensors is its default container",
+    "modelopt": "--to nvfp4 --container native",
+    "gptq_marlin": "--to int4-g128 --container gptq for engines, which repack it, or --to marlin for moectl",
+    "awq_marlin": "--to int4-g128 for engines, which repack it, or --to marlin for moectl",
+    "gguf": "llama.cpp's convert_hf_to_gguf.py: moectl does not write GGUF",
+}
+"""What to type for names that are no values of ``--to``, by their lower-case spelling with underscores."""
+
+
+def target_named(name: str) -> str:
+    """The layout or format called `name`, ignoring case and dashes; UsageError with what to type instead."""
+    wish = WISHES.get(name.lower().replace("-", "_"))
+    if wish is not None:
+        raise UsageError(f"layout or format {name!r} is not known.", hint=f"Use {wish}.")
+    return pick(name, [*TARGETS, *PORTABLE], "layout or format")
+
+
 @dataclass(frozen=True)
 class TargetOptions:
     """Options that select the output; those of portable formats are in `PortableOptions`."""
@@ -41,7 +67,7 @@ class TargetOptions:
         archs = sorted({a for facts in LAYOUTS.values() for a in facts.archs})
         return replace(
             self,
-            to=pick(self.to, [*TARGETS, *PORTABLE], "layout or format"),
+            to=target_named(self.to),
             arch=None if self.arch is None else pick(self.arch, archs, "architecture"),
             act=None if self.act is None else pick(self.act, ACTS, "activation format"),
         )

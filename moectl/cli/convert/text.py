@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...problem.layer_ranges import ranges
+from ...problem.layouts import FOLDER_READERS
 from ..output import count, duration, size, table
 
 if TYPE_CHECKING:
@@ -21,9 +22,56 @@ def ranks_document(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return documents[0] if len(documents) == 1 else {"ranks": documents}
 
 
+KINDS = {
+    "repacked": "codes and scales are moved, not quantized again",
+    "decoded": "to the model's 16-bit dtype",
+    "quantized": "to the new format",
+    "kept": "unquantized, as in the source; --include-unquantized converts them, too",
+}
+"""What becomes of experts, by the kind in the plan."""
+
+
+def layer_kinds(plan: "ConversionPlan") -> dict[str, tuple[int, ...]]:
+    """Layers by what becomes of their experts; empty for a kernel layout, which changes no value."""
+    return dict(plan.finalizer.kinds) if plan.finalizer else {}
+
+
+def _named(layers: "Sequence[int]") -> str:
+    """Layers by number."""
+    return f"{'layer' if len(layers) == 1 else 'layers'} {ranges(layers)}"
+
+
+def unread_warning(plan: "ConversionPlan") -> str:
+    """What to know before work begins if no engine loads the output; empty if one does."""
+    if plan.finalizer is None:
+        others = [reader for reader in FOLDER_READERS if reader.engine != "moectl"]
+        programs = ", ".join(name for reader in FOLDER_READERS for name in reader.backends)
+        return "" if others else f"no engine loads this directory yet; it is for moectl ({programs})"
+    if plan.finalizer.served:
+        return ""
+    readers = " and ".join(["moectl", *plan.layout.readers])
+    model = plan.checkpoint.groups[0].problem.model_type
+    return f"no engine loads {model} in {plan.layout.name}; {readers} read it"
+
+
+def source_bytes(plans: "Sequence[RankPlan]") -> int:
+    """Bytes of expert tensors that the plans of all ranks read, each range counted once."""
+    extents: dict[str, list[tuple[int, int]]] = {}
+    for layer in (layer for item in plans for layer in item.worker_plan.layers):
+        for info, start, stop in layer.map.extents:
+            extents.setdefault(info.name, []).append((start, stop))
+    total = 0
+    for spans in extents.values():
+        end = 0
+        for start, stop in sorted(spans):
+            total += max(0, stop - max(start, end))
+            end = max(end, stop)
+    return total
+
+
 def plan_document(plan: "ConversionPlan") -> dict[str, Any]:
     """A plan as plain data; sizes in bytes."""
-    layout = plan.layout
+    layout, portable = plan.layout, plan.finalizer is not None
     return {
         "rank": plan.shard.rank,
         "tp_size": plan.shard.tp_size,
@@ -39,7 +87,9 @@ def plan_document(plan: "ConversionPlan") -> dict[str, Any]:
         ],
         "layout": layout.name,
         "layout_version": layout.version,
-        "readers": [str(reader) for reader in layout.readers],
+        "readers": list(layout.readers) if portable else [str(reader) for reader in FOLDER_READERS],
+        "kernels": [] if portable else list(layout.readers),
+        "layer_kinds": {kind: list(layers) for kind, layers in layer_kinds(plan).items()},
         "tensors_in": plan.tensors_in,
         "tensors_out": plan.tensors_out,
         "bytes_in": plan.bytes_in,
@@ -108,8 +158,10 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
     for name, stored in seen.items():
         plan_table.add_row(name, *stored)
     console.print(plan_table)
+    readers = "; ".join(plan.layout.readers) or "no engine"
     rows = {
-        "read by": "; ".join(str(reader) for reader in plan.layout.readers),
+        **({"read by": readers} if plan.finalizer else folder_rows(plan)),
+        **{kind: f"{_named(layers)}: {KINDS[kind]}" for kind, layers in layer_kinds(plan).items()},
         "expert tensors": f"{plan.tensors_in} in, {plan.tensors_out} out",
         "expert bytes": f"{size(plan.bytes_in)} in, {size(plan.bytes_out)} out",
         "other tensors": f"{size(plan.passthrough_bytes)} linked or copied"
@@ -123,6 +175,14 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
     for name, value in rows.items():
         console.print(f"{name:<15} {value}", markup=False)
     console.print("nothing was written (--dry-run)")
+
+
+def folder_rows(plan: "ConversionPlan") -> dict[str, str]:
+    """Who loads a directory in a kernel layout, and which kernels have that layout."""
+    return {
+        "loaded by": "; ".join(map(str, FOLDER_READERS)),
+        "layout of": f"{'; '.join(plan.layout.readers)} (in memory)",
+    }
 
 
 def finished_document(item: "RankPlan", summary: "ConversionSummary", seconds: float) -> dict[str, Any]:
@@ -147,10 +207,9 @@ def draw_done(
     costs: bool,
 ) -> None:
     """Prints what was converted; with `costs`, also the quantization errors."""
-    converted, resumed = (
-        sum(layer >= 0 for layers in lists for layer in layers)
-        for lists in ([s.converted for s in summaries], [s.resumed for s in summaries])
-    )
+    written = {layer for summary in summaries for layer in summary.converted if layer >= 0}
+    converted = len(written)
+    resumed = len({layer for summary in summaries for layer in summary.resumed if layer >= 0} - written)
     moved = sum(summary.bytes_in for summary in summaries)
     rate = f", {size(moved / seconds)}/s" if moved else ""
     text = f"{count(converted, 'layer')} converted in {duration(seconds)}{rate}"
@@ -167,7 +226,12 @@ def draw_costs(folder: Path, console: Any) -> None:
     """Prints the quantization errors from the report of a portable output."""
     from ...convert.portable.report_fragments import CostTable, read_report
 
-    costs = CostTable(read_report(folder)["layers"])
+    report = read_report(folder)
+    costs = CostTable(report["layers"])
+    for kind, layers in report["layer_kinds"].items():
+        word = "repacked exactly" if kind == "repacked" and costs.lossless(layers) else kind
+        what = "" if word == "repacked exactly" else f": {KINDS[kind]}"
+        console.print(f"{word:<17} {_named(layers)}{what}", markup=False)
     plan_table = table(*costs.columns)
     for row in costs.rows():
         plan_table.add_row(*row)

@@ -14,7 +14,7 @@ from ...oracle.decision import Decision
 from ...oracle.registry import policy_named
 from ...oracle.verdict_sentences import sentence
 from ...problem.layer_ranges import ranges
-from ...problem.layouts import LAYOUTS
+from ...problem.layouts import LAYOUTS, loads_folder
 from ...problem.moe_problem import MoEProblem, Parallel
 from ..output import duration, gib
 from ..text_blocks import Block, Heading, LabelledValues, TableBlock, TextLine
@@ -128,7 +128,7 @@ def _choice(group: GroupExplanation) -> Iterator[Block]:
         return
     kind = "router logits (monolithic)" if chosen.variant.monolithic else "top-k ids and weights (modular)"
     layout = chosen.layout
-    if layout in LAYOUTS:
+    if layout in LAYOUTS and loads_folder(decision.inputs.policy.partition("-")[0]):
         layout = f"{layout}: moectl convert CKPT OUT --to {LAYOUTS[layout].target}"
     yield LabelledValues(
         (

@@ -82,11 +82,16 @@ class PassthroughPlan:
 class Finalizer(Protocol):
     """Writes the last files of an output other than a prepared directory.
 
-    `mark` is the file whose presence shows that all tensors have been written.
+    `mark` is the file whose presence shows that all tensors have been written; `kinds` has the layers by what
+    becomes of their experts; `served` says whether an engine loads the output.
     """
 
     @property
     def mark(self) -> str: ...
+    @property
+    def kinds(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def served(self) -> bool: ...
 
     def check_finished(self, plan: ConversionPlan, folder: Path, out: Path) -> None:
         """Raises UsageError if the finished `out` is not what `plan` makes of the source `folder`."""

@@ -33,11 +33,15 @@ class PortableFinalizer:
     Attributes:
         target, container: as in `PortableOptions`.
         config: the model's config with the new quantization.
+        kinds: layers by what becomes of their experts, as in `LAYER_KINDS`.
+        served: whether an engine loads the output.
     """
 
     target: str
     container: str
     config: Mapping[str, Any]
+    kinds: Mapping[str, tuple[int, ...]]
+    served: bool
     mark = CONFIG
 
     def check_finished(self, plan: ConversionPlan, folder: Path, out: Path) -> None:
@@ -80,6 +84,7 @@ class PortableFinalizer:
             "producer": dict(producer),
             "source": to_json(source_record(plan.checkpoint, folder)),
             "experts_only": plan.experts_only,
+            "layer_kinds": {kind: list(layers) for kind, layers in self.kinds.items()},
             "layers": read_parts(out, [label_of(layer.layer) for layer in plan.layers]),
             "experts": [
                 {"file": r.file, "size": r.size, "sha256": layer_digest(layer.file.header, r.sha256.values())}

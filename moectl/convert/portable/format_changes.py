@@ -39,6 +39,10 @@ class FormatChange(Protocol):
     """Converts the canonical tensors of a matrix from one format to another."""
 
     @property
+    def kind(self) -> str:
+        """``repacked``, ``decoded`` or ``quantized``."""
+
+    @property
     def working_bytes(self) -> float:
         """Bytes of working memory per weight."""
 
@@ -52,6 +56,7 @@ class SameFormat:
 
     source: WeightFormat
     target: WeightFormat
+    kind = "repacked"
     working_bytes = 2.0
 
     def apply(self, batch: Tensors, matrix: ExpertMatrix) -> tuple[dict[str, Tensor], Cost]:
@@ -62,7 +67,7 @@ class SameFormat:
         if scale is not None and scale.dtype is torch.uint8 and self.target.scale_dtype in DTYPES:
             encoded = encoded._replace(scale=E8M0().load(scale).to(DTYPES[self.target.scale_dtype]))
         weights = encoded.codes.numel() * 8 // min(self.source.bits, 8)
-        return encoded.roles(matrix.role), Cost("repacked", "weights", weights, weights)
+        return encoded.roles(matrix.role), Cost(self.kind, "weights", weights, weights)
 
     def _finer(self, encoded: Encoded) -> Encoded:
         n, k = encoded.codes.shape[1], encoded.codes.shape[2] * 8 // self.source.bits
@@ -82,6 +87,7 @@ class WidenedIntegers:
     """4-bit integers widened to 8 bits, with the same scales and blocks."""
 
     source: WeightFormat
+    kind = "repacked"
     working_bytes = 3.0
     SHIFT = (1 << 7) - (1 << 3)
 
@@ -90,7 +96,7 @@ class WidenedIntegers:
         codes = torch.stack((encoded.codes & 15, encoded.codes >> 4), -1).flatten(-2).add_(self.SHIFT)
         zero = None if encoded.zero is None else encoded.zero + self.SHIFT
         roles = encoded._replace(codes=codes, zero=zero).roles(matrix.role)
-        return roles, Cost("repacked", "weights", codes.numel(), codes.numel())
+        return roles, Cost(self.kind, "weights", codes.numel(), codes.numel())
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,7 @@ class Mxfp4ToNvfp4:
     """
 
     requantize: bool = False
+    kind = "repacked"
     working_bytes = 6.0
     LARGEST, SMALLEST = 8, -9
 
@@ -132,7 +139,7 @@ class Mxfp4ToNvfp4:
                 hint="Give --requantize to round them, and --resume to continue.",
             )
         roles = Encoded(blocks.reshape(codes.shape), factor, None, wide).roles(matrix.role)
-        return roles, Cost("repacked", "blocks", scale.numel(), exact)
+        return roles, Cost(self.kind, "blocks", scale.numel(), exact)
 
     def _nearest(self, blocks: Tensor, local: Tensor, small: Tensor) -> tuple[Tensor, int]:
         """The codes under the raised scales of `small` blocks, and how many blocks changed their values."""
@@ -151,6 +158,7 @@ class Decoded:
     source: WeightFormat
     dtype: str
     rounds: bool
+    kind = "decoded"
     working_bytes = 20.0
 
     def apply(self, batch: Tensors, matrix: ExpertMatrix) -> tuple[dict[str, Tensor], Cost]:
@@ -165,7 +173,7 @@ class Decoded:
                 f"{matrix.first} are not representable in {self.dtype}.",
                 hint="Give --requantize to round them, and --resume to continue.",
             )
-        return {matrix.role: rounded}, Cost("decoded", "weights", weights.numel(), exact)
+        return {matrix.role: rounded}, Cost(self.kind, "weights", weights.numel(), exact)
 
 
 @dataclass(frozen=True)
@@ -176,6 +184,7 @@ class Requantized:
     quantizer: Quantizer
     activations: Activations | None = None
     w13_halves: int = 1
+    kind = "quantized"
 
     @property
     def working_bytes(self) -> float:
@@ -202,7 +211,7 @@ class Requantized:
         if shared:
             name = f"{matrix.role}_global"
             roles[name] = roles[name].expand(-1, matrix.halves, 1).contiguous()
-        return roles, Cost("quantized", "weights", weights.numel(), 0, quantized.report)
+        return roles, Cost(self.kind, "weights", weights.numel(), 0, quantized.report)
 
 
 def _extent(weight: WeightFormat, axis: int, size: int) -> int:

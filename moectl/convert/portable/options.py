@@ -25,6 +25,7 @@ class PortableOptions:
         calibration: a file with activations, as `Calibration` reads it: for the search or, with ``gptq``,
             for error feedback.
         requantize: whether quantized weights may be requantized with additional error.
+        include_unquantized: whether layers that a quantized checkpoint leaves in 16 bits are converted, too.
     """
 
     target: str
@@ -33,6 +34,7 @@ class PortableOptions:
     rule: str | None = None
     calibration: Path | None = None
     requantize: bool = False
+    include_unquantized: bool = False
 
     @property
     def format(self) -> PortableFormat:
@@ -67,13 +69,14 @@ class PortableOptions:
             "--method": self.method,
             "--mx-scale": self.rule,
             "--calibration": self.calibration,
+            "--include-unquantized": self.include_unquantized,
         }
         return {name: value for name, value in options.items() if value}
 
     @property
     def quantizer_options(self) -> tuple[str, ...]:
         """Names of the given options that affect how weights are quantized."""
-        return tuple(name for name in self.given if name != "--container")
+        return tuple(name for name in self.given if name not in ("--container", "--include-unquantized"))
 
 
 def unsuitable(option: str, target: str, why: str) -> UsageError:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ...checkpoint.checkpoint import Checkpoint, LayerGroup
+from ...checkpoint.tensors.storage import PROJECTIONS
 from ...dtypes import MODEL_DTYPES
 from ...errors import CheckpointError, NoBackend, UsageError
 from ...files.safe_reading import file_sha256
 from ...files.safetensors_writer import plan_file
 from ...problem.moe_problem import MoEProblem
-from ...problem.portable_formats import NATIVE, PortableFormat, container_of
-from ...problem.schemes import ActFormat, Scheme, WeightFormat
+from ...problem.portable_formats import ENGINES, NATIVE, PortableFormat, container_of, readers_of
+from ...problem.schemes import BF16, ActFormat, Scheme, WeightFormat
 from ..canonical import CONCATENATED, canonical_shapes, gate_then_up, halves, has_input_scales
 from ..manifest.manifest_records import LayoutRecord
 from ..plan.conversion_plan import ConversionPlan, LayerPlan
@@ -30,10 +31,10 @@ from .finish_portable import PortableFinalizer
 from .format_changes import FormatChange, Requantized
 from .linears import Linear, keeps_storage, plan_linears, quantized_linears
 from .options import PortableOptions
-from .output_storage import OutputStorage, output_storage
+from .output_storage import OutputStorage, experts_module, module_prefix, output_storage
 from .portable_writer import MatrixChange, PortableWriter
 from .quantization_config import DOCUMENTS, Described, Description, expert_targets, with_quantization
-from .report_fragments import label_of
+from .report_fragments import LAYER_KINDS, label_of
 from .slots import Slot
 
 PREFIX = "experts-"
@@ -93,33 +94,82 @@ def plan_portable(
     check_plannable(checkpoint)
     memory = default_memory() if max_memory is None else max_memory
     container = container_of(options.target, options.container)
-    storage, readers = options.format.containers[container]
+    storage, _ = options.format.containers[container]
     calibration = _calibration_source(options, activate)
-    planned = [
-        _plan_group(checkpoint, group, options, calibration, storage, memory) for group in checkpoint.groups
-    ]
+    kept = kept_groups(checkpoint, options)
+    converted = [group for group in checkpoint.groups if group not in kept]
+    planned = [_plan_group(checkpoint, group, options, calibration, storage, memory) for group in converted]
     layers = sorted((layer for _, in_group in planned for layer in in_group), key=lambda layer: layer.layer)
     plans = [plan for plan, _ in planned]
     _check_quantizer_options(options, plans)
     consumed = {info.name: info.file for layer in layers for info in layer.map.tensors}
-    experts = tuple(group.problem for group in checkpoint.groups)
+    experts = tuple(group.problem for group in converted)
     other_linears = () if experts_only else quantized_linears(checkpoint, consumed, experts)
     others = _plan_linears(checkpoint, other_linears, storage, options.requantize, memory)
     consumed |= {info.name: info.file for layer in others for info in layer.map.tensors}
     passthrough = () if experts_only else tuple(plan_passthrough(checkpoint, consumed, REST_PREFIX))
     layers += others
     _check_names(layers, [item.name for item in passthrough])
-    modules = _plain_modules(checkpoint, {*consumed, *(linear.module for linear in other_linears)})
+    quantized = {*consumed, *(linear.module for linear in other_linears)}
+    modules = tuple(sorted({*_plain_modules(checkpoint, quantized), *_kept_modules(kept)}))
     described = Description(*_described(plans, () if storage == "plain" else other_linears), modules)
     document = with_quantization(checkpoint.config, DOCUMENTS[plans[0].output.name](described))
-    method = _quantizer_words(options) if isinstance(plans[0].change, Requantized) else ""
+    requantizes = any(isinstance(plan.change, Requantized) for plan in plans)
+    method = _quantizer_words(options) if requantizes else ""
+    fused = plans[0].output.storage.fused
+    readers = readers_of(options.target, container, _model_types(checkpoint), fused=fused)
     record = LayoutRecord(
         f"{options.target} in {container}{method}", options.target, 1, (), tuple(map(str, readers))
     )
-    finalizer = PortableFinalizer(options.target, container, document)
+    finalizer = PortableFinalizer(
+        options.target,
+        container,
+        document,
+        _kinds(plans, kept),
+        any(reader.engine in ENGINES for reader in readers),
+    )
     return ConversionPlan(
         checkpoint, record, RankShard(), (), tuple(layers), passthrough, experts_only, memory, finalizer
     )
+
+
+def _model_types(checkpoint: Checkpoint) -> frozenset[str]:
+    """The model type of the config, and that of the text model in it."""
+    declared = checkpoint.config.get("model_type")
+    inner = checkpoint.groups[0].problem.model_type
+    return frozenset((declared, inner) if isinstance(declared, str) and declared else (inner,))
+
+
+def kept_groups(checkpoint: Checkpoint, options: PortableOptions) -> tuple[LayerGroup, ...]:
+    """Groups that stay as they are: those that a quantized checkpoint leaves in 16 bits, unless asked."""
+    plain = tuple(g for g in checkpoint.groups if g.problem.scheme.weight.name == BF16.name)
+    return () if options.include_unquantized or len(plain) == len(checkpoint.groups) else plain
+
+
+def _kinds(plans: list[GroupPlan], kept: tuple[LayerGroup, ...]) -> dict[str, tuple[int, ...]]:
+    """Layers by what becomes of their experts, in the order of `LAYER_KINDS`."""
+    layers: dict[str, list[int]] = {kind: [] for kind in LAYER_KINDS}
+    for plan in plans:
+        layers[plan.change.kind] += plan.layers
+    layers["kept"] += [layer for group in kept for layer in group.layers]
+    return {kind: tuple(sorted(numbers)) for kind, numbers in layers.items() if numbers}
+
+
+def _kept_modules(groups: tuple[LayerGroup, ...]) -> Iterator[str]:
+    """Modules of kept experts as quantization configs exclude them: all experts, and each by itself.
+
+    Readers ask for one or the other, whether the experts are stored in one tensor or not.
+    """
+    for group in groups:
+        module = experts_module(module_prefix(group))
+        matrices = PROJECTIONS.matrices.values()
+        if group.storage is not None and not group.storage.fused:
+            matrices = group.storage.arrangement.matrices.values()
+        for layer in group.layers:
+            experts = module.replace("{layer}", str(layer))
+            yield experts.removesuffix(".")
+            for expert in range(group.problem.experts):
+                yield from (f"{experts}{expert}.{matrix}" for matrix in matrices)
 
 
 def _calibration_source(

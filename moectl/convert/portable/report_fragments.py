@@ -11,9 +11,13 @@ from typing import Any
 from ...errors import CheckpointError
 from ...files.atomic import write_file
 from ...files.strict_json import parse_json_object
+from ...problem.layer_ranges import ranges
 from ..manifest.manifest_records import REPORT as REPORT
 
 PART = "moectl-report-part-"
+
+LAYER_KINDS = ("repacked", "decoded", "quantized", "kept")
+"""What becomes of a layer's experts: kinds of `FormatChange`, and kept as they are in the source."""
 
 
 def label_of(layer: int) -> str:
@@ -56,19 +60,33 @@ class CostTable:
         """Titles of the columns of `rows`."""
         outputs = ("output SNR dB", "rtn output SNR dB") if self._calibrated else ()
         errors = ("RMS error", "SNR dB", "rtn SNR dB", "worst block")
-        return ("tensor", "layers", "became", "lossless", *errors, *outputs)
+        return ("layers", "tensor", "became", "lossless", *errors, *outputs)
 
     @property
     def _calibrated(self) -> bool:
         return any("output_snr_db" in cost for roles in self.layers.values() for cost in roles.values())
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """For each role as text: number of layers, kind of change, and the errors of the worst layer."""
-        roles = dict.fromkeys(role for costs in self.layers.values() for role in costs)
-        for role in roles:
-            costs = [layer[role] for layer in self.layers.values() if role in layer]
+        """For each kind of change and role as text: its layers, and the errors of the worst of them."""
+        found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+        for label, roles in self.layers.items():
+            for role, cost in roles.items():
+                found.setdefault((cost["kind"], role), {})[label] = cost
+        for (kind, role), by_layer in sorted(found.items(), key=lambda item: LAYER_KINDS.index(item[0][0])):
+            costs = list(by_layer.values())
             outputs = _signal_to_noise(costs, "output_snr_db") if self._calibrated else ()
-            yield (role, str(len(costs)), costs[0]["kind"], _lossless(costs), *_errors(costs), *outputs)
+            yield (_layers(by_layer), role, kind, _lossless(costs), *_errors(costs), *outputs)
+
+    def lossless(self, layers: Iterable[int]) -> bool:
+        """True if every weight or block of the experts of `layers` kept its value."""
+        costs = [cost for layer in layers for cost in self.layers[str(layer)].values()]
+        return all("lossless" in c and c["lossless"] == c.get("blocks", c.get("weights")) for c in costs)
+
+
+def _layers(labels: Iterable[str]) -> str:
+    """Ranges of layer numbers; "other" for matrices that are not experts."""
+    numbers = [int(label) for label in labels if label.isdigit()]
+    return ranges(numbers) if numbers else "other"
 
 
 def _lossless(costs: Sequence[Mapping[str, Any]]) -> str:

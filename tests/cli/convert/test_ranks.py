@@ -1,11 +1,14 @@
 """Ranks on the command line: planned, converted one by one or all, run, and refused."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from moectl import load_prepared
 from moectl.checkpoint import open_checkpoint
+from moectl.cli.output import size
 from moectl.kernels.layer_inputs import make_inputs
 from moectl.kernels.reference import moe_reference
 from moectl.layer.prepare import checkpoint_layer
@@ -41,6 +44,18 @@ def test_ranks_one_by_one_are_all_of_them(tiny_gpt_oss, tmp_path):
         "slices, round trip matches the source's slices"
         in moectl("verify", tmp_path / "each" / "rank-01").words
     )
+
+
+def test_the_summary_counts_layers_and_bytes_of_all_ranks_once(tiny_gpt_oss, tmp_path):
+    whole = moectl("convert", tiny_gpt_oss, tmp_path / "whole", "--to", "moectl", "--dry-run", "--json")
+    layers = len(whole.document["layers"])
+    read = size(whole.document["bytes_in"])
+    ranks = moectl("convert", tiny_gpt_oss, tmp_path / "out", *CONVERT)
+    assert f"{read} of experts ->" in " ".join(ranks.stderr.split())
+    assert f"{layers} layers converted in" in ranks.words and "of 4 ranks" in ranks.words
+    shutil.rmtree(tmp_path / "out" / "rank-02")
+    resumed = moectl("convert", tiny_gpt_oss, tmp_path / "out", *CONVERT, "--resume")
+    assert f"{layers} layers converted in" in resumed.words and "finished before" not in resumed.words
 
 
 def test_parts_fill_the_folders_of_all_ranks(tiny_gpt_oss, tmp_path):

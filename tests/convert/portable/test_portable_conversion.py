@@ -23,7 +23,7 @@ from moectl.errors import CheckpointError, UsageError
 from moectl.kernels.activation import activate
 from moectl.problem.moe_problem import Dims
 from moectl.problem.schemes import BF16, MXFP4
-from support.portable_folders import converted, random_layer, write_folder
+from support.portable_folders import contents, converted, random_layer, write_folder
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -111,6 +111,77 @@ def test_an_interrupted_conversion_is_resumed_to_the_same_bytes(tmp_path, monkey
         go("out", "int8", resume=True)
 
 
+def partly_quantized(folder: Path) -> Path:
+    """A compressed-tensors model of three layers whose author left the experts of layer 1 in BF16."""
+    source = model(folder / "plain")
+    convert(plan_portable(open_checkpoint(source), PortableOptions("int4-g32")), folder / "ct")
+    out = folder / "ct"
+    tensors = contents(out)
+    plain = contents(source)
+    ours = [name for name in tensors if name.startswith("model.layers.1.mlp.experts")]
+    kept = {name: t for name, t in plain.items() if name.startswith("model.layers.1.mlp.experts")}
+    for name in ours:
+        del tensors[name]
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["ignore"] += [name.removesuffix(".weight") for name in kept]
+    mixed = folder / "mixed"
+    mixed.mkdir()
+    save_file({**tensors, **kept}, mixed / "model.safetensors")
+    (mixed / "config.json").write_text(json.dumps(config))
+    return mixed
+
+
+@pytest.mark.parametrize("container", ["compressed-tensors", "gptq"])
+def test_layers_that_the_source_leaves_unquantized_are_kept(container, tmp_path, capsys):
+    source, out = partly_quantized(tmp_path), tmp_path / "out"
+    run("convert", source, out, "--to", "int4-g32", "--container", container)
+    text = capsys.readouterr().out
+    assert "repacked exactly  layers 0, 2\n" in text
+    assert "kept              layer 1: unquantized, as in the source" in text
+    before, after = contents(source), contents(out)
+    kept = [name for name in before if name.startswith("model.layers.1.")]
+    assert kept and all(torch.equal(before[name], after[name]) for name in kept)
+    report = read_report(out)
+    assert report["layer_kinds"] == {"repacked": [0, 2], "kept": [1]}
+    assert set(report["layers"]) == {"0", "2"}
+    groups = {layer: g for g in open_checkpoint(out).groups for layer in g.layers}
+    assert [groups[layer].problem.scheme.weight.name for layer in range(3)] == ["int4", "bf16", "int4"]
+
+
+def test_layers_that_the_source_leaves_unquantized_are_converted_on_request(tmp_path, capsys):
+    source, out = partly_quantized(tmp_path), tmp_path / "out"
+    run("convert", source, out, "--to", "int4-g32", "--include-unquantized")
+    text = capsys.readouterr().out
+    assert "repacked exactly  layers 0, 2\n" in text
+    assert "quantized         layer 1: to the new format\n" in text
+    (group,) = open_checkpoint(out).groups
+    assert group.problem.scheme.weight.name == "int4"
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("|")]
+    assert [[cell.strip() for cell in row] for row in rows[2:]] == [
+        ["0, 2", "w13", "repacked"],
+        ["0, 2", "w2", "repacked"],
+        ["1", "w13", "quantized"],
+        ["1", "w2", "quantized"],
+    ]
+
+
+def test_the_dry_run_names_layers_by_what_becomes_of_them(tmp_path, capsys):
+    source = partly_quantized(tmp_path)
+    run("convert", source, tmp_path / "out", "--to", "int4-g32", "--dry-run")
+    text = capsys.readouterr().out
+    assert "repacked        layers 0, 2: codes and scales are moved, not quantized again" in text
+    assert "kept            layer 1: unquantized" in text and "--include-unquantized" in text
+    run("convert", source, tmp_path / "out", "--to", "int4-g32", "--dry-run", "--json")
+    document = json.loads(capsys.readouterr().out)
+    assert document["layer_kinds"] == {"repacked": [0, 2], "kept": [1]}
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_quantization_has_no_layers_to_keep(tmp_path):
+    plan = plan_portable(open_checkpoint(model(tmp_path / "source")), PortableOptions("int8"))
+    assert plan.finalizer is not None and dict(plan.finalizer.kinds) == {"quantized": (0, 1, 2)}
+
+
 def test_there_is_no_way_back(tmp_path):
     from moectl.convert.restore.unconvert import unconvert
 
@@ -157,6 +228,7 @@ def test_calibration_of_another_size_is_refused_before_anything_is_written(tmp_p
         (("--to", "int8", "--method", "gptq"), "--method gptq needs activations"),
         (("--to", "int8", "--tp-size", "2"), "a portable checkpoint is not sliced"),
         (("--to", "marlin", "--container", "gptq"), "--container applies to portable formats only"),
+        (("--to", "marlin", "--include-unquantized", True), "--include-unquantized applies to portable"),
         (("--to", "int8", "--mx-scale", "even"), "--mx-scale is for power-of-two scales"),
         (("--to", "bf16", "--method", "rtn"), "--method sets how weights are quantized, but these become"),
     ],
@@ -165,7 +237,12 @@ def test_calibration_of_another_size_is_refused_before_anything_is_written(tmp_p
 def test_options_that_do_not_go_together(words, why, tmp_path):
     source = model(tmp_path / "source")
     given = dict(zip(words[::2], words[1::2], strict=True))
-    fields = {"--container": "container", "--method": "method", "--mx-scale": "rule"}
+    fields = {
+        "--container": "container",
+        "--method": "method",
+        "--mx-scale": "rule",
+        "--include-unquantized": "include_unquantized",
+    }
     options = {name: given[key] for key, name in fields.items() if key in given}
     portable = PortableOptions(given["--to"], **options)
     with pytest.raises(UsageError, match=why):

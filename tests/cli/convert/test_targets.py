@@ -1,0 +1,68 @@
+"""What `convert` says of targets and inputs: what to type instead, and who loads the output."""
+
+import pytest
+
+from moectl.problem.layouts import FOLDER_READERS, LayoutReader, loads_folder
+from support.invoking import moectl
+
+
+@pytest.mark.parametrize(
+    "typed, words",
+    [
+        ("gptq", "--to int4-g128 --container gptq"),
+        ("AWQ", "--to int4-g128"),
+        ("fp8", "--to fp8-block"),
+        ("gguf", "convert_hf_to_gguf.py"),
+        ("gptq-marlin", "--to marlin for moectl"),
+        ("fp4", "--to nvfp4"),
+    ],
+)
+def test_a_method_as_target_is_answered_with_what_to_type(tiny_kimi, tmp_path, typed, words):
+    text = moectl("convert", tiny_kimi, tmp_path / "out", "--to", typed, code=2).stderr
+    assert f"{typed!r} is not known" in text and words in " ".join(text.split())
+
+
+def test_a_gguf_file_is_named_as_such(tmp_path):
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    for given in (file, tmp_path):
+        text = " ".join(moectl("convert", given, tmp_path / "out", "--to", "marlin", code=4).stderr.split())
+        assert "is a GGUF file" in text and "Give the safetensors checkpoint" in text
+
+
+def test_a_lora_adapter_is_named_as_such(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    text = " ".join(moectl("explain", tmp_path, "--gpu", "h100", code=4).stderr.split())
+    assert "holds a LoRA adapter" in text and "--assume lora=yes" in text
+
+
+def test_a_format_without_a_loader_is_announced_before_any_work(tmp_path):
+    words = ("openai/gpt-oss-120b", tmp_path / "out", "--to", "nvfp4", "--dry-run", "--offline")
+    ran = moectl("convert", *words)
+    assert "no engine loads gpt_oss in nvfp4" in " ".join(ran.stderr.split())
+    assert "read by compressed-tensors decompress" in " ".join(ran.stdout.split())
+    assert moectl("convert", *words, "--json").document["readers"] == ["compressed-tensors decompress"]
+    native = moectl("convert", *words[:2], "--to", "bf16", "--dry-run", "--offline")
+    assert "no engine" not in native.stderr and "read by vLLM" in " ".join(native.stdout.split())
+
+
+def test_a_layout_says_that_no_engine_loads_it(tmp_path):
+    words = ("openai/gpt-oss-120b", tmp_path / "out", "--to", "marlin", "--dry-run", "--offline")
+    ran = moectl("convert", *words)
+    assert "no engine loads this directory yet; it is for moectl (run, bench" in " ".join(ran.stderr.split())
+    assert "loaded by moectl run, bench, load_prepared" in " ".join(ran.stdout.split())
+
+
+def test_explain_proposes_a_conversion_only_where_it_is_loaded():
+    asked = ("explain", "gpt-oss-120b", "--gpu", "h100", "--offline")
+    for policy, advised in (("vllm-0.33.0", False), ("moectl", True)):
+        text = moectl(*asked, "-v", "--policy", policy).stdout
+        assert ("moectl convert" in text) is advised, policy
+
+
+def test_a_plug_in_is_one_row(monkeypatch):
+    monkeypatch.setattr(
+        "moectl.problem.layouts.FOLDER_READERS", (*FOLDER_READERS, LayoutReader("vLLM", ("--load-format",)))
+    )
+    assert loads_folder("vllm") and not loads_folder("sglang")
