@@ -37,7 +37,9 @@ class DoctorReport:
         gpus: every GPU; `shown` those visible to this process, in its order.
         hidden_by: variables that hide or order GPUs, as set.
         refused: why `shown` could not be determined, such as a variable that names an unknown GPU.
-        device: the device that decisions are made for.
+        driver_failure: why NVIDIA's driver lists no GPUs although it is installed, in its own words.
+        driver_warnings: what it says, or what is to be said about it, besides.
+        device: the device that decisions are made for; None if there are GPUs that cannot be used.
         driver_cuda: highest CUDA version that the driver supports.
         packages: optional packages and tools, whether installed or not.
         imports: with a deep check, why a package cannot be imported, by name; empty for one that can.
@@ -50,7 +52,7 @@ class DoctorReport:
     shown: tuple[Gpu, ...]
     hidden_by: Mapping[str, str]
     refused: str
-    device: Device
+    device: Device | None
     driver_cuda: str
     packages: tuple[InstalledPackage, ...]
     caches: tuple[KernelCache, ...]
@@ -60,6 +62,8 @@ class DoctorReport:
     imports: Mapping[str, str] = field(default_factory=dict)
     torch_view: TorchView | None = None
     peers_refused: str = ""
+    driver_failure: str = ""
+    driver_warnings: tuple[str, ...] = ()
     remarks: tuple[DoctorRemark, ...] = ()
 
     @property
@@ -89,14 +93,9 @@ class DoctorReport:
             "gpus": [_gpu_json(gpu, gpu in self.shown) for gpu in self.gpus],
             "hidden_by": dict(self.hidden_by),
             "refused": self.refused or None,
-            "device": {
-                "platform": self.device.platform,
-                "arch": self.device.arch,
-                "name": self.device.name,
-                "sms": self.device.sms,
-                "memory_bytes": self.device.memory_bytes,
-                "features": sorted(self.device.features),
-            },
+            "driver_failure": self.driver_failure or None,
+            "driver_warnings": list(self.driver_warnings),
+            "device": _device_json(self.device) if self.device else None,
             "peers_refused": self.peers_refused or None,
             "packages": [_package_json(package, self.imports) for package in self.packages],
             "imports": dict(self.imports),
@@ -107,6 +106,17 @@ class DoctorReport:
             "backends": [status.to_json() for status in self.backends],
             "remarks": to_json(self.remarks),
         }
+
+
+def _device_json(device: Device) -> dict[str, Any]:
+    return {
+        "platform": device.platform,
+        "arch": device.arch,
+        "name": device.name,
+        "sms": device.sms,
+        "memory_bytes": device.memory_bytes,
+        "features": sorted(device.features),
+    }
 
 
 def _gpu_json(gpu: Gpu, shown: bool) -> dict[str, Any]:

@@ -20,6 +20,18 @@ def remarks_on(report: DoctorReport, packages: Packages) -> tuple[DoctorRemark, 
     return tuple(sorted(remarks, key=lambda remark: remark.level != PROBLEM))
 
 
+def _driver(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
+    if report.driver_failure:
+        yield DoctorRemark(
+            PROBLEM,
+            "driver",
+            report.driver_failure,
+            "repair the driver: until nvidia-smi lists the GPUs, nothing can use them",
+        )
+    for warning in report.driver_warnings:
+        yield DoctorRemark(NOTE, "driver", warning)
+
+
 def _gpus(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
     if report.refused:
         yield DoctorRemark(PROBLEM, "GPUs", report.refused)
@@ -28,10 +40,9 @@ def _gpus(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
         yield DoctorRemark(PROBLEM, "GPUs", f"{names} lists {', '.join(ignored)}, ignored: no such GPU")
     for gpu in report.gpus:
         if gpu.remark:
-            yield DoctorRemark(
-                PROBLEM, "GPUs", f"GPU {gpu.index}: {gpu.remark}", "nvidia-smi mig -cgi ... -C"
-            )
-    if not report.gpus:
+            fix = "nvidia-smi mig -cgi ... -C" if gpu.mig else ""
+            yield DoctorRemark(PROBLEM, "GPUs", f"GPU {gpu.index}: {gpu.remark}", fix)
+    if not report.gpus and not report.driver_failure:
         yield DoctorRemark(NOTE, "GPUs", "no GPU was found: decisions are made for the CPU")
     elif not report.shown and not report.refused:
         settings = ", ".join(f"{name}={value!r}" for name, value in report.hidden_by.items())
@@ -53,13 +64,14 @@ def _torch(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
     if not software.torch_built:
         yield DoctorRemark(PROBLEM, "torch", "torch is not installed", "pip install torch")
         return
-    platform = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}.get(report.device.platform, "")
-    if platform and not software.torch_built.startswith(platform):
+    device = report.device
+    platform = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}.get(device.platform, "") if device else ""
+    if device and platform and not software.torch_built.startswith(platform):
         yield DoctorRemark(
             PROBLEM,
             "torch",
             f"torch {software.libraries.get('torch', '')} is built for {software.torch_built}, "
-            f"the device is {report.device.name}",
+            f"the device is {device.name}",
             f"install a build of torch for {platform}",
         )
     if _newer(software.torch_cuda, report.driver_cuda):
@@ -204,6 +216,7 @@ def _variables(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemar
 
 
 CHECKS: tuple[Callable[[DoctorReport, Packages], Iterator[DoctorRemark]], ...] = (
+    _driver,
     _gpus,
     _torch,
     _engine,
