@@ -16,13 +16,13 @@ from ..environment.package_probes import TOOLS
 from ..environment.packages import packages_of
 from ..errors import Unavailable, UsageError
 from ..oracle.registry import engine_variables, known_packages, newest_engines
-from .doctor_report import NOTE, PROBLEM, DoctorRemark, DoctorReport
+from .doctor_report import NOTE, PROBLEM, WARNING, DoctorRemark, DoctorReport
 from .kernel_caches import find_caches, find_jobs
 from .problems import remarks_on
 from .runnable_backends import backend_statuses
 from .software import installed_software, torch_view, try_import
 
-__all__ = ["NOTE", "PROBLEM", "DoctorRemark", "DoctorReport", "examine"]
+__all__ = ["NOTE", "PROBLEM", "WARNING", "DoctorRemark", "DoctorReport", "examine"]
 
 ORDER = "CUDA_DEVICE_ORDER"
 LIBRARIES_TRIED = ("torch", "triton")

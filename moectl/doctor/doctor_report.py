@@ -11,12 +11,14 @@ from ..environment.gpus import Gpu
 from ..environment.installed_packages import InstalledPackage
 from ..environment.variables import SET, VariableFinding
 from ..files.records import to_json
+from ..oracle.engine import Engine
+from ..oracle.registry import newest_engines
 from .kernel_caches import CompilerJobs, KernelCache
 from .runnable_backends import BackendStatus
 from .software import Software, TorchView
 
-PROBLEM, NOTE = "problem", "note"
-"""Levels of a `DoctorRemark`: something to fix, or something to know."""
+PROBLEM, WARNING, NOTE = "problem", "warning", "note"
+"""Levels of a `DoctorRemark`: something to fix, something that may mislead, or something to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,10 @@ class DoctorReport:
         """The package or tool called `name`."""
         return next(package for package in self.packages if package.name == name)
 
+    def engine_version(self, engine: Engine) -> str | None:
+        """The installed version of an engine; None if it is not installed."""
+        return self.software.libraries.get(engine.package)
+
     def odd_variables(self) -> Iterator[VariableFinding]:
         """Variables that do not have the intended effect."""
         return (finding for finding in self.variables if finding.verdict != SET)
@@ -104,6 +110,11 @@ class DoctorReport:
             "jobs": self.jobs.to_json(),
             "variables": to_json(self.variables),
             "backends": [status.to_json() for status in self.backends],
+            "engines": [
+                {"name": engine.name, "rules": engine.version, "installed": self.engine_version(engine)}
+                for engine in newest_engines()
+                if engine.package
+            ],
             "remarks": to_json(self.remarks),
         }
 

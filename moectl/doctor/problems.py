@@ -10,14 +10,17 @@ from ..environment.installed_packages import unrelated_package
 from ..environment.packages import Packages
 from ..oracle.engine import Engine
 from ..oracle.registry import known_packages, newest_engines
-from .doctor_report import NOTE, PROBLEM, DoctorRemark, DoctorReport
+from .doctor_report import NOTE, PROBLEM, WARNING, DoctorRemark, DoctorReport
 from .kernel_caches import ENOUGH_SPACE, JOB_BYTES
 
 
 def remarks_on(report: DoctorReport, packages: Packages) -> tuple[DoctorRemark, ...]:
-    """Every remark on `report`, problems first; `packages` are the packages that decisions depend on."""
+    """Every remark on `report`, problems first, then warnings.
+
+    `packages` are the packages that decisions depend on.
+    """
     remarks = [remark for check in CHECKS for remark in check(report, packages)]
-    return tuple(sorted(remarks, key=lambda remark: remark.level != PROBLEM))
+    return tuple(sorted(remarks, key=lambda remark: (PROBLEM, WARNING, NOTE).index(remark.level)))
 
 
 def _driver(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
@@ -29,7 +32,7 @@ def _driver(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
             "repair the driver: until nvidia-smi lists the GPUs, nothing can use them",
         )
     for warning in report.driver_warnings:
-        yield DoctorRemark(NOTE, "driver", warning)
+        yield DoctorRemark(WARNING, "driver", warning)
 
 
 def _gpus(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
@@ -91,9 +94,12 @@ def _newer(built: str, driver: str) -> bool:
 
 def _engine(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
     for engine in newest_engines():
-        if engine.package and engine.package not in report.software.libraries:
+        installed = report.engine_version(engine)
+        if engine.package and installed is None:
             says = f"{engine.title} is not installed: its backends are judged by its rules alone"
             yield DoctorRemark(NOTE, engine.package, says)
+        elif installed is not None and (warning := engine.other_version(installed)):
+            yield DoctorRemark(WARNING, engine.package, warning)
 
 
 def _packages(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:

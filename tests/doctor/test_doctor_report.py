@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
@@ -10,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from moectl.capabilities.unpacked_libraries import find_peers
-from moectl.doctor import NOTE, PROBLEM, DoctorReport, examine, kernel_caches
+from moectl.doctor import NOTE, PROBLEM, WARNING, DoctorReport, examine, kernel_caches
 from moectl.doctor.kernel_caches import JOB_BYTES, find_jobs
 from moectl.doctor.problems import remarks_on
 from moectl.doctor.software import torch_build, try_import
@@ -113,13 +114,35 @@ def test_gpus_that_cannot_be_used_leave_no_device(bench) -> None:
     assert report.device is None and report.backends == ()
 
 
+@pytest.mark.parametrize(
+    ("installed", "warned"),
+    [
+        ("0.29.0", "vLLM 0.29.0 is installed, these rules are vLLM 0.33.0's; its choice may differ"),
+        ("0.33.1.dev7+gabc", "vLLM 0.33.1.dev7+gabc is installed, these rules are"),
+        ("0.33.0", ""),
+        ("0.33.0.post1", ""),
+        ("0.33.0+cu129", ""),
+    ],
+)
+def test_rules_of_another_version_are_a_warning(bench, installed: str, warned: str) -> None:
+    sound(bench)
+    shutil.rmtree(bench.folder / "vllm-0.33.0.dist-info")
+    bench.package("vllm", "vllm", installed)
+    report = examine(bench.env())
+    assert report.problems == ()
+    assert levels(report, "vllm") == ([WARNING] if warned else [])
+    assert warned in says(report)
+    engines = report.to_json()["engines"]
+    assert engines == [{"name": "vllm-0.33.0", "rules": "0.33.0", "installed": installed}]
+
+
 def test_what_the_driver_says_besides_is_a_note(bench, monkeypatch) -> None:
     sound(bench)
     bench.failing_gpus(f"{H200}\nWARNING: infoROM is corrupted", 14)
     monkeypatch.setattr(nvidia, "SLOW", 0)
     report = examine(bench.env())
     assert report.problems == () and report.device is not None
-    assert levels(report, "driver") == [NOTE, NOTE]
+    assert levels(report, "driver") == [WARNING, WARNING]
     assert "infoROM is corrupted" in says(report) and "persistence mode" in says(report)
 
 
