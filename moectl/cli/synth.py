@@ -30,7 +30,7 @@ def synth(
     *,
     out: Output,
 ) -> None:
-    """Write a checkpoint with the schema of a published model, or of yours.
+    """Write a random checkpoint with the schema of a model.
 
     The weights are random, well scaled, and quantized like the original ones: for tests and benchmarks
     without a download.

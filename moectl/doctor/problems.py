@@ -45,7 +45,9 @@ def _gpus(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
         if gpu.remark:
             fix = "nvidia-smi mig -cgi ... -C" if gpu.mig else ""
             yield DoctorRemark(PROBLEM, "GPUs", f"GPU {gpu.index}: {gpu.remark}", fix)
-    if not report.gpus and not report.driver_failure:
+    if report.driver_failure:
+        return
+    if not report.gpus:
         yield DoctorRemark(NOTE, "GPUs", "no GPU was found: decisions are made for the CPU")
     elif not report.shown and not report.refused:
         settings = ", ".join(f"{name}={value!r}" for name, value in report.hidden_by.items())
