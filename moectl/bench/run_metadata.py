@@ -15,6 +15,7 @@ from .. import __version__
 from ..cache.measurement_keys import kernel_hash
 from ..capabilities.unpacked_libraries import LOCATIONS, PREFIX
 from ..environment import detect_gpus
+from ..environment.nvidia import DriverFailure
 from ..kernels.timing.cold_calls import last_level_cache
 from ..problem.roofline import DeviceRates
 from ..run import RunMachine
@@ -50,10 +51,18 @@ def _triton() -> str:
         return ""
 
 
+def _driver(gpu: str) -> str:
+    """The version of the driver of the GPU with UUID `gpu`; empty if it does not say."""
+    try:
+        return next((listed.driver for listed in detect_gpus() if gpu == listed.uuid), "")
+    except DriverFailure:
+        return ""
+
+
 def machine_metadata(machine: RunMachine, settings: BenchSettings, rates: DeviceRates) -> dict[str, Any]:
     """The machine and the conditions of the run as plain data, for `RunHeader.machine`."""
     gpu = gpu_uuid(machine.torch)
-    driver = next((g.driver for g in detect_gpus() if gpu in ("", g.uuid)), "") if gpu else ""
+    driver = _driver(gpu) if gpu else ""
     return {
         "device": machine.device.name,
         "driver": driver,
@@ -61,7 +70,7 @@ def machine_metadata(machine: RunMachine, settings: BenchSettings, rates: Device
         "rates": asdict(rates),
         "cache_bytes": last_level_cache(machine.torch),
         "caches": settings.caches,
-        "clocks": "nvidia-smi, while each case was timed" if gpu else "not recorded: no NVIDIA GPU",
+        "clocks": "the driver's, while each case was timed" if gpu else "not recorded: no NVIDIA GPU",
         "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -85,7 +85,9 @@ def _machine(report: "DoctorReport") -> "Iterator[Block]":
     from .text_blocks import Heading, LabelledValues
 
     yield Heading("machine")
-    rows = [("device", f"{report.device.name}, {report.device.arch}: decisions are made for it")]
+    device = report.device
+    chosen = f"{device.name}, {device.arch}: decisions are made for it" if device else "unknown"
+    rows = [("device", chosen)]
     rows += [("GPUs", line) for line in gpu_lines(report)]
     rows += [("limited by", f"{name}={value}") for name, value in report.hidden_by.items()]
     cuda = f", supports CUDA up to {report.driver_cuda}" if report.driver_cuda else ""
@@ -129,9 +131,10 @@ def _backends(report: "DoctorReport", verbose: bool) -> "Iterator[Block]":
     from ..oracle.backend import UNTRIED
     from .text_blocks import Heading, Listing, ListingEntry, TextLine
 
+    device = report.device
     for policy in dict.fromkeys(status.policy for status in report.backends):
         of_policy = [status for status in report.backends if status.policy == policy]
-        yield Heading(f"backends of {policy} on {report.device.arch}")
+        yield Heading(f"backends of {policy} on {device.arch if device else 'this machine'}")
         listed = [status for status in of_policy if verbose or not status.elsewhere]
         yield Listing(
             tuple(

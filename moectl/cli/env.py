@@ -66,7 +66,7 @@ def env(
 
 def environment_document(report: "DoctorReport", environ: Mapping[str, str], paths: bool) -> dict[str, Any]:
     """What is printed as plain data; without `paths` nothing in it identifies a user or a host."""
-    software = report.software
+    software, device = report.software, report.device
     variables = {finding.name: finding.value for finding in report.variables if finding.does}
     variables |= {name: environ[name] for name in SHOWN if name in environ}
     return {
@@ -77,7 +77,7 @@ def environment_document(report: "DoctorReport", environ: Mapping[str, str], pat
         "driver": report.driver or None,
         "driver_cuda": report.driver_cuda or None,
         "cores": report.jobs.cores,
-        "memory_bytes": report.device.memory_bytes if report.device.platform == "cpu" else None,
+        "memory_bytes": device.memory_bytes if device and device.platform == "cpu" else None,
         "packages": {
             package.name: {
                 "version": package.version or None,

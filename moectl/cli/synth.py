@@ -11,13 +11,14 @@ from .output import Output, size
 EXAMPLES = (
     "moectl synth openai/gpt-oss-20b ./tiny --layers 2 --experts 8 --hidden 256 --intermediate 256",
     "moectl synth moonshotai/Kimi-K2-Thinking ./kimi --layers 1 --experts 32",
+    "moectl synth ./my-finetune ./small --layers 2 --experts 16",
     "moectl synth deepseek-ai/DeepSeek-V3 ./fp8 --layers 1 --experts 16 --hidden 512 --intermediate 256",
 )
 
 
 @framed("synth")
 def synth(
-    model: Annotated[str, typer.Argument(help="A built-in model, such as openai/gpt-oss-20b.")],
+    model: Annotated[str, typer.Argument(help="A built-in model, a directory, or a config.json.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory.")],
     layers: Annotated[int | None, option("--layers", help="MoE layers; default: all.", min=1)] = None,
     experts: Annotated[int | None, option("--experts", help="Experts; default: all.", min=1)] = None,
@@ -29,9 +30,9 @@ def synth(
     *,
     out: Output,
 ) -> None:
-    """Write a checkpoint with a published model's schema.
+    """Write a random checkpoint with the schema of a model.
 
-    The weights are random, well scaled, and quantized like the published ones: for tests and benchmarks
+    The weights are random, well scaled, and quantized like the original ones: for tests and benchmarks
     without a download.
     """
     from ..synth import synthesize

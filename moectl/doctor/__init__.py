@@ -6,21 +6,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..capabilities.unpacked_libraries import find_peers, peers_folder
-from ..environment import detect_cpu, detect_gpus
+from ..environment import Device, detect_cpu
+from ..environment.detection import find_gpus, first_usable
 from ..environment.gpus import VISIBILITY, Gpu, visible_gpus
 from ..environment.installed_packages import InstalledPackage, find_all, package_folder
+from ..environment.nvidia import DriverFailure, NvidiaAnswer
 from ..environment.nvidia_smi import driver_cuda
 from ..environment.package_probes import TOOLS
 from ..environment.packages import packages_of
 from ..errors import Unavailable, UsageError
 from ..oracle.registry import engine_variables, known_packages, newest_engines
-from .doctor_report import NOTE, PROBLEM, DoctorRemark, DoctorReport
+from .doctor_report import NOTE, PROBLEM, WARNING, DoctorRemark, DoctorReport
 from .kernel_caches import find_caches, find_jobs
 from .problems import remarks_on
 from .runnable_backends import backend_statuses
 from .software import installed_software, torch_view, try_import
 
-__all__ = ["NOTE", "PROBLEM", "DoctorRemark", "DoctorReport", "examine"]
+__all__ = ["NOTE", "PROBLEM", "WARNING", "DoctorRemark", "DoctorReport", "examine"]
 
 ORDER = "CUDA_DEVICE_ORDER"
 LIBRARIES_TRIED = ("torch", "triton")
@@ -30,15 +32,15 @@ LIBRARIES_TRIED = ("torch", "triton")
 def examine(env: Mapping[str, str], *, deep: bool = False) -> DoctorReport:
     """Examines this machine for a process with the environment `env`.
 
-    No package is imported. With `deep`, every installed package is imported, and torch is queried for its
-    devices, in subprocesses.
+    No package is imported, except NVIDIA's bindings of NVML. With `deep`, every installed package is
+    imported, and torch is queried for its devices, in subprocesses.
     """
-    gpus = detect_gpus()
+    gpus, driver, failure = _gpus()
     visible, refused = _visible(gpus, env)
     peers, peers_refused = _peers(env)
     probed = (*find_all(known_packages()), *peers)
     packages = packages_of(probed, engine_variables(env))
-    device = next((gpu.device for gpu in visible if not gpu.remark), None) or detect_cpu()
+    device = _device(visible) if not (failure or refused) else None
     installed = installed_software()
     report = DoctorReport(
         software=installed,
@@ -46,8 +48,10 @@ def examine(env: Mapping[str, str], *, deep: bool = False) -> DoctorReport:
         shown=visible,
         hidden_by=_hiding(gpus, env),
         refused=refused,
+        driver_failure=failure,
+        driver_warnings=tuple(filter(None, (driver.warning, driver.slowness))),
         device=device,
-        driver_cuda=driver_cuda() if any(gpu.device.platform == "cuda" for gpu in gpus) else "",
+        driver_cuda=driver.cuda or (driver_cuda() if driver.through == "nvidia-smi" else ""),
         packages=probed,
         caches=find_caches(env),
         jobs=find_jobs(env),
@@ -55,6 +59,7 @@ def examine(env: Mapping[str, str], *, deep: bool = False) -> DoctorReport:
         backends=tuple(
             status
             for engine in newest_engines()
+            if device is not None
             for status in backend_statuses(engine.policy, device, packages, installed.libraries)
         ),
         imports=_imports(probed) if deep else {},
@@ -62,6 +67,22 @@ def examine(env: Mapping[str, str], *, deep: bool = False) -> DoctorReport:
         peers_refused=peers_refused,
     )
     return replace(report, remarks=remarks_on(report, packages))
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], NvidiaAnswer, str]:
+    """The GPUs with NVIDIA's answer, and the driver's own words if it fails."""
+    try:
+        return (*find_gpus(), "")
+    except DriverFailure as error:
+        return (), NvidiaAnswer(), error.what
+
+
+def _device(visible: tuple[Gpu, ...]) -> Device | None:
+    """The device that decisions are made for: never the CPU in place of GPUs that cannot be used."""
+    try:
+        return first_usable(visible) or detect_cpu()
+    except DriverFailure:
+        return None
 
 
 def _visible(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:

@@ -11,12 +11,14 @@ from ..environment.gpus import Gpu
 from ..environment.installed_packages import InstalledPackage
 from ..environment.variables import SET, VariableFinding
 from ..files.records import to_json
+from ..oracle.engine import Engine
+from ..oracle.registry import newest_engines
 from .kernel_caches import CompilerJobs, KernelCache
 from .runnable_backends import BackendStatus
 from .software import Software, TorchView
 
-PROBLEM, NOTE = "problem", "note"
-"""Levels of a `DoctorRemark`: something to fix, or something to know."""
+PROBLEM, WARNING, NOTE = "problem", "warning", "note"
+"""Levels of a `DoctorRemark`: something to fix, something that may mislead, or something to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,9 @@ class DoctorReport:
         gpus: every GPU; `shown` those visible to this process, in its order.
         hidden_by: variables that hide or order GPUs, as set.
         refused: why `shown` could not be determined, such as a variable that names an unknown GPU.
-        device: the device that decisions are made for.
+        driver_failure: why NVIDIA's driver lists no GPUs although it is installed, in its own words.
+        driver_warnings: what it says, or what is to be said about it, besides.
+        device: the device that decisions are made for; None if there are GPUs that cannot be used.
         driver_cuda: highest CUDA version that the driver supports.
         packages: optional packages and tools, whether installed or not.
         imports: with a deep check, why a package cannot be imported, by name; empty for one that can.
@@ -50,7 +54,7 @@ class DoctorReport:
     shown: tuple[Gpu, ...]
     hidden_by: Mapping[str, str]
     refused: str
-    device: Device
+    device: Device | None
     driver_cuda: str
     packages: tuple[InstalledPackage, ...]
     caches: tuple[KernelCache, ...]
@@ -60,6 +64,8 @@ class DoctorReport:
     imports: Mapping[str, str] = field(default_factory=dict)
     torch_view: TorchView | None = None
     peers_refused: str = ""
+    driver_failure: str = ""
+    driver_warnings: tuple[str, ...] = ()
     remarks: tuple[DoctorRemark, ...] = ()
 
     @property
@@ -76,6 +82,10 @@ class DoctorReport:
         """The package or tool called `name`."""
         return next(package for package in self.packages if package.name == name)
 
+    def engine_version(self, engine: Engine) -> str | None:
+        """The installed version of an engine; None if it is not installed."""
+        return self.software.libraries.get(engine.package)
+
     def odd_variables(self) -> Iterator[VariableFinding]:
         """Variables that do not have the intended effect."""
         return (finding for finding in self.variables if finding.verdict != SET)
@@ -89,14 +99,9 @@ class DoctorReport:
             "gpus": [_gpu_json(gpu, gpu in self.shown) for gpu in self.gpus],
             "hidden_by": dict(self.hidden_by),
             "refused": self.refused or None,
-            "device": {
-                "platform": self.device.platform,
-                "arch": self.device.arch,
-                "name": self.device.name,
-                "sms": self.device.sms,
-                "memory_bytes": self.device.memory_bytes,
-                "features": sorted(self.device.features),
-            },
+            "driver_failure": self.driver_failure or None,
+            "driver_warnings": list(self.driver_warnings),
+            "device": _device_json(self.device) if self.device else None,
             "peers_refused": self.peers_refused or None,
             "packages": [_package_json(package, self.imports) for package in self.packages],
             "imports": dict(self.imports),
@@ -105,8 +110,24 @@ class DoctorReport:
             "jobs": self.jobs.to_json(),
             "variables": to_json(self.variables),
             "backends": [status.to_json() for status in self.backends],
+            "engines": [
+                {"name": engine.name, "rules": engine.version, "installed": self.engine_version(engine)}
+                for engine in newest_engines()
+                if engine.package
+            ],
             "remarks": to_json(self.remarks),
         }
+
+
+def _device_json(device: Device) -> dict[str, Any]:
+    return {
+        "platform": device.platform,
+        "arch": device.arch,
+        "name": device.name,
+        "sms": device.sms,
+        "memory_bytes": device.memory_bytes,
+        "features": sorted(device.features),
+    }
 
 
 def _gpu_json(gpu: Gpu, shown: bool) -> dict[str, Any]:

@@ -10,14 +10,29 @@ from ..environment.installed_packages import unrelated_package
 from ..environment.packages import Packages
 from ..oracle.engine import Engine
 from ..oracle.registry import known_packages, newest_engines
-from .doctor_report import NOTE, PROBLEM, DoctorRemark, DoctorReport
+from .doctor_report import NOTE, PROBLEM, WARNING, DoctorRemark, DoctorReport
 from .kernel_caches import ENOUGH_SPACE, JOB_BYTES
 
 
 def remarks_on(report: DoctorReport, packages: Packages) -> tuple[DoctorRemark, ...]:
-    """Every remark on `report`, problems first; `packages` are the packages that decisions depend on."""
+    """Every remark on `report`, problems first, then warnings.
+
+    `packages` are the packages that decisions depend on.
+    """
     remarks = [remark for check in CHECKS for remark in check(report, packages)]
-    return tuple(sorted(remarks, key=lambda remark: remark.level != PROBLEM))
+    return tuple(sorted(remarks, key=lambda remark: (PROBLEM, WARNING, NOTE).index(remark.level)))
+
+
+def _driver(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
+    if report.driver_failure:
+        yield DoctorRemark(
+            PROBLEM,
+            "driver",
+            report.driver_failure,
+            "repair the driver: until nvidia-smi lists the GPUs, nothing can use them",
+        )
+    for warning in report.driver_warnings:
+        yield DoctorRemark(WARNING, "driver", warning)
 
 
 def _gpus(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
@@ -28,9 +43,10 @@ def _gpus(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
         yield DoctorRemark(PROBLEM, "GPUs", f"{names} lists {', '.join(ignored)}, ignored: no such GPU")
     for gpu in report.gpus:
         if gpu.remark:
-            yield DoctorRemark(
-                PROBLEM, "GPUs", f"GPU {gpu.index}: {gpu.remark}", "nvidia-smi mig -cgi ... -C"
-            )
+            fix = "nvidia-smi mig -cgi ... -C" if gpu.mig else ""
+            yield DoctorRemark(PROBLEM, "GPUs", f"GPU {gpu.index}: {gpu.remark}", fix)
+    if report.driver_failure:
+        return
     if not report.gpus:
         yield DoctorRemark(NOTE, "GPUs", "no GPU was found: decisions are made for the CPU")
     elif not report.shown and not report.refused:
@@ -53,13 +69,14 @@ def _torch(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
     if not software.torch_built:
         yield DoctorRemark(PROBLEM, "torch", "torch is not installed", "pip install torch")
         return
-    platform = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}.get(report.device.platform, "")
-    if platform and not software.torch_built.startswith(platform):
+    device = report.device
+    platform = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}.get(device.platform, "") if device else ""
+    if device and platform and not software.torch_built.startswith(platform):
         yield DoctorRemark(
             PROBLEM,
             "torch",
             f"torch {software.libraries.get('torch', '')} is built for {software.torch_built}, "
-            f"the device is {report.device.name}",
+            f"the device is {device.name}",
             f"install a build of torch for {platform}",
         )
     if _newer(software.torch_cuda, report.driver_cuda):
@@ -79,9 +96,12 @@ def _newer(built: str, driver: str) -> bool:
 
 def _engine(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
     for engine in newest_engines():
-        if engine.package and engine.package not in report.software.libraries:
+        installed = report.engine_version(engine)
+        if engine.package and installed is None:
             says = f"{engine.title} is not installed: its backends are judged by its rules alone"
             yield DoctorRemark(NOTE, engine.package, says)
+        elif installed is not None and (warning := engine.other_version(installed)):
+            yield DoctorRemark(WARNING, engine.package, warning)
 
 
 def _packages(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
@@ -204,6 +224,7 @@ def _variables(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemar
 
 
 CHECKS: tuple[Callable[[DoctorReport, Packages], Iterator[DoctorRemark]], ...] = (
+    _driver,
     _gpus,
     _torch,
     _engine,

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..files.safe_reading import text_or_empty
-from .gpus import Gpu, visible_gpus
+from .gpus import HIDDEN, Gpu, visible_gpus
 from .named_devices import Device
-from .nvidia_smi import nvidia_gpus
+from .nvidia import WITHOUT, DriverFailure, NvidiaAnswer, nvidia_answer
 from .sysfs_gpus import amd_gpus, intel_gpus
 
 _MACHINES = {"x86_64": "x86", "amd64": "x86", "arm64": "aarch64"}
@@ -19,18 +19,54 @@ _CPU_FLAGS = {"amx_tile": "amx", "amx_fp8": "amx-fp8", "avx512f": "avx512"}
 
 
 def detect_gpus() -> tuple[Gpu, ...]:
-    """Every GPU of this machine, including hidden ones: NVIDIA's, else AMD's, else Intel's."""
-    return nvidia_gpus() or amd_gpus() or intel_gpus()
+    """Every GPU of this machine, including hidden ones: NVIDIA's, else AMD's, else Intel's.
+
+    Raises DriverFailure if NVIDIA's driver is installed but fails, and there is no other GPU.
+    """
+    return find_gpus()[0]
+
+
+def find_gpus() -> tuple[tuple[Gpu, ...], NvidiaAnswer]:
+    """As `detect_gpus`, with NVIDIA's answer."""
+    try:
+        answer = nvidia_answer()
+    except DriverFailure:
+        if others := amd_gpus() or intel_gpus():
+            return others, NvidiaAnswer()
+        raise
+    return answer.gpus or amd_gpus() or intel_gpus(), answer
 
 
 def detect_device(env: Mapping[str, str] | None = None) -> Device:
-    """The first usable GPU that is visible to this process, else the CPU.
+    """The first usable GPU that is visible to this process; the CPU if there is or shall be none.
 
     `env` defaults to this process's environment; ``CUDA_VISIBLE_DEVICES`` and its equivalents are honoured.
-    Unavailable when one of them names a GPU that does not exist.
+    Raises Unavailable when one of them names a GPU that does not exist, and DriverFailure when there are
+    GPUs that cannot be used.
     """
-    visible = visible_gpus(detect_gpus(), os.environ if env is None else env)
-    return next((gpu.device for gpu in visible if not gpu.remark), None) or detect_cpu()
+    return detect_device_and_driver(env)[0]
+
+
+def detect_device_and_driver(env: Mapping[str, str] | None = None) -> tuple[Device, NvidiaAnswer]:
+    """As `detect_device`, with NVIDIA's answer."""
+    env = os.environ if env is None else env
+    try:
+        gpus, answer = find_gpus()
+    except DriverFailure:
+        if env.get("CUDA_VISIBLE_DEVICES", "unset").strip() in HIDDEN:
+            return detect_cpu(), NvidiaAnswer()
+        raise
+    return first_usable(visible_gpus(gpus, env)) or detect_cpu(), answer
+
+
+def first_usable(visible: tuple[Gpu, ...]) -> Device | None:
+    """The first of the GPUs that can be used; None without GPUs. DriverFailure if none of them can be."""
+    usable = [gpu.device for gpu in visible if not gpu.remark]
+    if visible and not usable:
+        raise DriverFailure(
+            "; ".join(f"GPU {gpu.index}: {gpu.remark}" for gpu in visible), hint=f"Repair them; {WITHOUT}."
+        )
+    return usable[0] if usable else None
 
 
 def detect_cpu() -> Device:

@@ -1,4 +1,4 @@
-"""Clocks of an NVIDIA GPU during a measurement, sampled by a background `nvidia-smi`."""
+"""Clocks of an NVIDIA GPU during a measurement, sampled through NVML, or else by `nvidia-smi`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
+
+from . import nvml
 
 MILLISECONDS = 200
 """Sampling interval."""
@@ -21,7 +24,7 @@ FIELDS = (
     "power.draw",
     "clocks_throttle_reasons.active",
 )
-"""Fields of the query; the last one has the name that old and new drivers accept."""
+"""Fields of nvidia-smi's query; the last one has the name that old and new drivers accept."""
 
 REASONS = {
     0x4: "power cap",
@@ -67,8 +70,7 @@ def parse_clocks(line: str) -> Clocks | None:
         bits = 0
     if not sm:
         return None
-    reasons = tuple(name for bit, name in REASONS.items() if bits & bit)
-    return Clocks(int(sm), int(memory), int(most), int(celsius), watts, reasons)
+    return Clocks(int(sm), int(memory), int(most), int(celsius), watts, _reasons(bits))
 
 
 def _number(text: str) -> float:
@@ -76,6 +78,29 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return 0.0
+
+
+def nvml_clocks(library: Any, board: Any) -> Clocks | None:
+    """The clocks of the GPU with an NVML handle; None if the driver does not report them."""
+
+    def ask(name: str, *arguments: Any) -> Any:
+        return nvml.value_or(library, 0, getattr(library, name), board, *arguments)
+
+    sm = ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM)
+    if not sm:
+        return None
+    return Clocks(
+        int(sm),
+        int(ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_MEM)),
+        int(ask("nvmlDeviceGetMaxClockInfo", library.NVML_CLOCK_SM)),
+        int(ask("nvmlDeviceGetTemperature", library.NVML_TEMPERATURE_GPU)),
+        ask("nvmlDeviceGetPowerUsage") / 1000,
+        _reasons(int(ask("nvmlDeviceGetCurrentClocksThrottleReasons"))),
+    )
+
+
+def _reasons(bits: int) -> tuple[str, ...]:
+    return tuple(name for bit, name in REASONS.items() if bits & bit)
 
 
 def worst(samples: Iterable[Clocks]) -> Clocks | None:
@@ -97,7 +122,8 @@ def worst(samples: Iterable[Clocks]) -> Clocks | None:
 class ClockWatch:
     """Samples the clocks of one GPU while the block runs; `between` returns them for a time span.
 
-    Without `nvidia-smi`, or for a GPU unknown to it, there are no samples and `between` returns None.
+    `gpu` is its UUID. Without NVML and `nvidia-smi`, or for a GPU unknown to the driver, there are no samples
+    and `between` returns None.
     """
 
     def __init__(self, gpu: str) -> None:
@@ -105,10 +131,40 @@ class ClockWatch:
         self._samples: list[tuple[float, Clocks]] = []
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
+        self._library = ExitStack()
+        self._over = threading.Event()
 
     def __enter__(self) -> ClockWatch:
-        if not self.gpu:
-            return self
+        if self.gpu and not self._start_nvml():
+            self._start_process()
+        return self
+
+    def _start_nvml(self) -> bool:
+        """Samples through NVML in a thread; False if it cannot be used for this GPU."""
+        module = nvml.library()
+        if module is None:
+            return False
+        try:
+            library = self._library.enter_context(nvml.initialized())
+            board = library and nvml.board_of(library, self.gpu)
+        except module.NVMLError:
+            self._library.close()
+            return False
+        if board is None:
+            return False
+        self._reader = threading.Thread(target=self._sample, args=(library, board), daemon=True)
+        self._reader.start()
+        return True
+
+    def _sample(self, library: Any, board: Any) -> None:
+        while True:
+            clocks = nvml_clocks(library, board)
+            if clocks is not None:
+                self._samples.append((time.monotonic(), clocks))
+            if self._over.wait(MILLISECONDS / 1000):
+                return
+
+    def _start_process(self) -> None:
         query = [f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
         try:
             self._process = subprocess.Popen(
@@ -120,11 +176,10 @@ class ClockWatch:
                 errors="replace",
             )
         except OSError:
-            return self
+            return
         assert self._process.stdout is not None
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
-        return self
 
     def _read(self, stream: IO[str]) -> None:
         for line in stream:
@@ -144,11 +199,12 @@ class ClockWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._process is None:
-            return
-        self._process.kill()
-        self._process.wait()
+        self._over.set()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
         if self._reader is not None:
             self._reader.join()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        if self._process is not None and self._process.stdout is not None:
+            self._process.stdout.close()
+        self._library.close()

@@ -9,10 +9,12 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ..files.safe_reading import text_or_empty
 from .package_probes import TOOLS, Probe
+from .python_environments import PythonEnvironment
 
 _DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
 _VERSION = re.compile(r"^(?:__version__|version)\s*(?::\s*str\s*)?=\s*[\"']([^\"']+)[\"']", re.MULTILINE)
@@ -47,24 +49,29 @@ class InstalledPackage:
         return bool(self.module)
 
 
-def find_all(probes: Mapping[str, Probe]) -> tuple[InstalledPackage, ...]:
-    """Every package of `probes`, then every tool, whether installed or not."""
-    packages = (find_package(name, probe) for name, probe in probes.items())
-    return (*packages, *(find_tool(name) for name in TOOLS))
+def find_all(
+    probes: Mapping[str, Probe], where: PythonEnvironment | None = None
+) -> tuple[InstalledPackage, ...]:
+    """Every package of `probes`, then every tool, whether installed or not.
+
+    `where` is the environment; None is that of this process, here and below.
+    """
+    packages = (find_package(name, probe, where) for name, probe in probes.items())
+    return (*packages, *(find_tool(name, where) for name in TOOLS))
 
 
-def find_package(name: str, probe: Probe) -> InstalledPackage:
+def find_package(name: str, probe: Probe, where: PythonEnvironment | None = None) -> InstalledPackage:
     """The package `name`, located by `probe`."""
     for module in probe.modules:
-        folder = package_folder(module)
+        folder = package_folder(module, where)
         if folder is None:
             continue
         if probe.marks and not any((folder / mark).exists() for mark in probe.marks):
             # The engine imports the first match, so a copy later on the path is never used.
-            version = _metadata_version(module.partition(".")[0]) or source_version(folder)
+            version = _metadata_version(module.partition(".")[0], where) or source_version(folder)
             return InstalledPackage(name, wrong=str(folder), wrong_version=version, other=probe.other)
         return InstalledPackage(
-            name, module, _version(probe, module, folder), str(folder), lacking(probe, folder)
+            name, module, _version(probe, module, folder, where), str(folder), lacking(probe, folder)
         )
     return InstalledPackage(name)
 
@@ -89,9 +96,9 @@ def unrelated_package(package: InstalledPackage) -> str:
     )
 
 
-def find_tool(name: str) -> InstalledPackage:
+def find_tool(name: str, where: PythonEnvironment | None = None) -> InstalledPackage:
     """A compiler or build tool; nvcc also in ``CUDA_HOME``, ``CUDA_PATH`` or /usr/local/cuda."""
-    path = shutil.which(name)
+    path = (where and shutil.which(name, path=where.programs)) or shutil.which(name)
     if name == "nvcc":
         home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
         if home or not path:
@@ -99,10 +106,10 @@ def find_tool(name: str) -> InstalledPackage:
     return InstalledPackage(name, name, "", path) if path else InstalledPackage(name)
 
 
-def package_folder(module: str) -> Path | None:
+def package_folder(module: str, where: PythonEnvironment | None = None) -> Path | None:
     """Directory of a package's source files, found without importing anything."""
     top, *inner = module.split(".")
-    for location in _search_locations(top):
+    for location in _search_locations(top) if where is None else _locations_in(top, where):
         folder = Path(location).joinpath(*inner)
         if folder.is_dir():
             return folder
@@ -123,23 +130,35 @@ def _search_locations(package: str) -> list[str]:
     return []
 
 
-def distribution_version(distribution: str, module: str = "") -> str:
+def _locations_in(package: str, where: PythonEnvironment) -> list[str]:
+    """Directories that an import of `package` would read in another environment."""
+    try:
+        spec = PathFinder.find_spec(package, list(where.folders))
+    except (ImportError, ValueError):
+        return []
+    return list(spec.submodule_search_locations or ()) if spec is not None else []
+
+
+def distribution_version(distribution: str, module: str = "", where: PythonEnvironment | None = None) -> str:
     """Version from a distribution's metadata, else from the source of `module`; empty if unknown."""
-    folder = package_folder(module) if module else None
-    return _metadata_version(distribution) or (source_version(folder) if folder else "")
+    folder = package_folder(module, where) if module else None
+    return _metadata_version(distribution, where) or (source_version(folder) if folder else "")
 
 
-def _version(probe: Probe, module: str, folder: Path) -> str:
+def _version(probe: Probe, module: str, folder: Path, where: PythonEnvironment | None) -> str:
     if "." in module:
         # A copy bundled with an engine has no metadata; the distribution's describes another copy.
         return source_version(folder)
-    return (_metadata_version(probe.distribution) if probe.distribution else "") or source_version(folder)
+    stated = _metadata_version(probe.distribution, where) if probe.distribution else ""
+    return stated or source_version(folder)
 
 
-def _metadata_version(distribution: str) -> str:
+def _metadata_version(distribution: str, where: PythonEnvironment | None) -> str:
+    path = sys.path if where is None else list(where.folders)
     try:
-        return importlib.metadata.version(distribution)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
+        found = next(iter(importlib.metadata.distributions(name=distribution, path=path)), None)
+        return (found.version if found else "") or ""
+    except (KeyError, ValueError):
         return ""
 
 

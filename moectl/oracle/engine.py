@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,6 +146,21 @@ class Engine:
     def name(self) -> str:
         """Its name with the version."""
         return self.policy.name
+
+    @property
+    def version(self) -> str:
+        """The version that its rules are of, such as ``0.33.0``; empty for an engine without a package."""
+        return self.name.removeprefix(f"{self.family}-") if self.package else ""
+
+    def other_version(self, installed: str) -> str:
+        """The warning that the `installed` version is not the one of the rules; empty if it is.
+
+        Local and post-release parts of a version do not count. An empty version is unknown.
+        """
+        if re.split(r"\+|\.?post", installed)[0] == self.version:
+            return ""
+        found = f"{self.title} {installed} is" if installed else f"{self.title} of unknown version is"
+        return f"{found} installed, these rules are {self.title} {self.version}'s; its choice may differ"
 
     def reads(self, variable: str) -> bool:
         """True if `variable` is an environment variable of this engine."""

@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 
 from ..capabilities.unpacked_libraries import find_peers, peers_folder
-from ..environment.installed_packages import find_all
+from ..environment.installed_packages import distribution_version, find_all, package_folder
 from ..environment.package_probes import TOOLS
 from ..environment.packages import INSTALLED, Packages, packages_of
+from ..environment.python_environments import PythonEnvironment
 from ..errors import UsageError
 from .engine import Engine
 from .registry import engine_named, engine_variables, known_packages
@@ -25,14 +26,17 @@ def default_profile(platform: str, engine: Engine) -> str:
 
 
 def packages_from(
-    spec: str | None, env: Mapping[str, str] | None = None, engine: Engine | None = None
+    spec: str | None,
+    env: Mapping[str, str] | None = None,
+    engine: Engine | None = None,
+    where: PythonEnvironment | None = None,
 ) -> Packages:
     """Packages and environment variables for a decision; `env` adds or replaces variables.
 
-    None means what is installed here, detected without imports, and this process's engine variables.
-    Otherwise `spec` is a comma-separated list of packages such as ``flashinfer`` or ``humming=0.1.19``,
-    profiles of `engine` (``full``, ``bare``, ...) and ``installed``; ``none`` is no package. Listed packages
-    are assumed complete, unless the stated version is older than `Probe.oldest`.
+    None means what is installed here, or in the environment `where`, detected without imports, and this
+    process's engine variables. Otherwise `spec` is a comma-separated list of packages such as ``flashinfer``
+    or ``humming=0.1.19``, profiles of `engine` (``full``, ``bare``, ...) and ``installed``; ``none`` is no
+    package. Listed packages are assumed complete, unless the stated version is older than `Probe.oldest`.
 
     Raises UsageError for an unknown name, and for what is no version.
 
@@ -51,7 +55,7 @@ def packages_from(
     for item in (INSTALLED if spec is None else spec).split(","):
         name, _, version = (part.strip() for part in item.partition("="))
         if name == INSTALLED:
-            installed = installed_packages({})
+            installed = installed_packages({}, where)
             versions |= installed.versions
             missing |= installed.missing
             remarks = installed.remarks
@@ -82,9 +86,16 @@ def packages_from(
     return Packages(versions, frozenset(missing), switches | dict(env or {}), remarks)
 
 
-def installed_packages(env: Mapping[str, str]) -> Packages:
-    """What is installed or unpacked here, detected without imports, and `env`.
+def installed_packages(env: Mapping[str, str], where: PythonEnvironment | None = None) -> Packages:
+    """What is installed or unpacked here, or installed in `where`, detected without imports, and `env`.
 
     Unpacked libraries have separate names, as no engine imports them.
     """
-    return packages_of((*find_all(known_packages()), *find_peers(peers_folder())), env)
+    peers = find_peers(peers_folder()) if where is None else ()
+    return packages_of((*find_all(known_packages(), where), *peers), env)
+
+
+def installed_version(engine: Engine, where: PythonEnvironment | None = None) -> str | None:
+    """The version of the engine that is installed here, or in `where`: ``""`` if unknown; None without it."""
+    version = distribution_version(engine.package, engine.package, where)
+    return version or ("" if package_folder(engine.package, where) else None)

@@ -111,10 +111,25 @@ class NumberFormat:
             return 0.0
         return self.grid.largest * (E4M3.largest if self.global_scale else 1.0)
 
+    @property
+    def input_smallest(self) -> float:
+        """The smallest RMS of activations that a static scale of 1 resolves; 0 without static scales.
+
+        Integers need many steps, floats their normal numbers: those of the codes, or of the scales of blocks
+        whose largest code is that of the grid.
+        """
+        if not self.input_largest:
+            return 0.0
+        if self.grid.integer:
+            return self.grid.largest / 8
+        return _NORMAL_E4M3 * (self.grid.largest if self.global_scale else 2.0)
+
 
 PLAIN = CodeGrid("BF16", 16, "BF16", 3.3895313892515355e38, matrix_unit="bf16")
 E4M3 = CodeGrid("E4M3", 8, "F8_E4M3", 448.0, matrix_unit="fp8")
 E2M1 = CodeGrid("E2M1", 4, "U8", 6.0, 2.9, "fp4")
+_NORMAL_E4M3 = 2.0**-6
+"""The smallest normal number of E4M3."""
 INT8 = CodeGrid("INT8", 8, "U8", 127.0, 74.0)
 INT4 = CodeGrid("INT4", 4, "U8", 7.0, 4.6)
 

@@ -11,6 +11,7 @@ import torch
 from ..cache import backend_times_file
 from ..cache.cache_file import CacheWarning
 from ..environment import Device, Packages, detect_cpu, detect_device
+from ..environment.nvidia import DriverFailure, cuda_device
 from ..errors import MoectlError, NoBackend, Unavailable, UsageError
 from ..oracle.decision import Decision
 from ..oracle.machine_packages import packages_from
@@ -31,22 +32,51 @@ class RunMachine:
 
 
 def this_machine(device: str | None = None) -> RunMachine:
-    """This machine with `device` (``cpu`` or ``cuda``; default: a GPU if torch has one).
+    """This machine with `device` (``cpu`` or ``cuda``; default: a GPU if there is one).
 
-    Raises Unavailable if torch has no such device.
+    Raises Unavailable if torch has no such device, or by default if it cannot use a GPU that is there, and
+    DriverFailure if the GPU's driver fails.
 
     Example:
         >>> machine = this_machine("cpu")
         >>> machine.torch.type, machine.device.platform
         ('cpu', 'cpu')
     """
-    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    packages = packages_from(None)
-    if name == "cpu":
+    usable, packages = torch.cuda.is_available(), packages_from(None)
+    if not device and not usable:
+        refuse_unusable_gpu(detect_device())
+    if device == "cpu" or not (device or usable):
         return RunMachine(torch.device("cpu"), detect_cpu(), packages)
-    if not torch.cuda.is_available():
+    if not usable:
+        refuse_unusable_gpu(detect_device())
         raise Unavailable("torch sees no CUDA device", hint="run on the CPU with --device cpu")
-    return RunMachine(torch.device("cuda"), detect_device(), packages)
+    return RunMachine(torch.device("cuda"), _gpu(), packages)
+
+
+def refuse_unusable_gpu(device: Device) -> None:
+    """Raises Unavailable if `device` is a GPU on which moectl could run, since torch sees none."""
+    if device.platform not in ("cuda", "rocm"):
+        return
+    built = torch.version.cuda or torch.version.hip
+    platform = "CUDA" if device.platform == "cuda" else "ROCm"
+    why = f"is built for {built} and sees no GPU" if built else f"is built without {platform}"
+    advice = "update the driver or torch" if built else f"install a build of torch for {platform}"
+    raise Unavailable(
+        f"this machine has {device.name}, but torch {torch.__version__} {why}",
+        hint=f"{advice}, or run on the CPU with --device cpu",
+    )
+
+
+def _gpu() -> Device:
+    """The first visible GPU, by torch's own account if the driver's tools are not there."""
+    try:
+        return detect_device()
+    except DriverFailure:
+        if torch.version.cuda is None:
+            raise
+    properties = torch.cuda.get_device_properties(0)
+    memory = properties.total_memory >> 20 << 20
+    return cuda_device(properties.name, f"sm{properties.major}{properties.minor}", memory)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from ..layer.experts import ExpertLayer
 from .backend_failures import device_failure, guarded
 from .layer_variants import every_second, expert_shard, poisoned_padding
 from .one_layer import RunnableLayer
+from .static_scales import beyond_static_scales, quantizes_activations
 from .stress_cases import CASES, StressCase, StressInputs
 from .workload import Workload, expected_of
 
@@ -40,12 +41,14 @@ class PlannedCase:
 
     Attributes:
         skipped: why it does not apply to this layer; empty if it does.
+        beyond: why it does not apply to backends that quantize activations; empty if it does.
     """
 
     case: StressCase
     workload: Workload
     expected: Tensor
     skipped: str = ""
+    beyond: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,13 @@ def plan_stress(
     columns = ((call.x, call.ids, call.weights, call.logits) for call in inputs)
     joined = LayerInputs(*(torch.cat(tensors) for tensors in zip(*columns, strict=True)))
     results = torch.split(expected_of(layer, joined, device), [len(call.x) for call in inputs])
+    beyond = [
+        beyond_static_scales(layer, call, device) if case.scaled else ""
+        for case, call in zip(cases, inputs, strict=True)
+    ]
     return tuple(
-        PlannedCase(case, workload, result, _why_skipped(layer, case, result))
-        for case, workload, result in zip(cases, workloads, results, strict=True)
+        PlannedCase(case, workload, result, _why_skipped(layer, case, result), why)
+        for case, workload, result, why in zip(cases, workloads, results, beyond, strict=True)
     )
 
 
@@ -159,6 +166,8 @@ def _run_case(ready: RunnableLayer, planned: PlannedCase) -> CaseResult:
     case, kernel = planned.case, ready.kernel
     if planned.skipped:
         return _result(ready, planned, None, planned.skipped)
+    if planned.beyond and quantizes_activations(kernel.runner.accumulation):
+        return _result(ready, planned, None, planned.beyond)
     if case.by_ids and kernel.monolithic:
         return _result(ready, planned, None, "it routes by itself: no logits give these ids")
     try:

@@ -66,6 +66,8 @@ class StressCase:
         make: makes the inputs.
         how: how it is run, a key of `stress.WAYS`.
         by_ids: whether no logits give its ids, so that it does not apply to kernels that route.
+        scaled: whether its activations have another magnitude than ordinary ones, which static scales of
+            activations may not hold.
     """
 
     name: str
@@ -73,6 +75,7 @@ class StressCase:
     make: Callable[[StressInputs], Workload]
     how: str = "once"
     by_ids: bool = False
+    scaled: bool = False
 
 
 def _with_ids(workload: Workload, ids: Tensor) -> Workload:
@@ -154,8 +157,8 @@ CASES: tuple[StressCase, ...] = (
         StressInputs.ordinary,
         how="padding",
     ),
-    StressCase("large", "large activations", _large),
-    StressCase("tiny", "tiny activations", _tiny),
+    StressCase("large", "large activations", _large, scaled=True),
+    StressCase("tiny", "tiny activations", _tiny, scaled=True),
     StressCase("zeros", "activations of zero", _zeros),
     StressCase(
         "repeated",

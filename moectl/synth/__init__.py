@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, LayerGroup, Origin
-from ..checkpoint.source.catalogue import built_in
 from ..checkpoint.source.shards import CONFIG, INDEX
 from ..convert.manifest.progress_log import Meter, Progress, silent
 from ..dtypes import MODEL_DTYPES
@@ -17,6 +17,7 @@ from ..files.atomic import disk_errors, replacing, write_exactly, write_file
 from ..files.output_folder import all_or_none, refuse_filled, refuse_small_disk
 from ..files.safetensors_writer import FilePlan, TensorSpec, plan_file
 from ..files.tensor_table import TensorInfo
+from .model_schema import schema_of
 from .random_weights import BANK_ROWS, TensorMaker
 from .resize import VOCABULARY, Resized, SynthSizes, resized
 
@@ -39,7 +40,9 @@ def synthesize(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress = silent,
 ) -> Path:
-    """Writes a checkpoint of the built-in `model` at the given sizes to the directory `out`; returns `out`.
+    """Writes a checkpoint of `model` at the given sizes to the directory `out`; returns `out`.
+
+    `model` is a built-in model, a checkpoint's directory or a config.json (`schema_of`).
 
     It contains config.json, the MoE layers' tensors (experts, router, shared experts) under their published
     names, a small embedding, the last norm, and an index if there is more than one file. It lacks what the
@@ -59,8 +62,9 @@ def synthesize(
         Unavailable: `out` cannot be written, or the disk is too full. After any error, including an
             interrupt, `out` is as it was before.
     """
-    entry = built_in(model)
-    config = resized(entry, SynthSizes(layers, experts, hidden, intermediate, top_k))
+    entry, own_config = schema_of(model)
+    sizes = SynthSizes(layers, experts, hidden, intermediate, top_k)
+    config = resized(replace(entry, config=own_config), sizes)
     model_tensors = Resized(entry, config)
     listing = model_tensors.listing()
     groups = model_tensors.groups(listing)

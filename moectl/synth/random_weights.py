@@ -34,8 +34,9 @@ ROUTER_SPREAD = 2.0
 BIAS_SPREAD = 0.05
 """Standard deviation of biases."""
 
-LARGEST_INPUT = 8.0
-"""Largest magnitude of activations that static scales allow for."""
+LARGEST_INPUT, LARGEST_HIDDEN = 8.0, 32.0
+"""Largest magnitudes that static scales allow for: of tokens, and of what enters w2, a product or a square of
+sums of unit variance."""
 
 SCALE_SPREAD = 0.125
 """Largest relative difference of a matrix's only scale from its bank's, so that experts differ."""
@@ -234,8 +235,9 @@ class TensorMaker:
 
     def _input(self, experts: _Experts, matrix: str, layer: int, expert: int) -> Tensor:
         """Static scales of the activations that enter a matrix."""
-        largest = experts.problem.scheme.act.number.input_largest or LARGEST_INPUT
-        scale = LARGEST_INPUT / largest * self._scale_factor(f"input {matrix}", layer, expert)
+        held = LARGEST_HIDDEN if matrix.endswith("w2") else LARGEST_INPUT
+        largest = experts.problem.scheme.act.number.input_largest or held
+        scale = held / largest * self._scale_factor(f"input {matrix}", layer, expert)
         return scale.expand(_halves(experts.problem, matrix), 1)
 
     def _bias(self, experts: _Experts, matrix: str, layer: int, expert: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
@@ -10,11 +11,11 @@ from types import ModuleType
 import pytest
 
 from moectl.capabilities.unpacked_libraries import find_peers
-from moectl.doctor import NOTE, PROBLEM, DoctorReport, examine, kernel_caches
+from moectl.doctor import NOTE, PROBLEM, WARNING, DoctorReport, examine, kernel_caches
 from moectl.doctor.kernel_caches import JOB_BYTES, find_jobs
 from moectl.doctor.problems import remarks_on
 from moectl.doctor.software import torch_build, try_import
-from moectl.environment import Packages
+from moectl.environment import Packages, nvidia
 
 H200 = "0, GPU-aaaa, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled"
 OLD = "1, GPU-bbbb, Tesla T4, 15360, 7.5, 580.95.05, [N/A]"
@@ -91,6 +92,58 @@ def test_without_a_gpu_decisions_are_for_the_cpu(bench) -> None:
     assert report.problems == ()
     assert levels(report, "GPUs") == [NOTE]
     assert own(report).items() >= {"torch": "", "emulation": ""}.items()
+
+
+def test_a_driver_that_fails_is_a_problem_and_the_cpu_no_answer(bench) -> None:
+    sound(bench)
+    bench.failing_gpus("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
+    words = "nvidia-smi: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver"
+    report = examine(bench.env())
+    assert [(remark.about, remark.says) for remark in report.problems] == [("driver", words)]
+    assert report.device is None and report.backends == ()
+    assert levels(report, "GPUs") == []
+    document = report.to_json()
+    assert (document["device"], document["driver_failure"]) == (None, words)
+
+
+def test_gpus_that_cannot_be_used_leave_no_device(bench) -> None:
+    sound(bench)
+    bench.gpus(H200.replace("Disabled", "Enabled"), "GPU 0: NVIDIA H200 (UUID: GPU-aaaa)")
+    report = examine(bench.env())
+    assert levels(report, "GPUs") == [PROBLEM]
+    assert report.device is None and report.backends == ()
+
+
+@pytest.mark.parametrize(
+    ("installed", "warned"),
+    [
+        ("0.29.0", "vLLM 0.29.0 is installed, these rules are vLLM 0.33.0's; its choice may differ"),
+        ("0.33.1.dev7+gabc", "vLLM 0.33.1.dev7+gabc is installed, these rules are"),
+        ("0.33.0", ""),
+        ("0.33.0.post1", ""),
+        ("0.33.0+cu129", ""),
+    ],
+)
+def test_rules_of_another_version_are_a_warning(bench, installed: str, warned: str) -> None:
+    sound(bench)
+    shutil.rmtree(bench.folder / "vllm-0.33.0.dist-info")
+    bench.package("vllm", "vllm", installed)
+    report = examine(bench.env())
+    assert report.problems == ()
+    assert levels(report, "vllm") == ([WARNING] if warned else [])
+    assert warned in says(report)
+    engines = report.to_json()["engines"]
+    assert engines == [{"name": "vllm-0.33.0", "rules": "0.33.0", "installed": installed}]
+
+
+def test_what_the_driver_says_besides_is_a_note(bench, monkeypatch) -> None:
+    sound(bench)
+    bench.failing_gpus(f"{H200}\nWARNING: infoROM is corrupted", 14)
+    monkeypatch.setattr(nvidia, "SLOW", 0)
+    report = examine(bench.env())
+    assert report.problems == () and report.device is not None
+    assert levels(report, "driver") == [WARNING, WARNING]
+    assert "infoROM is corrupted" in says(report) and "persistence mode" in says(report)
 
 
 PEERS = {

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from moectl import environment
-from moectl.environment import DATA, detect_cpu, detect_device, find_device
+from moectl.environment import DATA, detect_cpu, detect_device, find_device, nvidia
 from moectl.environment.named_devices import squeeze
+from moectl.environment.nvidia import DriverFailure
 from moectl.errors import Unavailable, UsageError
 from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.registry import known_packages
@@ -96,6 +97,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(nvidia, "DEVICE_FILES", tmp_path / "dev")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return script
 
@@ -129,11 +132,25 @@ def test_a_gpu_that_is_not_there_is_an_error(machine: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "body", ["raise SystemExit(9)", "print('no devices were found')", "print('a,b,c,d,e,f,g')"]
+    ("body", "words"),
+    [
+        ("raise SystemExit(9)", "nvidia-smi: exited with status 9"),
+        ("raise SystemExit('cannot talk\\nto it')", "nvidia-smi: cannot talk to it"),
+        ("print('No devices were found')", "nvidia-smi: No devices were found"),
+        ("print('a,b,c,d,e,f,g')", "nvidia-smi: a,b,c,d,e,f,g"),
+        ("pass", "nvidia-smi lists no GPU"),
+    ],
 )
-def test_a_driver_that_does_not_answer_leaves_the_cpu(machine: Path, body: str) -> None:
+def test_a_driver_that_fails_is_an_error_in_its_own_words(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, body: str, words: str
+) -> None:
     machine.write_text(f"#!{sys.executable}\n{body}\n")
+    with pytest.raises(DriverFailure) as caught:
+        detect_device()
+    assert (caught.value.what, caught.value.exit_code) == (words, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert detect_device().platform == "cpu"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     machine.unlink()
     assert detect_device().platform == "cpu"
 

@@ -1,14 +1,16 @@
-"""Clocks of a GPU, from a stand-in `nvidia-smi`."""
+"""Clocks of a GPU, from stand-ins for the driver's library and for `nvidia-smi`."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from moectl.environment.gpu_clocks import Clocks, ClockWatch, parse_clocks, worst
+from moectl.environment import nvml
+from moectl.environment.gpu_clocks import Clocks, ClockWatch, nvml_clocks, parse_clocks, worst
 
 HELD = ("power cap", "software thermal slowdown")
 
@@ -43,6 +45,7 @@ def test_clocks_are_those_of_the_time_asked_for(tmp_path: Path, monkeypatch: pyt
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     with ClockWatch("GPU-1") as watch:
         end = time.monotonic() + 20
         while len(watch._samples) < 3 and time.monotonic() < end:
@@ -62,6 +65,51 @@ def test_clocks_are_those_of_the_time_asked_for(tmp_path: Path, monkeypatch: pyt
 
 def test_without_a_gpu_or_a_driver_nothing_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     for gpu in ("", "GPU-1"):
         with ClockWatch(gpu) as watch:
             assert watch.between(0, 1e9) is None
+
+
+THROTTLED = {
+    "uuid": "GPU-1",
+    "sm": 1410,
+    "clock": 3201,
+    "most": 1980,
+    "celsius": 80,
+    "milliwatts": 700100,
+    "reasons": 0x24,
+    "slices": ({"uuid": "MIG-1"},),
+}
+
+
+@pytest.mark.parametrize("gpu", ["GPU-1", "MIG-1"])
+def test_clocks_of_the_library_need_no_process(bench, gpu: str) -> None:
+    bench.nvml(THROTTLED)
+    bench.failing_gpus("not asked")
+    with ClockWatch(gpu) as watch:
+        end = time.monotonic() + 20
+        while len(watch._samples) < 2 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert watch._process is None
+        assert watch.between(0, time.monotonic()) == Clocks(1410, 3201, 1980, 80, 700.1, HELD)
+    begin, samples = time.monotonic(), len(watch._samples)
+    assert samples >= 2 and watch._reader is not None and not watch._reader.is_alive()
+    assert watch.between(begin + 5, begin + 6) is not None
+
+
+def test_a_gpu_unknown_to_the_library_is_left_to_the_process(bench) -> None:
+    bench.nvml(THROTTLED)
+    bench.file("nvidia-smi", "#!/bin/sh\necho '1980, 3201, 1980, 45, 300, 0x4'\n", program=True)
+    with ClockWatch("GPU-7") as watch:
+        end = time.monotonic() + 20
+        while not watch._samples and time.monotonic() < end:
+            time.sleep(0.02)
+        assert watch.between(0, time.monotonic()) == Clocks(1980, 3201, 1980, 45, 300.0, HELD[:1])
+
+
+def test_values_that_the_driver_does_not_report_are_zero(bench) -> None:
+    bench.nvml({"uuid": "GPU-1", "sm": 1500}, {"uuid": "GPU-2"})
+    library = nvml.library()
+    assert nvml_clocks(library, nvml.board_of(library, "GPU-1")) == Clocks(1500, 0, 0, 0, 0.0)
+    assert nvml_clocks(library, nvml.board_of(library, "GPU-2")) is None

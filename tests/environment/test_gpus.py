@@ -1,13 +1,28 @@
 """GPUs of a machine from stand-in drivers and kernel files: several, hidden ones, slices, three makers."""
 
+import re
+import sys
+from pathlib import Path
+
 import pytest
 
-from moectl.environment import detect_device, detect_gpus, nvidia_smi
+from moectl.environment import (
+    detect_device,
+    detect_gpus,
+    gpu_clocks,
+    nvidia,
+    nvidia_listing,
+    nvidia_smi,
+    nvml,
+)
 from moectl.environment.gpus import Gpu, cut_short, visible_gpus
 from moectl.environment.named_devices import Device
+from moectl.environment.nvidia import DriverFailure, nvidia_answer
 from moectl.environment.sysfs_gpus import amd_gpus, gfx_name, intel_gpus
 from moectl.errors import Unavailable
 
+REAL_PATH = list(sys.path)
+SOURCES = "".join(Path(str(module.__file__)).read_text() for module in (nvml, gpu_clocks))
 H100 = "0, GPU-aaaa, NVIDIA H100 80GB HBM3, 81559, 9.0, 580.95.05, {mig}"
 H200 = "\n1, GPU-bbbb, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled"
 SLICES = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa)
@@ -47,7 +62,8 @@ def test_a_gpu_that_is_to_be_split_and_is_not_runs_nothing(bench) -> None:
     bench.gpus(H100.format(mig="Enabled"), SLICES.splitlines()[0])
     (gpu,) = detect_gpus()
     assert "no slice is made" in gpu.remark
-    assert detect_device().platform == "cpu"
+    with pytest.raises(DriverFailure, match="GPU 0: MIG is on and no slice is made"):
+        detect_device()
 
 
 def test_without_a_driver_there_is_no_gpu(bench) -> None:
@@ -128,3 +144,128 @@ def test_intel_gpus_are_those_that_experts_could_run_on(bench) -> None:
     assert gpu.device.memory_bytes > 0
     assert detect_device() == gpu.device
     assert amd_gpus() == ()
+
+
+NVML_H100 = {
+    "uuid": "GPU-aaaa",
+    "name": "NVIDIA H100 80GB HBM3",
+    "memory": (81559 << 20) + 12345,
+    "capability": (9, 0),
+    "mig": 0,
+}
+NVML_H200 = {
+    "uuid": "GPU-bbbb",
+    "name": b"NVIDIA H200",
+    "memory": 143771 << 20,
+    "capability": (9, 0),
+}
+NVML_SLICES = (
+    {"name": "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "uuid": "MIG-1111"},
+    {"name": "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "uuid": "MIG-2222"},
+)
+
+
+@pytest.mark.parametrize("mig", [False, True])
+def test_nvml_and_nvidia_smi_list_the_same(bench, mig: bool) -> None:
+    bench.gpus(H100.format(mig="Enabled" if mig else "Disabled") + H200, SLICES)
+    by_process = nvidia_answer()
+    assert (by_process.through, len(by_process.gpus)) == ("nvidia-smi", 3 if mig else 2)
+    bench.nvml({**NVML_H100, "mig": int(mig), "slices": NVML_SLICES}, NVML_H200)
+    by_library = nvidia_answer()
+    assert (by_library.through, by_library.cuda) == ("NVML", "13.0")
+    assert by_library.gpus == by_process.gpus
+
+
+def test_nvidia_smi_answers_where_nvml_does_not(bench) -> None:
+    bench.gpus(H100.format(mig="Disabled"))
+    bench.nvml(error="no library")
+    assert nvidia_answer().through == "nvidia-smi"
+    bench.nvml(error="Driver Not Loaded")
+    assert nvidia_answer().through == "nvidia-smi"
+    bench.file("pynvml.py", "raise ImportError('broken')")
+    assert nvidia_answer().through == "nvidia-smi"
+    bench.file("pynvml.py", "an_unrelated_module = True")
+    assert nvidia_answer().through == "nvidia-smi"
+
+
+def test_a_driver_that_fails_is_quoted(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.nvml(error="Driver/library version mismatch")
+    with pytest.raises(DriverFailure) as caught:
+        detect_device()
+    assert caught.value.what == "NVML: Driver/library version mismatch"
+    bench.failing_gpus("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
+    with pytest.raises(DriverFailure) as caught:
+        detect_device()
+    assert caught.value.what == (
+        "nvidia-smi: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver"
+    )
+    assert detect_device({"CUDA_VISIBLE_DEVICES": ""}).platform == "cpu"
+    bench.nvml()
+    bench.file("nvidia-smi").unlink()
+    with pytest.raises(DriverFailure, match="NVML lists no GPU"):
+        detect_device()
+
+
+def test_a_warning_beside_a_whole_list_is_not_a_failure(bench) -> None:
+    bench.failing_gpus(
+        f"{H100.format(mig='Disabled')}\nWARNING: infoROM is corrupted at gpu 0000:01:00.0", 14
+    )
+    answer = nvidia_answer()
+    assert [gpu.uuid for gpu in answer.gpus] == ["GPU-aaaa"]
+    assert answer.warning == "nvidia-smi: WARNING: infoROM is corrupted at gpu 0000:01:00.0"
+
+
+@pytest.mark.parametrize("through", ["NVML", "nvidia-smi"])
+def test_a_driver_that_hangs_is_a_failure_and_a_slow_one_is_reported(
+    bench, monkeypatch: pytest.MonkeyPatch, through: str
+) -> None:
+    monkeypatch.setattr(nvidia_listing, "SECONDS", 0.3)
+    if through == "NVML":
+        bench.nvml(NVML_H200, seconds=2)
+    else:
+        bench.failing_gpus(H100.format(mig="Disabled"), 0, seconds=2)
+    with pytest.raises(DriverFailure, match=rf"{through} did not answer within 0\.3 s"):
+        detect_device()
+    monkeypatch.setattr(nvidia_listing, "SECONDS", 20)
+    monkeypatch.setattr(nvidia, "SLOW", 1)
+    answer = nvidia_answer()
+    assert len(answer.gpus) == 1
+    assert answer.slowness.startswith("the NVIDIA driver took 2 s to list the GPUs: persistence mode")
+    monkeypatch.setattr(nvidia, "SLOW", 5)
+    assert answer.slowness == ""
+
+
+def test_a_gpu_that_the_driver_lost_does_not_hide_the_others(bench) -> None:
+    bench.nvml({"error": "GPU is lost"}, NVML_H200)
+    lost, found = detect_gpus()
+    assert (lost.index, lost.remark) == ("0", "NVML: GPU is lost")
+    assert detect_device() == found.device
+
+
+def test_a_device_file_without_the_drivers_tools_is_not_a_machine_without_a_gpu(bench) -> None:
+    bench.file("dev/nvidiactl")
+    assert detect_device().platform == "cpu"
+    bench.file("dev/nvidia0")
+    with pytest.raises(DriverFailure, match=r"dev/nvidia0 exists, but .* are not installed") as caught:
+        detect_device()
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in caught.value.hint
+
+
+def test_gpus_of_others_count_where_nvidias_driver_fails(bench) -> None:
+    bench.failing_gpus("no driver")
+    bench.file("kfd/1/properties", "simd_count 1216\nsimd_per_cu 4\ngfx_target_version 90402\n")
+    assert detect_device().platform == "rocm"
+
+
+def test_the_stand_in_has_the_functions_of_the_real_library(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    origin = next(iter(importlib.metadata.distributions(name="nvidia-ml-py", path=REAL_PATH)))
+    real = (origin.locate_file("pynvml.py")).read_text()
+    bench.nvml()
+    stand_in = (bench.folder / "pynvml.py").read_text()
+    defined = re.findall(r"^(?:def|class) (NVMLError|nvml\w+)", stand_in, re.M)
+    names = {*re.findall(r"\.(nvml\w+|NVML_\w+)", SOURCES), *re.findall(r'"(nvml\w+)"', SOURCES)}
+    assert names and set(defined) <= names | {"NVMLError"}
+    for name in names:
+        assert re.search(rf"^(?:def |class )?{name}\b", real, re.M), name

@@ -1,13 +1,15 @@
 """Stand-in machines: a site folder, a PATH, kernel files and drivers of their own."""
 
+import importlib
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moectl.doctor import kernel_caches
-from moectl.environment import sysfs_gpus
+from moectl.environment import nvidia, sysfs_gpus
 from moectl.environment.gpus import VISIBILITY
 from moectl.oracle.registry import known_packages
 
@@ -22,6 +24,100 @@ else:
 """
 
 
+NVML = '''
+"""A stand-in for nvidia-ml-py, with what it gives for the machine in GPUS."""
+import time
+
+NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+GPUS, ERROR, SECONDS = {gpus!r}, {error!r}, {seconds!r}
+
+class NVMLError(Exception):
+    pass
+
+class NVMLError_LibraryNotFound(NVMLError):
+    pass
+
+def nvmlInit():
+    time.sleep(SECONDS)
+    if ERROR == "no library":
+        raise NVMLError_LibraryNotFound("NVML Shared Library Not Found")
+    if ERROR:
+        raise NVMLError(ERROR)
+
+def nvmlShutdown():
+    pass
+
+def _value(gpu, name):
+    if gpu.get(name) is None:
+        raise NVMLError(gpu.get("error", "Not Supported"))
+    return gpu[name]
+
+class _Memory:
+    def __init__(self, total):
+        self.total = total
+
+def nvmlDeviceGetCount():
+    return len(GPUS)
+
+def nvmlSystemGetDriverVersion():
+    return b"580.95.05"
+
+def nvmlSystemGetCudaDriverVersion():
+    return 13000
+
+def nvmlDeviceGetHandleByIndex(index):
+    return GPUS[index]
+
+def nvmlDeviceGetHandleByUUID(uuid):
+    for gpu in GPUS:
+        for part in (gpu, *gpu.get("slices", ())):
+            if part["uuid"] == uuid:
+                return part
+    raise NVMLError("Not Found")
+
+def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part):
+    return next(gpu for gpu in GPUS if part in gpu.get("slices", ()))
+
+def nvmlDeviceGetCudaComputeCapability(gpu):
+    return _value(gpu, "capability")
+
+def nvmlDeviceGetUUID(gpu):
+    return _value(gpu, "uuid")
+
+def nvmlDeviceGetName(gpu):
+    return _value(gpu, "name")
+
+def nvmlDeviceGetMemoryInfo(gpu):
+    return _Memory(_value(gpu, "memory"))
+
+def nvmlDeviceGetMigMode(gpu):
+    return [_value(gpu, "mig"), 0]
+
+def nvmlDeviceGetMaxMigDeviceCount(gpu):
+    return 7
+
+def nvmlDeviceGetMigDeviceHandleByIndex(gpu, index):
+    if index >= len(gpu["slices"]):
+        raise NVMLError("Not Found")
+    return gpu["slices"][index]
+
+def nvmlDeviceGetClockInfo(gpu, kind):
+    return _value(gpu, "sm" if kind == NVML_CLOCK_SM else "clock")
+
+def nvmlDeviceGetMaxClockInfo(gpu, kind):
+    return _value(gpu, "most")
+
+def nvmlDeviceGetTemperature(gpu, kind):
+    return _value(gpu, "celsius")
+
+def nvmlDeviceGetPowerUsage(gpu):
+    return _value(gpu, "milliwatts")
+
+def nvmlDeviceGetCurrentClocksThrottleReasons(gpu):
+    return _value(gpu, "reasons")
+'''
+
+
 class Bench:
     """A machine under construction: its folder is site folder, PATH and home at once."""
 
@@ -30,6 +126,9 @@ class Bench:
 
     def file(self, name: str, text: str = "", program: bool = False) -> Path:
         """Writes one file below the folder."""
+        if name == "pynvml.py":
+            sys.modules.pop("pynvml", None)
+            importlib.invalidate_caches()
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -50,6 +149,15 @@ class Bench:
         text = SMI.format(python=sys.executable, rows=rows, listing=listing, cuda=cuda)
         self.file("nvidia-smi", text, program=True)
 
+    def failing_gpus(self, words: str, status: int = 9, seconds: float = 0) -> None:
+        """Installs an `nvidia-smi` that prints `words` after a while and fails."""
+        text = f'#!/bin/sh\n{f"/bin/sleep {seconds}" if seconds else ":"}\necho "{words}"\nexit {status}\n'
+        self.file("nvidia-smi", text, program=True)
+
+    def nvml(self, *gpus: dict[str, Any], error: str = "", seconds: float = 0) -> None:
+        """Installs a `pynvml` that lists these GPUs after a while, or fails with `error`."""
+        self.file("pynvml.py", NVML.format(gpus=gpus, error=error, seconds=seconds))
+
     def env(self, **variables: str) -> dict[str, str]:
         """The environment of a process on this machine."""
         return {"HOME": str(self.folder), "PATH": str(self.folder), **variables}
@@ -67,6 +175,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(sysfs_gpus, "KFD", tmp_path / "kfd")
     monkeypatch.setattr(sysfs_gpus, "DRM", tmp_path / "drm")
     monkeypatch.setattr(sysfs_gpus, "AMDGPU_VERSION", tmp_path / "amdgpu")
+    monkeypatch.setattr(nvidia, "DEVICE_FILES", tmp_path / "dev")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(kernel_caches, "PROC", tmp_path / "proc")
     monkeypatch.setattr(kernel_caches, "CGROUP", tmp_path / "cgroup")
     for probe in known_packages().values():

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from moectl.checkpoint import Checkpoint, open_checkpoint
 from moectl.checkpoint.source.catalogue import built_in
 from moectl.convert.codecs import codec_for
-from moectl.errors import Unavailable, UsageError
+from moectl.errors import CheckpointError, Unavailable, UsageError
 from moectl.synth import synthesize
 
 GPT, KIMI = "openai/gpt-oss-20b", "moonshotai/Kimi-K2-Thinking"
@@ -230,3 +230,40 @@ def test_full_size_layer(tmp_path: Path) -> None:
     found = open_checkpoint(synthesize("openai/gpt-oss-120b", tmp_path / "out", layers=1))
     assert sum(info.nbytes for info in found.tensors.values()) > 1.69e9
     assert decoded(found, 0, 127, "w2").shape == (2880, 2880)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "openai/gpt-oss-20b",
+        "moonshotai/Kimi-K2-Thinking",
+        "nvidia/Qwen3-30B-A3B-NVFP4",
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4",
+        "deepseek-ai/DeepSeek-V3",
+        "TheBloke/Mixtral-8x7B-Instruct-v0.1-AWQ",
+    ],
+)
+def test_a_folder_and_a_config_are_taken_as_the_model_that_they_are_of(model: str, tmp_path: Path) -> None:
+    sizes = {"layers": 2, "experts": 8, "hidden": 256, "intermediate": 256, "top_k": 1}
+    first = synthesize(model, tmp_path / "first", **sizes)
+    for source in (first, first / "config.json"):
+        again = synthesize(str(source), tmp_path / f"again{source.suffix}")
+        assert content(again) == content(first)
+    smaller = synthesize(str(first), tmp_path / "smaller", experts=4, hidden=128)
+    sizes |= {"experts": 4, "hidden": 128}
+    assert content(smaller) == content(synthesize(model, tmp_path / "direct", **sizes))
+
+
+def test_a_config_that_no_built_in_model_is_like_is_refused(tmp_path: Path) -> None:
+    first = synthesize(GPT, tmp_path / "first", **TINY)
+    config = json.loads((first / "config.json").read_text())
+    (tmp_path / "more.json").write_text(json.dumps({**config, "num_hidden_layers": 500, "layer_types": None}))
+    with pytest.raises(UsageError, match="lacks some of its MoE layers"):
+        synthesize(str(tmp_path / "more.json"), tmp_path / "out")
+    (tmp_path / "other.json").write_text(json.dumps({**config, "torch_dtype": "float16", "dtype": "float16"}))
+    with pytest.raises(UsageError, match="names no tensors, and no built-in model has its architecture"):
+        synthesize(str(tmp_path / "other.json"), tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        synthesize(str(tmp_path / "empty"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -85,6 +85,7 @@ def answered(
         )
     assumptions = parse_assumptions(options.activation, options.routing)
     source = open_checkpoint(checkpoint, offline=answer.offline, assumptions=assumptions)
+    answers.look_at(machines)
     for note in (*machine_notes(machines), *options.remarks(policy, parallels)):
         answers.out.note(note)
     if cells > 1:
@@ -101,14 +102,10 @@ def answered(
 
 
 def machine_notes(machines: "tuple[AssumedMachine, ...]") -> list[str]:
-    """Notes on assumed packages of `machines`, and on variables that hide some of this machine's GPUs."""
-    from ...environment import INSTALLED
+    """Notes on what is assumed of `machines`, and on variables that hide some of this machine's GPUs."""
     from ...environment.gpus import visibility_set
 
-    notes = [
-        f"assuming the packages of profile {spec} (--packages {INSTALLED} to detect yours)"
-        for spec in dict.fromkeys(machine.spec for machine in machines if machine.assumed)
-    ]
+    notes = list(dict.fromkeys(note for machine in machines for note in machine.notes))
     local = next((machine for machine in machines if not machine.key), None)
     if local is not None:
         for variable, value in visibility_set(os.environ).items():
@@ -125,6 +122,7 @@ def replayed(path: Path, answer: AnswerOptions, answers: "AnswerOutput") -> Exit
     from .command_line import ExplainCommand
 
     document = read_document(path)
+    answers.keep(document)
     if "rows" in document:
         if answer.why or answer.diff:
             raise UsageError("--why and --diff need a document of one GPU and one deployment")

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...environment import Device, find_device
+from ...environment import INSTALLED, Device, find_device
 from ...explain.assumed_machines import AssumedMachine
 from ...explain.explanation import Question
 from ...explain.proposed_changes import ProposedChange
@@ -34,7 +34,8 @@ class ExplainCommand:
         question, parallel = self.question, self.question.parallel
         return {
             "--gpu": self.machine.key or ABSENT,
-            "--packages": ABSENT if self.machine.assumed else self.machine.spec,
+            "--packages": self._packages(),
+            "--python": self.machine.python or ABSENT,
             **{f"--env {key}": f"{key}={value}" for key, value in self.env},
             **_parallel(parallel, question.policy.default_exchange),
             "--backend": question.backend or ABSENT,
@@ -43,6 +44,11 @@ class ExplainCommand:
             "--policy": self.policy or ABSENT,
             **dict(self.stated),
         }
+
+    def _packages(self) -> str:
+        """The stated packages; those of another environment go without saying."""
+        machine = self.machine
+        return ABSENT if machine.assumed or (machine.python and machine.spec == INSTALLED) else machine.spec
 
     def changed(self, changes: Iterable[ProposedChange]) -> str:
         """The `moectl explain` command with `changes`, applied largest first."""

@@ -113,9 +113,10 @@ class DecisionOptions:
         ),
     ] = None
     eplb: Annotated[bool, option("--eplb", "--enable-eplb", help="Expert load balancing.")] = False
-    packages: Annotated[str | None, option("--packages", help="full, bare, ..., a,b=1.2, or installed.")] = (
-        None
-    )
+    packages: Annotated[
+        str | None, option("--packages", help="A profile (full, bare), installed, a,b=1.2.")
+    ] = None
+    python: Annotated[str | None, option("--python", help="Another environment: PATH/bin/python.")] = None
     env: Annotated[list[str] | None, option("--env", help="Engine environment variable K=V; repeatable.")] = (
         None
     )
@@ -197,13 +198,15 @@ class DecisionOptions:
     def machines(self) -> "tuple[AssumedMachine, ...]":
         """Every machine. Raises UsageError for unknown names."""
         from ...environment import device_names
+        from ...environment.python_environments import python_environment
         from ...explain.assumed_machines import machine
 
         names: list[str | None] = [None]
         if self.gpu is not None:
             names = [*device_names()] if self.gpu == ALL else [*split_names(self.gpu, "--gpu")]
         engine, switches = self.engine, self.switches
-        return tuple(machine(name, self.packages, switches, engine) for name in dict.fromkeys(names))
+        where = None if self.python is None else python_environment(self.python)
+        return tuple(machine(name, self.packages, switches, engine, where) for name in dict.fromkeys(names))
 
     def stated(self) -> dict[str, str]:
         """Properties stated because the config lacks them, by option."""

@@ -1,12 +1,13 @@
 """Results of `moectl explain` in the requested format, with their exit codes."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...errors import ExitCode
 from ...explain import Explanation
+from ...explain.assumed_machines import AssumedMachine
 from ...explain.counterfactual import why
 from ...explain.decision_matrix import DecisionMatrix
 from ...explain.explanation_diff import diff
@@ -20,6 +21,14 @@ from .sections import document, measured_blocks, sections
 from .summary import summary_blocks
 from .text import difference_blocks, matrix_blocks, matrix_lines, why_blocks, why_document, why_lines
 
+NOTHING_FOUND: Mapping[str, Any] = {
+    "installed_engine": None,
+    "python": None,
+    "warnings": [],
+    "assumptions": [],
+}
+"""What a JSON document says of the environment that was looked into, without one."""
+
 
 class AnswerOutput:
     """Results in the requested format, with their exit codes."""
@@ -27,10 +36,25 @@ class AnswerOutput:
     def __init__(self, out: Output, options: AnswerOptions) -> None:
         self.out, self.markdown, self.strict = out, options.md, options.strict
         self.verbose, self.measured = options.verbose, bool(options.measured)
+        self.environment: dict[str, Any] = dict(NOTHING_FOUND)
+
+    def look_at(self, machines: tuple[AssumedMachine, ...]) -> None:
+        """Warn of what may make the answer wrong on `machines`, and keep it for JSON."""
+        warnings = list(dict.fromkeys(text for machine in machines for text in machine.warnings))
+        for warning in warnings:
+            self.out.note(f"warning: {warning}")
+        notes = list(dict.fromkeys(note for machine in machines for note in machine.notes))
+        first = machines[0]
+        installed = {"installed_engine": first.installed, "python": first.python or None}
+        self.environment = {**installed, "warnings": warnings, "assumptions": notes}
+
+    def keep(self, recorded: Mapping[str, Any]) -> None:
+        """Repeat in JSON what a `recorded` document says of its environment."""
+        self.environment = {name: recorded.get(name, value) for name, value in NOTHING_FOUND.items()}
 
     def show(self, document: dict[str, Any], blocks: Iterable[text_blocks.Block], brief: list[str]) -> None:
         """Print JSON, brief lines, markdown, or text."""
-        blocks = list(blocks)
+        blocks, document = list(blocks), {**document, **self.environment}
         if self.markdown and not (self.out.as_json or self.out.quiet):
             self.out.text(text_blocks.markdown(blocks))
         else:

@@ -118,7 +118,11 @@ def run(
             outputs |= tensors(done, prefix=f"layers.{done.number}." if several else "")
     if output is not None:
         _write(output, outputs)
-    head = {"checkpoint": checkpoint, "device": machine.device.name}
+    head = {
+        "checkpoint": checkpoint,
+        "device": machine.device.name,
+        "platform": machine.device.platform,
+    }
     shape = {"several": several, "compares": plan.compares}
     out.result(
         text.document(head, layers_data, **shape),

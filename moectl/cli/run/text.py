@@ -86,6 +86,7 @@ def _outcome_data(outcome: BackendOutcome) -> Data:
             "prepare_seconds": result.prepare_seconds,
             "first_seconds": result.first_seconds,
             "median_us": result.median_us,
+            "fastest_us": result.fastest_us,
             "weight_bytes": result.weight_bytes,
             "peak_bytes": result.peak_bytes,
         }
@@ -208,14 +209,26 @@ def _draw_one(head: Data, layer: Data, console: Any) -> None:
         if has_tokens
         else "",
         "prepare": duration(backend["prepare_seconds"]),
-        "first": f"{duration(backend['first_seconds'])} (compilation included)",
-        "warm": f"{duration(backend['median_us'] * 1e-6)} (median)" if has_tokens else "",
+        "first": first_words(backend["first_seconds"], head["platform"]),
+        "warm": warm_words(backend) if has_tokens else "",
         "memory": f"{size(backend['weight_bytes'])} of weights, peak {size(backend['peak_bytes'])}",
     }
     _print_rows(console, rows)
     _draw_stress(layer, console)
     _draw_trouble(layer, console)
     _print_rows(console, {"check": "passed" if layer["ok"] else "FAILED"})
+
+
+def first_words(seconds: float, platform: str) -> str:
+    """The time of the first call; on a CPU, nothing is loaded or compiled for it."""
+    return duration(seconds) + ("" if platform == "cpu" else " (loading or compiling its kernels included)")
+
+
+def warm_words(backend: Data) -> str:
+    """The median and the shortest warm time, with a remark if the machine was too busy to tell."""
+    median, fastest = backend["median_us"] * 1e-6, backend["fastest_us"] * 1e-6
+    noisy = "; noisy: slower than the first call" if median > backend["first_seconds"] else ""
+    return f"{duration(median)} (median; fastest {duration(fastest)}{noisy})"
 
 
 def _draw_compared(head: Data, layer: Data, console: Any) -> None:

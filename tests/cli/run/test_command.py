@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moectl.cli.run.text import first_words, warm_words
 from moectl.run.stress_cases import CASES
 from support.fake_backends import offer, right
 from support.invoking import moectl
@@ -228,3 +229,15 @@ def test_numbers_that_are_not_finite_are_the_worst_and_valid_json(tiny_gpt_oss, 
     done = moectl("run", tiny_gpt_oss, *CPU, "--layers", "0", "--backend", "torch,spoils", "--json", code=1)
     assert json.loads(done.stdout)["worst"] == {"layer": 0, "backend": "spoils", "rms": None}
     assert done.document["layers"][0]["backends"][1]["worst_tokens"][0]["token"] == 1
+
+
+def test_times_say_what_they_are(tiny_gpt_oss):
+    lines = moectl("run", tiny_gpt_oss, *CPU, "--backend", "torch").stdout.splitlines()
+    (first,) = [line for line in lines if line.startswith("first ")]
+    (warm,) = [line for line in lines if line.startswith("warm ")]
+    assert "compil" not in first
+    assert "(median; fastest " in warm
+    assert first_words(0.05, "cuda") == "50 ms (loading or compiling its kernels included)"
+    times = {"median_us": 2000.0, "fastest_us": 1000.0, "first_seconds": 0.001}
+    assert warm_words(times) == "2 ms (median; fastest 1 ms; noisy: slower than the first call)"
+    assert warm_words({**times, "first_seconds": 1.0}) == "2 ms (median; fastest 1 ms)"

@@ -1,0 +1,61 @@
+"""The device that layers run on: a GPU that is there and cannot be used is never replaced by the CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moectl.environment.named_devices import find_device
+from moectl.environment.nvidia import DriverFailure
+from moectl.errors import Unavailable
+from moectl.run import this_machine
+
+H200 = "0, GPU-aaaa, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled"
+
+
+@pytest.fixture
+def blind_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that sees no GPU and is built without CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+def test_a_torch_without_cuda_beside_a_gpu_is_an_error(bench, blind_torch, monkeypatch) -> None:
+    assert this_machine().device.platform == "cpu"
+    bench.gpus(H200)
+    for asked in (None, "cuda"):
+        with pytest.raises(Unavailable) as caught:
+            this_machine(asked)
+        assert caught.value.what == (
+            f"this machine has NVIDIA H200, but torch {torch.__version__} is built without CUDA"
+        )
+        assert "--device cpu" in caught.value.hint
+    assert this_machine("cpu").device.platform == "cpu"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(Unavailable, match=r"is built for 13\.0 and sees no GPU. Update the driver"):
+        this_machine()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert this_machine().device.platform == "cpu"
+
+
+def test_a_driver_that_fails_is_an_error_unless_the_cpu_was_asked_for(bench, blind_torch) -> None:
+    bench.failing_gpus("cannot communicate with the driver")
+    for asked in (None, "cuda"):
+        with pytest.raises(DriverFailure, match="nvidia-smi: cannot communicate with the driver"):
+            this_machine(asked)
+    assert this_machine("cpu").torch == torch.device("cpu")
+
+
+def test_a_gpu_that_torch_uses_needs_no_tools_of_the_driver(bench, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    seen = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=(143771 << 20) + 5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: seen)
+    bench.file("dev/nvidia0")
+    machine = this_machine()
+    assert machine.torch == torch.device("cuda")
+    assert machine.device.sms == find_device("h200").sms
+    assert (machine.device.arch, machine.device.memory_bytes) == ("sm90", 143771 << 20)
