@@ -13,6 +13,7 @@ from ...problem.schemes import BF16, Scheme
 from .families import UNKNOWN, Family
 from .module_patterns import REGEX, Patterns
 from .quantization import (
+    MIXED_PRECISION,
     Parsed,
     Quantization,
     compressed_group,
@@ -39,6 +40,7 @@ _PREFIXES = (
     "model.language_model.layers",
     "backbone.layers",
     "transformer.layers",
+    "thinker.model.layers",
     "transformer.blocks",
     "layers",
 )
@@ -221,8 +223,9 @@ def _with_listed(precision: Precision, config: Config) -> Precision:
         if "*" in module
     )
     listed = _listed_schemes(entries, precision.gated)
+    mixed = str(config.get("quant_algo")).upper() == MIXED_PRECISION
     return replace(
-        precision, rules=wide, listed=listed, rest_key="quantized_layers" if wide and not listed else ""
+        precision, rules=wide, listed=listed, rest_key="quantized_layers" if mixed and not listed else ""
     )
 
 

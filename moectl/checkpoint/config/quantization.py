@@ -33,6 +33,7 @@ from .quantization_formats import (
     integer,
     is_expert_rule,
     is_general_expert_rule,
+    is_modelopt,
     mapping,
     modelopt_scheme,
     names,
@@ -176,19 +177,23 @@ def _modelopt(config: Config, model_type: str) -> Parsed:
     if name is None and "quant_algo" in inner:
         return "plain", Scheme(BF16), "", {"storage": key, "scheme": key}, ignore
     entry = inner
-    if isinstance(name, str) and name.upper() == "MIXED_PRECISION":
-        listed = [rule for module, rule in listed_modules(inner).items() if is_expert_rule(module)]
-        if not listed and not listed_modules(inner):
-            raise refuse("quantized_layers", "an object that names the quant_algo of modules", None)
+    if isinstance(name, str) and name.upper() == MIXED_PRECISION:
+        key, modules = "quantized_layers", listed_modules(inner)
+        if not modules:
+            raise refuse(key, "an object that names the quant_algo of modules", None)
+        listed = [rule for module, rule in modules.items() if is_expert_rule(module)]
+        # Experts may be called otherwise; which modules are theirs is for `read_precision` to say.
+        listed = listed or [rule for rule in modules.values() if is_modelopt(rule.get("quant_algo"))]
         if not listed:
-            return "plain", Scheme(BF16), "", dict.fromkeys(("storage", "scheme"), "quantized_layers"), ignore
-        name, key = (
-            Counter(str(rule.get("quant_algo")) for rule in listed).most_common(1)[0][0],
-            "quantized_layers",
-        )
+            return "plain", Scheme(BF16), "", {"storage": key, "scheme": key}, ignore
+        name = Counter(str(rule.get("quant_algo")) for rule in listed).most_common(1)[0][0]
         entry = next(rule for rule in listed if str(rule.get("quant_algo")) == name)
     scheme = modelopt_scheme(name, key, entry)
     return "modelopt", scheme, "", {"storage": "quant_method", "scheme": key}, ignore
+
+
+MIXED_PRECISION = "MIXED_PRECISION"
+"""ModelOpt's `quant_algo` of a model whose modules have several, listed as `quantized_layers`."""
 
 
 def listed_modules(config: Config) -> dict[str, Config]:

@@ -136,12 +136,17 @@ def modelopt_scheme(name: object, key: str, entry: Config | None = None) -> Sche
     Raises CheckpointError, which names `key`, for an unknown one, and for a `group_size` in `entry` that is
     not the one of the format.
     """
-    if not isinstance(name, str) or name.upper() not in MODELOPT_ALGORITHMS:
+    if not isinstance(name, str) or not is_modelopt(name):
         raise refuse(key, f"one of {', '.join(MODELOPT_ALGORITHMS)}", name)
     scheme = MODELOPT_ALGORITHMS[name.upper()]
     if entry and scheme.weight.number.block and entry.get("group_size") is not None:
         check_group(scheme.weight, integer(entry, "group_size", ""), "group_size")
     return scheme
+
+
+def is_modelopt(name: object) -> bool:
+    """True for the name of one of ModelOpt's algorithms."""
+    return isinstance(name, str) and name.upper() in MODELOPT_ALGORITHMS
 
 
 def check_group(weight: WeightFormat, size: int, key: str) -> None:
