@@ -120,4 +120,5 @@ def sharded(layer: ExpertLayer, shard: RankShard) -> ExpertLayer:
         canonical=canonical,
         stored=stored,
         rank_slice=rank_slice,
+        whole=layer,
     )

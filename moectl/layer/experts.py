@@ -13,7 +13,7 @@ from ..convert.codecs import decode_role
 from ..convert.layouts.registry import layout_named
 from ..convert.rank_slice import RankSlice
 from ..convert.recipe.recipe import Recipe, StoredOutput
-from ..convert.steps.value_steps import Shapes, Statistics
+from ..convert.steps.value_steps import ExpertStatistic, Shapes, update_statistics
 from ..convert.stream.source_reader import spans
 from ..errors import Unavailable, UsageError
 from ..kernels.prepared_layer import CANONICAL, DenseExpert, DenseExperts, PreparedMoE, Router, local_ids
@@ -41,6 +41,7 @@ class ExpertLayer:
         router: the layer's router; None if it is not stored with the experts.
         rank_slice: the rank's slice of the layer, if it does not hold all of it; expert numbers are then
             relative to the rank's first expert.
+        whole: the layer with all experts, of which this one is a part; None if it is not at hand.
     """
 
     problem: MoEProblem
@@ -51,6 +52,7 @@ class ExpertLayer:
     stored: Callable[[torch.device], Mapping[str, Tensor]]
     router: Router | None
     rank_slice: RankSlice | None = None
+    whole: ExpertLayer | None = None
 
     @property
     def partial(self) -> str:
@@ -114,12 +116,12 @@ class ExpertLayer:
             name: torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device=device)
             for name, (dtype, shape) in stored.items()
         }
-        statistics: Statistics = {}
-        experts = self.problem.local_experts
-        batches = spans(experts, max(1, BATCH_BYTES // max(1, self.problem.expert_bytes())))
-        for first, last in batches if recipe.statistics else ():
-            statistics = recipe.update_statistics(self.canonical(range(first, last)), statistics)
-        for first, last in batches:
+        own, of_layer = (
+            tuple(statistic for statistic in recipe.statistics if statistic.of_layer == of_layer)
+            for of_layer in (False, True)
+        )
+        statistics = self._statistics(own) | (self.whole or self)._statistics(of_layer)
+        for first, last in self._batches():
             batch = {role: t.to(device) for role, t in self.canonical(range(first, last)).items()}
             for name, output in recipe.outputs.items():
                 if not output.per_layer:
@@ -127,6 +129,18 @@ class ExpertLayer:
                 elif first == 0:
                     output.apply(batch, statistics, out[name])
         return out
+
+    def _batches(self) -> list[tuple[int, int]]:
+        """Ranges of experts that are converted at once."""
+        each = max(1, BATCH_BYTES // max(1, self.problem.expert_bytes()))
+        return list(spans(self.problem.local_experts, each))
+
+    def _statistics(self, needed: tuple[ExpertStatistic, ...]) -> dict[ExpertStatistic, Tensor]:
+        """The numbers `needed` over the experts of this layer; reads nothing when there are none."""
+        found: dict[ExpertStatistic, Tensor] = {}
+        for first, last in self._batches() if needed else ():
+            found = update_statistics(needed, self.canonical(range(first, last)), found)
+        return found
 
     def _dense(self, weights: Mapping[str, Tensor], recipe: Recipe) -> Callable[[Ids], DenseExperts]:
         """A function that decodes experts: from `weights`, unless the recipe is lossy for them."""

@@ -121,7 +121,7 @@ def _subset(layer: ExpertLayer, rank_slice: RankSlice, numbers: Sequence[int]) -
 
     count = rank_slice.problem.local_experts
     shapes = {role: tensor_type.with_first_axis(count) for role, tensor_type in layer.recipe.shapes.items()}
-    subset = replace(layer, problem=rank_slice.problem, rank_slice=rank_slice)
+    subset = replace(layer, problem=rank_slice.problem, rank_slice=rank_slice, whole=layer)
     return _canonical_layer(subset, shapes, canonical)
 
 

@@ -18,6 +18,7 @@ from moectl.bench.routings import routing_of, warm_share
 from moectl.bench.run_bench import Bench
 from moectl.bench.run_metadata import versions_of
 from moectl.cache.measurement_keys import kernel_hash
+from moectl.checkpoint import open_checkpoint
 from moectl.convert.rank_slice import RankShard, shard_of
 from moectl.errors import NoBackend, Unavailable, UsageError
 from moectl.kernels.layer_inputs import make_inputs
@@ -26,11 +27,13 @@ from moectl.kernels.reference import moe_reference, route
 from moectl.kernels.registry import runner_for
 from moectl.kernels.timing import interleaved
 from moectl.kernels.timing.interleaved import TimedCalls, quartiles, time_interleaved
-from moectl.layer.experts import ExpertLayer
+from moectl.layer.experts import ExpertLayer, layout_recipe
+from moectl.layer.prepare import checkpoint_layer
 from moectl.problem.moe_problem import Routing
 from moectl.run import BackendChoice, this_machine
 from support.bench_rows import RATES, settings_of
 from support.random_layers import GPT_OSS, KIMI, canonical_roles, layer_of, random_layer
+from support.stream_checkpoints import nvfp4_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -368,6 +371,16 @@ def test_ranks_add_up_to_the_layer(problem, tp, ep):
         ids = prepared.local_ids(inputs.ids)
         total += kernel_of(prepared).apply(inputs.x, ids, inputs.weights).float()
     assert float((total - whole).norm() / whole.norm()) < 0.02
+
+
+def test_a_share_is_repacked_with_the_input_scale_of_the_whole_layer(tmp_path):
+    layer = checkpoint_layer(open_checkpoint(nvfp4_checkpoint(tmp_path / "nvfp4")))
+    largest = layer.canonical(range(8))["w13_input"].max()
+    for rank in range(2):
+        part = sharded(layer, shard_of(rank, 1, 2))
+        assert part.canonical(range(4))["w13_input"].max() == (largest if rank == 0 else largest / 16)
+        recipe = layout_recipe("trtllm-nvfp4", part.rank_slice, part.recipe.shapes)
+        assert part.repack(recipe, torch.device("cpu"))["w13_input"].tolist() == [float(largest)] * 4
 
 
 def test_the_first_rank_is_what_a_shared_layer_is_timed_as(bench_of):

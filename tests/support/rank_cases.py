@@ -213,6 +213,30 @@ def converted(world: World) -> str:
     return wrong(layer, kernel.apply(inputs.x, inputs.ids, inputs.weights), inputs)
 
 
+def converted_nvfp4(world: World) -> str:
+    """NVFP4 experts with input scales of their own: ranks quantize tokens by the largest of the layer."""
+    layer = checkpoint_layer(open_checkpoint(world.folder / "nvfp4"))
+    largest = layer.canonical(range(layer.problem.experts))["w13_input"].max()
+    plain = RUNNERS["torch"]
+    RUNNERS["torch"] = entry_of(NVFP4)
+    try:
+        prepared = load_prepared(world.folder / "nvfp4-converted", backend="torch", rank=world.rank)
+        scale = prepared.weights["w13_input"].flatten()
+        prepared = replace(prepared, weights={**prepared.weights, "w13_input": scale[:1]})
+        inputs = world.inputs(layer.problem, UNEVEN)
+        decision = decision_for(prepared.problem, Parallel(dp=world.size, ep=True))
+        try:
+            kernel = build_kernel(decision, prepared, group=world.group)
+        except NoBackend as error:
+            return str(error)
+        if not torch.equal(scale, largest.expand_as(scale)):
+            return f"scales of inputs are {scale.tolist()}, the layer's largest is {largest:g}"
+        seen = dequantize(quantize(inputs.x, NVFP4.wants_of(QWEN), scale[:1]), scale[:1]).to(inputs.x.dtype)
+        return wrong(layer, kernel.run(inputs), replace(inputs, x=seen))
+    finally:
+        RUNNERS["torch"] = plain
+
+
 def refused(world: World) -> str:
     """Every rank is told before anything travels; the group goes on to work."""
     _, prepared = world.share(KIMI)
@@ -296,6 +320,7 @@ CASES: dict[str, Callable[[World], str]] = {
     "sliced experts": sliced,
     "the same tokens": replicated,
     "converted folders": converted,
+    "converted folders, nvfp4": converted_nvfp4,
     "refusals": refused,
 }
 """What every rank runs, by name."""

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moectl.synth import synthesize
+
 GPT_OSS_CONFIG: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -176,6 +178,21 @@ def kimi_checkpoint(folder: Path, **sizes: Any) -> Path:
 
 
 CHECKPOINTS = {"gpt_oss": gpt_oss_checkpoint, "kimi": kimi_checkpoint}
+
+
+def nvfp4_checkpoint(folder: Path) -> Path:
+    """A small NVFP4 checkpoint whose experts each have a scale of inputs, the first the largest."""
+    synthesize(
+        "nvidia/Qwen3-30B-A3B-NVFP4", folder, layers=1, experts=8, hidden=256, intermediate=128, top_k=2
+    )
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in tensors:
+        if name.endswith(".input_scale"):
+            expert = int(name.split(".experts.")[1].split(".")[0])
+            tensors[name] = torch.full_like(tensors[name], 2.0 ** -(8 + expert))
+    save_file(tensors, file, {"format": "pt"})
+    return folder
 
 
 def all_tensors(folder: Path) -> dict[str, Tensor]:

@@ -156,14 +156,14 @@ def declared_layers(
     )
     sources.update({f"routing.{name}": "asked" for name in assumptions.routing})
     sources.update(_quantization_sources(expert_format, source), router_dtype="assumed")
-    problem = replace(problem, router_dtype=problem.dtype)
-    notes += _assumption_notes(sources)
+    problem = replace(problem, router_dtype=_router_dtype(fields, problem.dtype))
+    notes += _assumption_notes(sources, problem)
     group = LayerGroup(layers, problem, ExpertNames({}), sources)
     return DeclaredLayers(
         group,
         count,
         family,
-        read_precision(expert_format, quantization_config),
+        read_precision(expert_format, quantization_config, family, problem.activation.gated),
         hash_layers,
         _limits(fields),
         widths,
@@ -273,10 +273,10 @@ def _quantization_sources(quantization: Quantization, path: str) -> dict[str, st
     return sources
 
 
-def _assumption_notes(sources: Mapping[str, str]) -> list[str]:
+def _assumption_notes(sources: Mapping[str, str], problem: MoEProblem) -> list[str]:
     """One note listing the routing and activation fields that were assumed; empty if there are none."""
     assumed = [
-        name
+        f"{name} ({_shown_value(problem, name)})"
         for name, source in sources.items()
         if source == "assumed" and name.split(".")[0] in ("routing", "activation")
     ]
@@ -285,15 +285,65 @@ def _assumption_notes(sources: Mapping[str, str]) -> list[str]:
     return [f"assumed, as no key says it: {', '.join(assumed)}; state it with --routing or --activation"]
 
 
+def _shown_value(problem: MoEProblem, name: str) -> str:
+    """The value of one field of the routing or activation, for a sentence."""
+    part, _, inner = name.partition(".")
+    value = getattr(getattr(problem, part), inner or "name")
+    words = {None: "none", True: "yes", False: "no"}
+    return (
+        words[value]
+        if value is None or isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def _router_dtype(fields: ConfigFields, dtype: str) -> str:
+    """The dtype of the router's weights, `dtype` unless the config states another."""
+    key = "moe_router_dtype"
+    value = fields.get(key)
+    if value is None:
+        return dtype
+    short = _ROUTER_DTYPES.get(value.lower().removeprefix("torch.")) if isinstance(value, str) else None
+    if short is None:
+        raise fields.invalid(key, f"one of {', '.join(_ROUTER_DTYPES)}")
+    fields.sources["router_dtype"] = fields.source_of(key)
+    return short
+
+
+_ROUTER_DTYPES: Mapping[str, str] = {
+    **CONFIG_DTYPES,
+    **dict.fromkeys(WIDE_CONFIG_DTYPES, "fp32"),
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp32": "fp32",
+}
+"""`MoEProblem.router_dtype` by its spelling in configs."""
+
+
 def _quantization_config(
     config: Mapping[str, Any], fields: ConfigFields, separate: Mapping[str, Any] | None, file: str
 ) -> tuple[Mapping[str, Any] | None, str]:
-    """The quantization config and its location: the top level, the text model, else a separate file."""
-    key = "quantization_config"
-    for values, prefix in ((config, ""), (fields.values, fields.prefix)):
-        if values.get(key) is not None:
-            return values[key], prefix + key
-    return separate, file if separate is not None else key
+    """The quantization config and its location: the top level, the text model, else a separate file.
+
+    An empty object says nothing. Between the two levels, `thinker_config` may hold it as well; early
+    compressed-tensors files call it `compression_config`, in which it may be nested once more.
+    """
+    levels: list[tuple[Mapping[str, Any], str]] = [(config, "")]
+    path = fields.prefix.rstrip(".").split(".") if fields.prefix else []
+    for count, name in enumerate(path):
+        levels.append((levels[-1][0][name], ".".join(path[: count + 1]) + "."))
+    for values, prefix in levels:
+        for key in ("quantization_config", "compression_config"):
+            found = values.get(key)
+            if found is None or found == {}:
+                continue
+            inner = found.get("quantization_config") if isinstance(found, Mapping) else None
+            if key == "compression_config" and isinstance(inner, Mapping) and inner:
+                return inner, f"{prefix}{key}.quantization_config"
+            return found, prefix + key
+    return separate, file if separate is not None else "quantization_config"
 
 
 def _dtype(fields: ConfigFields, notes: list[str]) -> str:

@@ -145,6 +145,8 @@ class Family:
         defaults: values of fields that no key states: ``routing.FIELD``, ``activation``,
             ``shared_experts``, ``rows``, ``bias``.
         fixed: values that the architecture decides, whatever the keys say.
+        stated: fields that its published configs always state; without the key, their default is assumed.
+        experts: modules of a layer that hold the experts' matrices, as checkpoints and configs name them.
     """
 
     name: str
@@ -153,6 +155,8 @@ class Family:
     absent_keys: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    stated: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ("mlp.experts",)
 
     def matches_name(self, name: str) -> bool:
         """True for a normalized model type or class name of this family."""
@@ -168,7 +172,10 @@ class Family:
         if name in self.fixed:
             fields.sources[name] = f"family:{self.name}"
             return self.fixed[name]
-        return choice.read(name, fields, self.defaults, self.name)
+        value = choice.read(name, fields, self.defaults, self.name)
+        if name in self.stated and fields.key_of(choice.keys) is None:
+            fields.sources[name] = "assumed"
+        return value
 
     def read_routing(self, fields: ConfigFields, overrides: Mapping[str, Any]) -> Routing:
         """The routing that the config declares; records the source of each field as ``routing.FIELD``.
@@ -210,6 +217,9 @@ def _norm_order(choice: FieldChoice, fields: ConfigFields) -> FieldChoice:
 _SOFTMAX = {"routing.scoring": "softmax", "routing.renormalize": True}
 _SIGMOID_BIAS = {"routing.scoring": "sigmoid", "routing.renormalize": True, "routing.correction_bias": True}
 
+_GROUPED = ("routing.scale", "routing.groups", "routing.topk_groups")
+_SPARSE = ("block_sparse_moe.experts", "mlp.experts")
+
 FAMILIES: tuple[Family, ...] = (
     Family(
         "gpt-oss",
@@ -224,6 +234,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         # The configs of gpt-oss say silu.
         fixed={"activation": "swigluoai"},
+        stated=("activation.limit",),
     ),
     Family(
         "glm",
@@ -231,55 +242,84 @@ FAMILIES: tuple[Family, ...] = (
         ("n_routed_experts", "first_k_dense_replace", "n_group"),
         ("scoring_func", "topk_method"),
         defaults={**_SIGMOID_BIAS, "activation": "silu"},
+        stated=_GROUPED,
     ),
     Family(
         "nemotron-h",
         ("nemotronh",),
         ("hybrid_override_pattern", "n_routed_experts"),
         defaults={**_SIGMOID_BIAS, "activation": "relu2"},
+        stated=("routing.scale",),
+        experts=("mixer.experts",),
     ),
     Family(
         "deepseek-v2",
         ("deepseekv2",),
         defaults={"routing.scoring": "softmax", "routing.renormalize": False, "activation": "silu"},
+        stated=_GROUPED,
     ),
     Family(
         "deepseek-v4",
         ("deepseekv4",),
         ("n_routed_experts", "num_hash_layers"),
         defaults={**_SIGMOID_BIAS, "routing.scoring": "sqrtsoftplus", "activation": "silu"},
+        stated=("routing.scale", "activation.limit"),
+        experts=("ffn.experts", "mlp.experts"),
     ),
-    Family("deepseek", ("deepseek", "kimik2"), defaults={**_SIGMOID_BIAS, "activation": "silu"}),
+    Family(
+        "deepseek", ("deepseek", "kimik2"), defaults={**_SIGMOID_BIAS, "activation": "silu"}, stated=_GROUPED
+    ),
     Family(
         "kimi-linear",
         ("kimilinear", "kimik3"),
         ("moe_router_activation_func",),
         defaults={"routing.correction_bias": True},
+        stated=("routing.scale",),
+        experts=("block_sparse_moe.experts",),
     ),
-    Family("minimax-m2", ("minimaxm2", "minimaxm3"), ("use_routing_bias",), defaults=_SIGMOID_BIAS),
+    Family(
+        "minimax-m2",
+        ("minimaxm2", "minimaxm3"),
+        ("use_routing_bias",),
+        defaults=_SIGMOID_BIAS,
+        experts=_SPARSE,
+    ),
     # MiniMax-Text-01 and M1.
-    Family("minimax", ("minimax",), defaults=_SOFTMAX),
+    Family("minimax", ("minimax",), defaults=_SOFTMAX, experts=_SPARSE),
     Family("mimo", ("mimo",), defaults=_SIGMOID_BIAS),
-    Family("qwen2", ("qwen2moe",), defaults={"routing.scoring": "softmax", "routing.renormalize": False}),
+    Family(
+        "qwen2",
+        ("qwen2moe",),
+        defaults={"routing.scoring": "softmax", "routing.renormalize": False},
+    ),
     Family("qwen3", ("qwen3",), ("decoder_sparse_step",), defaults=_SOFTMAX),
     Family(
         "phi-moe",
         ("phimoe",),
         ("num_local_experts", "input_jitter_noise"),
         defaults={"routing.scoring": "sparsemixer", "routing.renormalize": False},
+        experts=_SPARSE,
     ),
     Family(
         "jamba",
         ("jamba",),
         ("expert_layer_period",),
         defaults={"routing.scoring": "softmax", "routing.renormalize": False},
+        experts=("feed_forward.experts",),
     ),
-    Family("dbrx", ("dbrx",), ("ffn_config",), defaults={"routing.scoring": "softmax", "activation": "silu"}),
+    Family(
+        "dbrx",
+        ("dbrx",),
+        ("ffn_config",),
+        defaults={"routing.scoring": "softmax", "activation": "silu"},
+        experts=("ffn.experts.mlp",),
+    ),
     Family(
         "granite",
         ("granitemoe",),
         ("num_local_experts", "residual_multiplier"),
         defaults={**_SOFTMAX, "routing.after_topk": True},
+        experts=("block_sparse_moe",),
     ),
     Family(
         "ernie",
@@ -287,12 +327,17 @@ FAMILIES: tuple[Family, ...] = (
         ("moe_num_experts", "moe_k"),
         defaults={**_SOFTMAX, "routing.correction_bias": True},
     ),
-    Family("olmoe", ("olmoe",), defaults={"routing.scoring": "softmax", "routing.renormalize": False}),
+    Family(
+        "olmoe",
+        ("olmoe",),
+        defaults={"routing.scoring": "softmax", "routing.renormalize": False},
+    ),
     Family(
         "gemma4",
         ("gemma4",),
         ("top_k_experts",),
         defaults={**_SOFTMAX, "routing.expert_scale": True, "activation": "gelu_pytorch_tanh"},
+        experts=("experts", "moe.experts"),
     ),
     Family(
         "llama4",
@@ -305,13 +350,15 @@ FAMILIES: tuple[Family, ...] = (
             "routing.weight_on_input": True,
             "shared_experts": 1,
         },
+        experts=("feed_forward.experts",),
     ),
-    Family("step-3.5", ("step3p",), defaults={**_SIGMOID_BIAS, "activation": "silu"}),
+    Family("step-3.5", ("step3p",), defaults={**_SIGMOID_BIAS, "activation": "silu"}, experts=("moe",)),
     Family(
         "step",
         ("step3",),
         ("moe_num_experts", "moe_top_k", "share_expert_dim"),
         defaults={"routing.scoring": "softmax", "activation": "silu"},
+        experts=("moe",),
     ),
     Family("dots", ("dots1",), defaults={**_SIGMOID_BIAS, "activation": "silu"}),
     Family("hunyuan", ("hunyuanmoe", "hunyuanv1moe"), defaults={**_SOFTMAX, "activation": "silu"}),
@@ -323,13 +370,20 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"routing.scoring": "softmax", "routing.renormalize": True, "activation": "silu"},
     ),
     Family("laguna", ("laguna",), defaults=_SIGMOID_BIAS),
-    Family("lfm2", ("lfm2moe",), defaults={"routing.scoring": "sigmoid", "activation": "silu"}),
+    Family(
+        "lfm2",
+        ("lfm2moe",),
+        defaults={"routing.scoring": "sigmoid", "activation": "silu"},
+        experts=("feed_forward.experts",),
+    ),
     Family("exaone", ("exaonemoe",), defaults=_SIGMOID_BIAS),
-    Family("mixtral", ("mixtral",), defaults=_SOFTMAX),
+    Family("mixtral", ("mixtral",), defaults=_SOFTMAX, experts=_SPARSE),
 )
 """Architectures that imply more than the keys of their configs; the first match by name reads a config."""
 
-UNKNOWN = Family("unknown")
+UNKNOWN = Family(
+    "unknown", experts=tuple(dict.fromkeys(module for family in FAMILIES for module in family.experts))
+)
 """Fallback without defaults: the config is read by its keys alone."""
 
 

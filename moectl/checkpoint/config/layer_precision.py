@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 from ...errors import CheckpointError
 from ...problem.schemes import BF16, Scheme
+from .families import UNKNOWN, Family
 from .module_patterns import REGEX, Patterns
-from .quantization import Quantization, auto_round_scheme, listed_algorithms
-from .quantization_formats import Config, group_scheme, is_expert_rule, modelopt_scheme, quark_scheme
+from .quantization import (
+    MIXED_PRECISION,
+    Parsed,
+    Quantization,
+    compressed_group,
+    is_class_of_experts,
+    listed_modules,
+    overridden,
+    quantization_method,
+)
+from .quantization_formats import Config, is_expert_rule, mapping, modelopt_scheme, names, quark_scheme
 
 _IGNORE_KEYS = (
     "ignore",
@@ -18,29 +30,47 @@ _IGNORE_KEYS = (
     "exclude_modules",
     "modules_to_not_convert",
     "exclude",
-    "dynamic",
 )
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d{1,5})\.")
 _NAME = re.compile(r"[\w.]+", re.ASCII)
 
 _PREFIXES = (
-    "model.",
-    "language_model.model.",
-    "model.language_model.",
-    "backbone.",
-    "transformer.",
-    "",
+    "model.layers",
+    "language_model.model.layers",
+    "model.language_model.layers",
+    "backbone.layers",
+    "transformer.layers",
+    "thinker.model.layers",
+    "transformer.blocks",
+    "layers",
 )
-_BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.", "mixer.", "ffn.", "moe.", "")
-_LEAVES = ("experts.0.gate_proj", "experts.0.up_proj", "experts.0.w1", "experts.gate_up_proj")
+_LEAVES = (
+    ("0.gate_proj", "0.w1", "gate_up_proj", "gate_proj"),
+    ("0.up_proj", "0.w3", "gate_up_proj", "up_proj"),
+    ("0.down_proj", "0.w2", "down_proj"),
+)
+"""Names of gate, up and down in a module of experts, whether each has a number or all share one tensor."""
+
+_BARE: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "moe": (("gate_proj",), ("up_proj",), ("down_proj",)),
+    "block_sparse_moe": (("input_linear",), ("input_linear",), ("output_linear",)),
+    "ffn.experts.mlp": (("w1",), ("v1",), ("w2",)),
+}
+"""The same of modules that hold the matrices directly."""
+
+_ELSEWHERE = ("shared", "mtp", "attn", "attention", "visual", "vision", "lm_head", "embed")
+"""Words in the names of modules that are not the main model's routed experts."""
 
 
 @dataclass(frozen=True)
 class _PrecisionRule:
-    """Modules that match `patterns` have `scheme`, according to `key` of the quantization config."""
+    """Modules that match `patterns` have the format that `read` returns, as `key` of the config says.
+
+    A format is read when a module first matches, so that one which is not understood is no error elsewhere.
+    """
 
     patterns: Patterns
-    scheme: Scheme
+    read: Callable[[], Parsed]
     key: str
 
 
@@ -50,8 +80,12 @@ class Precision:
 
     Attributes:
         main: the format of most layers.
+        family: the architecture, which says how the modules of the experts are called.
+        gated: False when experts have no gate matrix.
         excluded: modules that stay unquantized, listed under the key `excluded_by`.
         rules: formats of some modules instead of `main`; the first rule that matches applies.
+        rest: the rule of modules that no other one names; None when they have the format `main`.
+        rest_key: the key that names all quantized modules, so that others stay unquantized; ``""`` if none.
         listed: format by layer, for configs that list the quantized modules; all other layers then stay
             unquantized. Empty without such a list.
     """
@@ -60,7 +94,11 @@ class Precision:
     excluded: Patterns
     excluded_by: str = ""
     rules: tuple[_PrecisionRule, ...] = ()
+    rest: _PrecisionRule | None = None
+    rest_key: str = ""
     listed: Mapping[int, Scheme] = field(default_factory=dict)
+    family: Family = UNKNOWN
+    gated: bool = True
 
     def of_layer(self, layer: int, modules: Iterable[str]) -> Quantization:
         """The format of one layer's experts; `modules` are the names of its expert matrices."""
@@ -69,25 +107,51 @@ class Precision:
             return self._unquantized(self.excluded_by)
         for rule in self.rules:
             if any(map(rule.patterns.matches, names)):
-                unquantized = rule.scheme == Scheme(BF16)
-                return self._unquantized(rule.key) if unquantized else self._with(rule.scheme, rule.key)
+                return self._of_rule(rule)
+        if self.rest is not None:
+            return self._of_rule(self.rest)
+        if self.rest_key:
+            return self._unquantized(self.rest_key)
         if not self.listed:
             return self.main
         if layer in self.listed:
-            return self._with(self.listed[layer], "quantized_layers")
+            return self._with(("modelopt", self.listed[layer], "", {}, ()), "quantized_layers")
         return self._unquantized("quantized_layers")
 
     def likely(self) -> Precision:
-        """A copy without the patterns that cannot match `likely_modules`, so that `guess` is cheap."""
+        """A copy without the patterns that cannot match the family's modules, so that `guess` is cheap."""
+        words = " ".join(name for role in self._modules(0) for name in role)
         return replace(
             self,
-            excluded=self.excluded.restricted_to(_LIKELY_NAMES),
-            rules=tuple(rule for rule in self.rules if rule.patterns.restricted_to(_LIKELY_NAMES)),
+            excluded=self.excluded.restricted_to(words),
+            rules=tuple(
+                replace(rule, patterns=patterns)
+                for rule in self.rules
+                if (patterns := rule.patterns.restricted_to(words))
+            ),
         )
 
     def guess(self, layer: int) -> Quantization:
-        """The format of one layer's experts, judged by the usual module names when no header was read."""
-        return self.of_layer(layer, likely_modules(layer) if self.excluded or self.rules else ())
+        """The format of one layer's experts, judged by the family's module names when no header was read.
+
+        Raises CheckpointError when the config gives an expert's matrices different formats.
+        """
+        if not (self.excluded or self.rules):
+            return self.of_layer(layer, ())
+        found = [self.of_layer(layer, modules) for modules in self._modules(layer)]
+        kinds = {(item.storage, item.scheme, item.act_order) for item in found}
+        if len(kinds) > 1:
+            roles = ("gate", "up", "down")[-len(found) :]
+            said = ", ".join(f"{role} {item.scheme}" for role, item in zip(roles, found, strict=True))
+            raise mixed_matrices(layer, said)
+        return found[0]
+
+    def _modules(self, layer: int) -> Sequence[tuple[str, ...]]:
+        return expert_modules(self.family.experts, layer, self.gated)
+
+    def _of_rule(self, rule: _PrecisionRule) -> Quantization:
+        parsed = rule.read()
+        return self._unquantized(rule.key) if parsed[0] == "plain" else self._with(parsed, rule.key)
 
     def _unquantized(self, key: str) -> Quantization:
         if self.main.storage == "plain":
@@ -101,14 +165,26 @@ class Precision:
             sources={"scheme": source, "storage": source},
         )
 
-    def _with(self, scheme: Scheme, key: str) -> Quantization:
-        if scheme == self.main.scheme:
+    def _with(self, parsed: Parsed, key: str) -> Quantization:
+        storage, scheme, order, _, _ = parsed
+        if (storage, scheme, order) == (self.main.storage, self.main.scheme, self.main.act_order):
             return self.main
         sources = {**self.main.sources, "scheme": f"config:quantization_config.{key}"}
-        return replace(self.main, scheme=scheme, sources=sources)
+        return replace(self.main, storage=storage, scheme=scheme, act_order=order, sources=sources)
 
 
-def read_precision(main: Quantization, config: Config | None) -> Precision:
+def mixed_matrices(layer: int, said: str) -> CheckpointError:
+    """The error for experts whose matrices have different formats; `said` names those of each."""
+    return CheckpointError(
+        f"layer {layer}: an expert's matrices must all have one format, got {said}.",
+        reason="Fused kernels take gate, up and down in one format, and engines refuse such checkpoints.",
+        hint="Quantize all matrices of the experts in one format, or leave all of them unquantized.",
+    )
+
+
+def read_precision(
+    main: Quantization, config: Config | None, family: Family = UNKNOWN, gated: bool = True
+) -> Precision:
     """The `Precision` of a quantization config, whose result of `parse_quantization` is `main`.
 
     Raises CheckpointError when a pattern or a rule's format is not understood, or the experts of one layer
@@ -119,82 +195,171 @@ def read_precision(main: Quantization, config: Config | None) -> Precision:
     inner = config.get("quantization")
     inner = inner if isinstance(inner, Mapping) else config
     key = next((key for key in _IGNORE_KEYS if inner.get(key)), "")
-    excluded = Patterns(map(str, main.ignore), key, regex=key == "dynamic")
-    rules = (
-        (*_quark_rules(inner), *_group_rules(inner), *_auto_round_rules(inner))
-        if main.storage != "modelopt"
-        else ()
+    method = quantization_method(config)
+    excluded = Patterns(map(str, main.ignore), key, exact=method == "compressed-tensors")
+    precision = Precision(main, excluded, key, family=family, gated=gated)
+    if method == "compressed-tensors":
+        return _with_groups(precision, config)
+    if main.storage == "modelopt":
+        return _with_listed(precision, inner)
+    rules = (*_quark_rules(inner), *_dynamic_rules(inner), *_auto_round_rules(inner))
+    return replace(precision, rules=rules)
+
+
+def _with_listed(precision: Precision, config: Config) -> Precision:
+    """`precision` with the modules that the config lists as quantized (ModelOpt's mixed precision)."""
+    entries = {
+        module: entry
+        for module, entry in listed_modules(config).items()
+        if _names_experts(module, precision.family)
+    }
+    wide = tuple(
+        _PrecisionRule(
+            Patterns((module,), "quantized_layers"),
+            cache(partial(_listed_format, entry)),
+            "quantized_layers",
+        )
+        for module, entry in entries.items()
+        if "*" in module
     )
-    listed = _listed_schemes(inner) if main.storage == "modelopt" else {}
-    return Precision(main, excluded, key, rules, listed)
+    listed = _listed_schemes(entries, precision.gated)
+    mixed = str(config.get("quant_algo")).upper() == MIXED_PRECISION
+    return replace(
+        precision, rules=wide, listed=listed, rest_key="quantized_layers" if mixed and not listed else ""
+    )
 
 
-def _listed_schemes(config: Config) -> dict[int, Scheme]:
-    """The scheme of each layer whose expert modules the config lists (ModelOpt's mixed precision)."""
-    names: dict[int, set[str]] = {}
-    for module, name in listed_algorithms(config).items():
+def _listed_format(entry: Config) -> Parsed:
+    return "modelopt", modelopt_scheme(entry.get("quant_algo"), "quantized_layers", entry), "", {}, ()
+
+
+def _names_experts(module: str, family: Family) -> bool:
+    """True for a module of the main model's routed experts, by its name or by the family's."""
+    if is_expert_rule(module):
+        return True
+    match = _LAYER.search(module)
+    known = "shared" not in module and "mtp" not in module
+    return (
+        known
+        and match is not None
+        and f"{module[match.end() :]}.".startswith(tuple(f"{block}." for block in family.experts))
+    )
+
+
+def _listed_schemes(entries: Mapping[str, Config], gated: bool) -> dict[int, Scheme]:
+    """The scheme of each layer whose expert modules are listed one by one."""
+    found: dict[int, dict[str, set[str]]] = {}
+    schemes: dict[str, Scheme] = {}
+    for module, entry in entries.items():
         match = _LAYER.search(module)
-        if match is not None:
-            names.setdefault(int(match[1]), set()).add(name)
-    for layer, algorithms in names.items():
+        if match is None or "*" in module:
+            continue
+        name = str(entry.get("quant_algo"))
+        if name not in schemes or entry.get("group_size") is not None:
+            schemes[name] = modelopt_scheme(name, "quantized_layers", entry)
+        found.setdefault(int(match[1]), {}).setdefault(name, set()).update(_roles(module))
+    for layer, algorithms in found.items():
         if len(algorithms) > 1:
             raise CheckpointError(
                 f"quantization_config.quantized_layers must have one quant_algo for all routed experts of "
                 f"layer {layer}, got {', '.join(sorted(algorithms))}.",
-                hint="Check config.json, or ask for experts of several formats to be added.",
+                reason="Fused kernels take all of a layer's experts in one format.",
+                hint="Quantize all experts of the layer in one format, or check config.json.",
             )
-    schemes = {name: modelopt_scheme(name, "quantized_layers") for (name,) in map(tuple, names.values())}
-    return {layer: schemes[next(iter(algorithms))] for layer, algorithms in names.items()}
+        ((name, roles),) = algorithms.items()
+        absent = {"up", "down"} | ({"gate"} if gated and "gate" in roles else set())
+        if absent := absent - roles:
+            raise mixed_matrices(
+                layer, f"{', '.join(sorted(roles))} {name}, {', '.join(sorted(absent))} unlisted"
+            )
+    return {layer: schemes[next(iter(algorithms))] for layer, algorithms in found.items()}
+
+
+def _roles(module: str) -> set[str]:
+    """The matrices among gate, up and down for which a listed module stands."""
+    leaf = module.rpartition(".")[2]
+    block = next((block for block in _BARE if f".{block}.{leaf}" in module), "")
+    named = zip(("gate", "up", "down"), _BARE.get(block, _LEAVES), strict=True)
+    roles = {role for role, leaves in named if leaf in {name.removeprefix("0.") for name in leaves}}
+    return roles or {"gate", "up", "down"}
 
 
 def _quark_rules(config: Config) -> Iterable[_PrecisionRule]:
     rules = config.get("layer_quant_config")
     for name, rule in rules.items() if isinstance(rules, Mapping) else ():
-        if isinstance(rule, Mapping) and (is_expert_rule(name) or name.startswith(REGEX)):
+        if isinstance(rule, Mapping) and _may_be_experts(name):
             key = f"layer_quant_config.{name}"
-            yield _PrecisionRule(Patterns((name,), "layer_quant_config"), quark_scheme(rule, key), key)
+            read = cache(partial(_quark_format, rule, key))
+            yield _PrecisionRule(Patterns((name,), "layer_quant_config"), read, key)
 
 
-def _group_rules(config: Config) -> Iterable[_PrecisionRule]:
-    """One rule for each compressed-tensors group that names modules, if there are several groups."""
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) < 2 or config.get("quant_algo"):
-        return
-    for name, group in groups.items():
-        targets = group.get("targets") if isinstance(group, Mapping) else None
-        modules = [target for target in targets or () if isinstance(target, str) and is_module(target)]
-        if modules:
-            key = f"config_groups.{name}"
-            yield _PrecisionRule(
-                Patterns(modules, f"{key}.targets"), group_scheme(group, key), f"{key}.weights"
-            )
+def _quark_format(rule: Config, key: str) -> Parsed:
+    return "quark", quark_scheme(rule, key), "", {}, ()
+
+
+def _with_groups(precision: Precision, config: Config) -> Precision:
+    """`precision` with compressed-tensors' groups: full names first, then expressions, then classes."""
+    by_name: list[_PrecisionRule] = []
+    by_regex: list[_PrecisionRule] = []
+    rest = None
+    for name, group in mapping(config, "config_groups").items():
+        targets = names(group, "targets")
+        key = f"config_groups.{name}"
+        read = cache(partial(compressed_group, config, name, group))
+        expressions = [target for target in targets if target.startswith(REGEX)]
+        modules = [target for target in targets if target not in expressions and "." in target]
+        for kept, rules in ((modules, by_name), (expressions, by_regex)):
+            if kept:
+                patterns = Patterns(kept, f"{key}.targets", exact=True)
+                rules.append(_PrecisionRule(patterns, read, f"{key}.weights"))
+        if rest is None and any(map(is_class_of_experts, targets)):
+            rest = _PrecisionRule(Patterns((), ""), read, f"{key}.weights")
+    key = "" if rest else "config_groups"
+    return replace(precision, rules=(*by_name, *by_regex), rest=rest, rest_key=key)
+
+
+def _dynamic_rules(config: Config) -> Iterable[_PrecisionRule]:
+    """One rule for each of GPTQ's `dynamic` expressions, of which the first that matches applies."""
+    for name, rule in mapping(config, "dynamic").items():
+        pattern = Patterns((name.removeprefix("+:").removeprefix("-:"),), "dynamic", regex=True)
+        if name.startswith("-:"):
+            yield _PrecisionRule(pattern, _unquantized, "dynamic")
+        elif isinstance(rule, Mapping):
+            yield _PrecisionRule(pattern, cache(partial(overridden, config, rule)), "dynamic")
+
+
+def _unquantized() -> Parsed:
+    return "plain", Scheme(BF16), "", {}, ()
 
 
 def _auto_round_rules(config: Config) -> Iterable[_PrecisionRule]:
-    """One rule for each format in AutoRound's exceptions, which are names or regular expressions."""
+    """Rules for AutoRound's exceptions, which are names or regular expressions; equal ones share a rule."""
     entries = config.get("extra_config")
-    patterns: dict[Scheme, list[str]] = {}
+    patterns: dict[str, tuple[Config, list[str]]] = {}
     for name, entry in entries.items() if isinstance(entries, Mapping) else ():
-        if isinstance(entry, Mapping) and is_expert_rule(name):
-            text = name if _NAME.fullmatch(name) else REGEX + name
-            patterns.setdefault(auto_round_scheme(config, entry), []).append(text)
-    for scheme, texts in patterns.items():
-        yield _PrecisionRule(Patterns(texts, "extra_config"), scheme, "extra_config")
+        if isinstance(entry, Mapping) and _may_be_experts(name):
+            text = name if _NAME.fullmatch(name) else REGEX + name.removeprefix(REGEX)
+            patterns.setdefault(json.dumps(entry, sort_keys=True), (entry, []))[1].append(text)
+    for entry, texts in patterns.values():
+        read = cache(partial(overridden, config, entry))
+        yield _PrecisionRule(Patterns(texts, "extra_config"), read, "extra_config")
 
 
-def is_module(target: str) -> bool:
-    """True for a target that is a module name or pattern, and not a class such as ``Linear``."""
-    return target.startswith(REGEX) or "." in target
+def _may_be_experts(name: str) -> bool:
+    text = name.lower()
+    return not any(word in text for word in _ELSEWHERE)
 
 
-def likely_modules(layer: int) -> tuple[str, ...]:
-    """Names that a layer's expert matrices have in published checkpoints, for configs without headers."""
-    return tuple(
-        f"{prefix}{word}.{layer}.{block}{leaf}"
-        for prefix, word in (*((prefix, "layers") for prefix in _PREFIXES), ("transformer.", "blocks"))
-        for block in _BLOCKS
-        for leaf in _LEAVES
-    )
+def expert_modules(blocks: Sequence[str], layer: int, gated: bool = True) -> Sequence[tuple[str, ...]]:
+    """Names that gate, up and down of a layer's first expert may have, each with the modules around it.
 
+    `blocks` are the modules of a layer that hold the experts. Without `gated` there are only up and down.
+    """
+    prefixes = [f"{prefix}.{layer}." for prefix in _PREFIXES]
+    stems = tuple(prefix + block for prefix in prefixes for block in blocks)
 
-_LIKELY_NAMES = " ".join(likely_modules(0))
+    def role(index: int) -> tuple[str, ...]:
+        leaves = (f"{block}.{leaf}" for block in blocks for leaf in _BARE.get(block, _LEAVES)[index])
+        return (*stems, *(prefix + leaf for leaf in leaves for prefix in prefixes))
+
+    return [role(index) for index in range(0 if gated else 1, 3)]

@@ -30,7 +30,8 @@ class Patterns:
     A pattern without wildcards matches every module whose name contains its components in a row, so
     ``gate`` does not match ``gate_proj`` and ``layers.1.`` does not match ``layers.10``. A glob matches a
     module or any of its parents. A regular expression (prefix ``re:``, or every pattern with `regex`) must
-    match at the beginning of the full name.
+    match at the beginning of the full name. With `exact`, as in compressed-tensors, a pattern that is no
+    regular expression is a full module name, and matches neither its children nor another spelling of it.
 
     Raises CheckpointError for an invalid regular expression, or one that is too expensive to match.
 
@@ -42,8 +43,9 @@ class Patterns:
         False
     """
 
-    def __init__(self, patterns: Iterable[str], where: str, regex: bool = False) -> None:
-        self.texts, self._where, self._regex = tuple(patterns), where, regex
+    def __init__(self, patterns: Iterable[str], where: str, regex: bool = False, exact: bool = False) -> None:
+        self.texts, self._where, self._regex, self._exact = tuple(patterns), where, regex, exact
+        self._names: set[str] = set()
         self._runs: set[tuple[str, ...]] = set()
         self._tests: list[Callable[[str], Any]] = []
         self._inside: list[Callable[[str], Any]] = []
@@ -52,13 +54,15 @@ class Patterns:
                 raise _refuse(where, text, f"a pattern of at most {LENGTH_LIMIT} characters")
             if regex or text.startswith(REGEX):
                 self._tests.append(_regex(text.removeprefix(REGEX), where))
+            elif exact:
+                self._names.add(text)
             elif _GLOB.search(text):
                 self._inside.append(_glob(text, where))
             elif components := tuple(filter(None, text.split("."))):
                 self._runs.add(components)
 
     def __bool__(self) -> bool:
-        return bool(self._runs or self._tests or self._inside)
+        return bool(self._names or self._runs or self._tests or self._inside)
 
     def restricted_to(self, names: str) -> Patterns:
         """The patterns that may match one of the space-separated `names`: all of their words occur in it.
@@ -71,11 +75,11 @@ class Patterns:
             words = _WORD.findall(text) if not regex else _WORD.match(text.removeprefix(REGEX)) or ()
             if all(word in names for word in ((words[0],) if isinstance(words, re.Match) else words)):
                 kept.append(text)
-        return Patterns(kept, self._where, self._regex)
+        return Patterns(kept, self._where, self._regex, self._exact)
 
     def matches(self, module: str) -> bool:
         """True when a pattern matches `module`, a full dotted name."""
-        if any(test(module) for test in self._tests):
+        if module in self._names or any(test(module) for test in self._tests):
             return True
         parts = module.split(".")
         if self._runs and not self._runs.isdisjoint(_runs_of(parts)):

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...problem.schemes import (
+    A16,
     BF16,
     FP8_ACT_TENSOR,
     FP8_ACT_TENSOR_STATIC,
@@ -17,18 +18,22 @@ from ...problem.schemes import (
     MXFP4,
     MXFP8,
     MXFP8_ACT,
+    NVFP4,
     Scheme,
     act_format,
     int_format,
     weight_format,
 )
+from .module_patterns import REGEX
 from .quantization_formats import (
     Config,
+    check_group,
     group_scheme,
     group_size,
     integer,
     is_expert_rule,
     is_general_expert_rule,
+    is_modelopt,
     mapping,
     modelopt_scheme,
     names,
@@ -95,19 +100,41 @@ def parse_quantization(
         )
     if not quantization_config:
         return UNQUANTIZED
-    method = quantization_config.get("quant_method")
-    parser = _METHODS.get(method) if isinstance(method, str) else None
-    if parser is None or not isinstance(method, str):
+    method = quantization_method(quantization_config)
+    parser = _METHODS.get(method)
+    if parser is None:
         raise CheckpointError(
-            f"quantization method {method!r} is not understood; known ones are {', '.join(KNOWN_METHODS)}.",
+            f"quantization method {quantization_config.get('quant_method')!r} is not understood; "
+            f"known ones are {', '.join(KNOWN_METHODS)}.",
             hint="Check quantization_config.quant_method in config.json, or ask for this method to be added.",
         )
     storage, scheme, order, keys, ignore = parser(quantization_config, model_type)
     sources = {name: f"config:quantization_config.{key}" for name, key in keys.items()}
-    if method == "fp8" and expert_dtype == "fp4" and scheme.weight.name == "fp8":
+    if method == "fp8" and expert_dtype.lower() == "fp4" and scheme.weight.name == "fp8":
         storage, scheme = "mxfp4", Scheme(MXFP4)
         sources = dict.fromkeys(sources, "config:expert_dtype")
     return Quantization(storage, scheme, order, sources, ignore, method, _states_act(quantization_config))
+
+
+def quantization_method(config: Config) -> str:
+    """The `quant_method` of a quantization config in its usual spelling; ``""`` if it is not a known one.
+
+    Letter case and the choice of dash or underscore do not matter. A config without the key is recognized by
+    a key that only one tool writes.
+    """
+    stated = config.get("quant_method")
+    if isinstance(stated, str):
+        return _SPELLINGS.get(_spelled(stated), "")
+    if stated is None and isinstance(config.get("config_groups"), Mapping):
+        return "compressed-tensors"
+    inner = config.get("quantization")
+    if stated is None and "quant_algo" in (inner if isinstance(inner, Mapping) else config):
+        return "modelopt"
+    return ""
+
+
+def _spelled(method: str) -> str:
+    return method.lower().replace("_", "-").removeprefix("intel/")
 
 
 Parsed = tuple[str, Scheme, str, dict[str, str], tuple[str, ...]]
@@ -129,7 +156,7 @@ def _mxfp8(config: Config, model_type: str) -> Parsed:
 def _fp8(config: Config, model_type: str) -> Parsed:
     ignore = names(config, "modules_to_not_convert", "ignored_layers", "ignore")
     if "moe_quant_algo" in config:
-        scheme = modelopt_scheme(config["moe_quant_algo"], "moe_quant_algo")
+        scheme = modelopt_scheme(config["moe_quant_algo"], "moe_quant_algo", config)
         return "modelopt", scheme, "", {"storage": "moe_quant_algo", "scheme": "moe_quant_algo"}, ignore
     if config.get("weight_block_size") is not None:
         rows, columns = pair(config, "weight_block_size", "")
@@ -149,21 +176,30 @@ def _modelopt(config: Config, model_type: str) -> Parsed:
     name, key = inner.get("quant_algo"), "quant_algo"
     if name is None and "quant_algo" in inner:
         return "plain", Scheme(BF16), "", {"storage": key, "scheme": key}, ignore
-    if name == "MIXED_PRECISION":
-        algorithms = Counter(listed_algorithms(inner).values())
-        if not algorithms:
-            raise refuse("quantized_layers", "an object that names the quant_algo of routed experts", None)
-        name, key = algorithms.most_common(1)[0][0], "quantized_layers"
-    return "modelopt", modelopt_scheme(name, key), "", {"storage": "quant_method", "scheme": key}, ignore
+    entry = inner
+    if isinstance(name, str) and name.upper() == MIXED_PRECISION:
+        key, modules = "quantized_layers", listed_modules(inner)
+        if not modules:
+            raise refuse(key, "an object that names the quant_algo of modules", None)
+        listed = [rule for module, rule in modules.items() if is_expert_rule(module)]
+        # Experts may be called otherwise; which modules are theirs is for `read_precision` to say.
+        listed = listed or [rule for rule in modules.values() if is_modelopt(rule.get("quant_algo"))]
+        if not listed:
+            return "plain", Scheme(BF16), "", {"storage": key, "scheme": key}, ignore
+        name = Counter(str(rule.get("quant_algo")) for rule in listed).most_common(1)[0][0]
+        entry = next(rule for rule in listed if str(rule.get("quant_algo")) == name)
+    scheme = modelopt_scheme(name, key, entry)
+    return "modelopt", scheme, "", {"storage": "quant_method", "scheme": key}, ignore
 
 
-def listed_algorithms(config: Config) -> dict[str, str]:
-    """ModelOpt's `quant_algo` of each listed module of routed experts; empty without a list."""
-    return {
-        module: str(entry.get("quant_algo"))
-        for module, entry in mapping(config, "quantized_layers").items()
-        if isinstance(entry, Mapping) and is_expert_rule(module)
-    }
+MIXED_PRECISION = "MIXED_PRECISION"
+"""ModelOpt's `quant_algo` of a model whose modules have several, listed as `quantized_layers`."""
+
+
+def listed_modules(config: Config) -> dict[str, Config]:
+    """ModelOpt's entry of each module that it lists as quantized; empty without a list."""
+    listed = mapping(config, "quantized_layers").items()
+    return {module: entry for module, entry in listed if isinstance(entry, Mapping)}
 
 
 _ACT_ORDERS = {
@@ -187,13 +223,25 @@ def _compressed_group(config: Config) -> tuple[str, Config]:
         targets = names(item[1], "targets")
         if any(map(is_general_expert_rule, targets)):
             return 0
-        return 1 if "Linear" in targets else 2 if any(map(is_expert_rule, targets)) else 3
+        return 1 if any(map(is_class_of_experts, targets)) else 2 if any(map(is_expert_rule, targets)) else 3
 
     return min(usable.items(), key=rank)
 
 
+def is_class_of_experts(target: str) -> bool:
+    """True for a target of compressed-tensors that is a class of modules to which experts belong."""
+    name = target.lower()
+    is_class = "." not in target and not target.startswith(REGEX)
+    return is_class and (name == "linear" or "expert" in name or "moe" in name)
+
+
 def _compressed(config: Config, model_type: str) -> Parsed:
     name, group = _compressed_group(config)
+    return compressed_group(config, name, group)
+
+
+def compressed_group(config: Config, name: str, group: Config) -> Parsed:
+    """The parsed group `name` of a compressed-tensors config; CheckpointError if it is not understood."""
     where = f"config_groups.{name}"
     order = mapping(group, "weights").get("actorder")
     if isinstance(order, (list, dict)) or order not in _ACT_ORDERS:
@@ -214,7 +262,7 @@ def _compressed(config: Config, model_type: str) -> Parsed:
 
 def _states_act(config: Config) -> bool:
     """False for a compressed-tensors group without the key `input_activations`."""
-    if config.get("quant_method") != "compressed-tensors":
+    if quantization_method(config) != "compressed-tensors":
         return True
     return "input_activations" in _compressed_group(config)[1]
 
@@ -228,11 +276,11 @@ def _lists_experts(modules: object) -> bool:
 
 
 def _gptq(config: Config, model_type: str) -> Parsed:
-    rules = mapping(config, "dynamic")
-    ignore = tuple(name[2:] for name in rules if name.startswith("-:"))
-    for name, rule in rules.items():
-        if not name.startswith("-:") and is_expert_rule(name) and isinstance(rule, Mapping):
+    ignore = names(config, "modules_to_not_convert")
+    for name, rule in mapping(config, "dynamic").items():
+        if not name.startswith("-:") and is_general_expert_rule(name) and isinstance(rule, Mapping):
             config = {**config, **rule}
+            break
     if not _lists_experts(config.get("modules_in_block_to_quantize")):
         key = "modules_in_block_to_quantize"
         return "plain", Scheme(BF16), "", {"storage": key, "scheme": key}, ignore
@@ -244,7 +292,7 @@ def _gptq(config: Config, model_type: str) -> Parsed:
     # With one group per column the permuted order changes nothing.
     order = "group" if config.get("desc_act") and group != FULL else ""
     keys = {"storage": "quant_method", "scheme": "bits", "act_order": "desc_act"}
-    return "gptq", Scheme(weight), order, keys, ignore + names(config, "modules_to_not_convert")
+    return "gptq", Scheme(weight), order, keys, ignore
 
 
 def zeros_less_one(config: Mapping[str, Any]) -> bool:
@@ -280,14 +328,42 @@ def _quark(config: Config, model_type: str) -> Parsed:
 
 
 def _auto_round(config: Config, model_type: str) -> Parsed:
-    """AutoRound packs weights as AWQ or as GPTQ does; `packing_format` says which."""
-    return (_awq if "awq" in str(config.get("packing_format")) else _gptq)(config, model_type)
+    """AutoRound packs integers as AWQ or as GPTQ does, and block floats as compressed-tensors does."""
+    kind = word(config, "data_type", "int")
+    bits, packing = integer(config, "bits", ""), word(config, "packing_format")
+    if bits >= 16:
+        return "plain", Scheme(BF16), "", {"storage": "bits", "scheme": "bits"}, ()
+    if kind == "int":
+        return (_awq if "awq" in packing else _gptq)(config, model_type)
+    blocks = {("mx_fp", 4): MXFP4, ("mx_fp", 8): MXFP8, ("nv_fp", 4): NVFP4}
+    # Later versions write the bits into the name: mx_fp4, nv_fp4.
+    weight = blocks.get((kind.rstrip("48"), bits))
+    if weight is None:
+        raise refuse("data_type", "int, mx_fp (4 or 8 bits) or nv_fp (4 bits)", f"{kind} with {bits} bits")
+    check_group(weight, integer(config, "group_size", "", weight.group), "group_size")
+    act = A16
+    act_bits = integer(config, "act_bits", "", 16)
+    if act_bits < 16:
+        act_kind = word(config, "act_data_type", kind)
+        named = next(
+            (item for (name, size), item in blocks.items() if act_kind.startswith(name) and size == act_bits),
+            None,
+        )
+        if named is None:
+            raise refuse(
+                "act_data_type", "mx_fp (4 or 8 bits) or nv_fp (4 bits)", f"{act_kind} with {act_bits} bits"
+            )
+        act = act_format(named.name)
+    keys = {"storage": "packing_format", "scheme": "data_type"}
+    return "compressed-tensors", Scheme(weight, act), "", keys, names(config, "modules_to_not_convert")
 
 
-def auto_round_scheme(config: Config, entry: Config) -> Scheme:
-    """The scheme of the modules under one `entry` of AutoRound's `extra_config`, which overrides `config`."""
-    merged = {**config, **entry}
-    return Scheme(BF16) if integer(merged, "bits", "") >= 16 else _auto_round(merged, "")[1]
+def overridden(config: Config, entry: Config) -> Parsed:
+    """The parsed format of modules for which `entry` replaces keys of a GPTQ or AutoRound `config`."""
+    merged = {key: value for key, value in config.items() if key not in ("dynamic", "extra_config")} | dict(
+        entry
+    )
+    return _METHODS[quantization_method(config)](merged, "")
 
 
 _METHODS: dict[str, Callable[[Config, str], Parsed]] = {
@@ -306,5 +382,6 @@ _METHODS: dict[str, Callable[[Config, str], Parsed]] = {
     "mxfp8": _mxfp8,
     "quark": _quark,
 }
+_SPELLINGS = {_spelled(method): method for method in _METHODS}
 KNOWN_METHODS = tuple(sorted(_METHODS))
 """The `quant_method` names that `parse_quantization` reads."""

@@ -65,11 +65,11 @@ def group_size(config: Config, key: str, where: str, default: int | None = None)
 
 
 def word(config: Config, key: str, default: str = "") -> str:
-    """The string at `key`; `default` when absent. Another value is returned as its repr, which matches no
-    known word.
+    """The string at `key` in lower case; `default` when absent. Another value is returned as its repr, which
+    matches no known word.
     """
     value = config.get(key)
-    return default if value is None else value if isinstance(value, str) else shown(value)
+    return default if value is None else value.lower() if isinstance(value, str) else shown(value)
 
 
 def pair(config: Config, key: str, where: str) -> tuple[int, int]:
@@ -130,11 +130,41 @@ MODELOPT_ALGORITHMS = {
 }
 
 
-def modelopt_scheme(name: object, key: str) -> Scheme:
-    """The scheme of ModelOpt's algorithm `name`; CheckpointError, which names `key`, for an unknown one."""
-    if not isinstance(name, str) or name.upper() not in MODELOPT_ALGORITHMS:
+def modelopt_scheme(name: object, key: str, entry: Config | None = None) -> Scheme:
+    """The scheme of ModelOpt's algorithm `name`.
+
+    Raises CheckpointError, which names `key`, for an unknown one, and for a `group_size` in `entry` that is
+    not the one of the format.
+    """
+    if not isinstance(name, str) or not is_modelopt(name):
         raise refuse(key, f"one of {', '.join(MODELOPT_ALGORITHMS)}", name)
-    return MODELOPT_ALGORITHMS[name.upper()]
+    scheme = MODELOPT_ALGORITHMS[name.upper()]
+    if entry and scheme.weight.number.block and entry.get("group_size") is not None:
+        check_group(scheme.weight, integer(entry, "group_size", ""), "group_size")
+    return scheme
+
+
+def is_modelopt(name: object) -> bool:
+    """True for the name of one of ModelOpt's algorithms."""
+    return isinstance(name, str) and name.upper() in MODELOPT_ALGORITHMS
+
+
+def check_group(weight: WeightFormat, size: int, key: str) -> None:
+    """CheckpointError, which asks for the right one of two, unless `size` is the format's group size."""
+    if size == weight.group:
+        return
+    others = [
+        number.name.upper()
+        for number in block_formats()
+        if number.bits == weight.bits and weight_format(number.name).group == size
+    ]
+    raise CheckpointError(
+        f"quantization_config.{key} must be {weight.group} for {weight.name.upper()}, got {size}.",
+        hint=f"Is the format {weight.name.upper()} or {' or '.join(others)}? Correct config.json."
+        if others
+        else f"Are the groups {weight.group} or {size} wide? No known tool writes {weight.name.upper()} with "
+        f"{size}; correct config.json if it is mistaken.",
+    )
 
 
 def modelopt_algorithm(scheme: Scheme) -> str:
@@ -148,7 +178,18 @@ def modelopt_algorithm(scheme: Scheme) -> str:
 def group_scheme(group: Config, where: str) -> Scheme:
     """The scheme of a compressed-tensors config group at path `where`; CheckpointError if not understood."""
     weights, inputs = mapping(group, "weights"), mapping(group, "input_activations")
-    return Scheme(_compressed_weight(weights, f"{where}.weights."), _compressed_act(inputs, where))
+    weight = _compressed_weight(weights, f"{where}.weights.")
+    stated = _BLOCK_FORMAT.match(word(group, "format"))
+    named = weight_format(stated[1]) if stated else None
+    if word(weights, "strategy") == "tensor_group" and weights.get("num_bits") == NVFP4.bits:
+        named = NVFP4
+    if named is not None and weight.name != named.name:
+        check_group(named, weight.group, f"{where}.weights.group_size")
+    return Scheme(weight, _compressed_act(inputs, where))
+
+
+_BLOCK_FORMAT = re.compile(r"(nvfp4|mxfp4|mxfp8)-")
+"""The number format in the name of a compressed-tensors `format` that has only one."""
 
 
 def _blocks(spec: Config, where: str) -> tuple[int, int]:
@@ -236,7 +277,7 @@ def _quark_weight(spec: Config, where: str) -> WeightFormat:
         ("fp8_e4m3", (1, FULL)): FP8_CHANNEL,
         **({("fp8_e4m3", block): weight_format("fp8", block)} if block[0] > 1 else {}),
     }
-    key = (str(spec.get("dtype")), block)
+    key = (word(spec, "dtype"), block)
     if key not in formats:
         raise refuse(f"{where}.weight.dtype", "fp4 (groups of 32), fp8_e4m3, int4 or int8", key[0])
     return formats[key]
@@ -247,7 +288,7 @@ def _quark_act(spec: Config, where: str) -> ActFormat:
         return A16
     block, dynamic = _quark_block(spec, f"{where}.input_tensors."), bool(spec.get("is_dynamic"))
     kinds = {"fp4": "mxfp4", "fp8_e4m3": "fp8", "int8": "int8"}
-    kind = str(spec.get("dtype"))
+    kind = word(spec, "dtype")
     if kind not in kinds or (kind == "fp4" and block != (1, 32)):
         raise refuse(f"{where}.input_tensors.dtype", "fp4 in groups of 32, fp8_e4m3 or int8", kind)
     return act_format("mxfp8" if (kind, block) == ("fp8_e4m3", (1, 32)) else kinds[kind], block, dynamic)

@@ -22,6 +22,8 @@ SUFFIX = ".safetensors"
 QUANTIZATION_FILES: Mapping[str, str] = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "quantization_config.json": "auto-round",
 }
 """Separate files with the quantization config, and the `quant_method` of each."""
 
@@ -31,11 +33,11 @@ def separate_quantization(
 ) -> tuple[Mapping[str, Any] | None, str]:
     """The quantization config of the first of `QUANTIZATION_FILES` in `documents`, and its file name.
 
-    None and an empty name if there is no such file.
+    None and an empty name if there is no such file, or only empty ones.
     """
     for name, method in QUANTIZATION_FILES.items():
         document = documents.get(name)
-        if document is not None:
+        if document:
             return {"quant_method": method, **document}, name
     return None, ""
 

@@ -10,6 +10,7 @@ from ...files.strict_json import FETCH_AGAIN, shown
 from ...files.tensor_table import TensorInfo
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL, Scheme, WeightFormat
+from ..config.layer_precision import mixed_matrices
 from .layer_index import RENAME, LayerTensors
 from .shapes import AxisSize, SymbolicShape, shape_at
 from .storage import STORAGES, Storage, format_sizes
@@ -51,6 +52,7 @@ def match_storage(layer: LayerTensors, problem: MoEProblem, experts: int) -> Sto
     Raises CheckpointError about the closest storage when none matches.
     """
     tensors = next(iter(layer.experts.values()))
+    _refuse_mixed(layer.index, tensors)
     named = _named(layer, problem)
     wrong = {id(item): [leaf for leaf in tensors if not _typed(item, leaf, tensors)] for item in named}
     typed = [item for item in named if not wrong[id(item)]]
@@ -116,6 +118,23 @@ def _named(layer: LayerTensors, problem: MoEProblem) -> list[Storage]:
         f"layer {layer.index}: the {nearest.name(problem.storage)} experts {' and '.join(parts)}.",
         hint=CONFIG_HINT,
     )
+
+
+def _refuse_mixed(layer: int, tensors: HeadersByName) -> None:
+    """CheckpointError when some of an expert's matrices are quantized, and others are not or differently."""
+    stored = {
+        matrix: (suffix, info.dtype)
+        for leaf, info in tensors.items()
+        for matrix, _, suffix in [leaf.rpartition(".")]
+        if matrix and suffix in _WEIGHTS
+    }
+    if len(set(stored.values())) > 1:
+        said = ", ".join(f"{matrix}.{suffix} {dtype}" for matrix, (suffix, dtype) in sorted(stored.items()))
+        raise mixed_matrices(layer, said)
+
+
+_WEIGHTS = ("weight", "weight_packed", "qweight")
+"""Suffixes of the tensors that hold a matrix's codes."""
 
 
 def _refuse_lacking(layer: LayerTensors, problem: MoEProblem) -> None:

@@ -20,7 +20,7 @@ from ..manifest.manifest_records import LayerRecord, SourceTensorHashes
 from ..manifest.progress_log import Meter, ProgressLog
 from ..plan.conversion_plan import LayerPlan
 from ..rank_slice import SliceHashes
-from ..steps.value_steps import Statistics, Tensors
+from ..steps.value_steps import Statistics, Tensors, update_statistics
 from ..stream.devices import BufferExtent, ConversionDevice
 from ..stream.expert_batches import ExpertBatches
 from ..stream.pipeline import PipelineSlot, WorkerThreads
@@ -154,16 +154,22 @@ class LayerStages:
     def _batches_of(self, layer: LayerInProgress) -> Iterator[ExpertBatch]:
         layer.open(self.workers)
         jobs = [ExpertBatch(layer, *span) for span in spans(layer.plan.map.experts, layer.plan.batch)]
-        self._collect_statistics(jobs, layer)
+        self._collect_statistics(layer)
         yield from jobs
 
-    def _collect_statistics(self, jobs: list[ExpertBatch], layer: LayerInProgress) -> None:
-        """Collects the statistics that the writer needs, in a separate pass over the roles concerned."""
-        plan, roles = layer.plan, frozenset(statistic.role for statistic in layer.plan.writer.statistics)
-        batches = ExpertBatches(plan.map, roles)
-        for job in jobs if roles else []:
-            batch = batches.load(job.first, job.last, self._fill)
-            layer.statistics = plan.writer.update_statistics(plan.rank_slice.slice(batch), layer.statistics)
+    def _collect_statistics(self, layer: LayerInProgress) -> None:
+        """Collects the statistics that the writer needs, in a separate pass over the roles concerned.
+
+        Input scales are those of all the layer's experts: ranks that hold different experts of a layer
+        exchange tokens that are quantized by one scale.
+        """
+        plan, needed = layer.plan, layer.plan.writer.statistics
+        for of_layer, mapped in ((False, plan.map), (True, plan.whole)):
+            chosen = tuple(statistic for statistic in needed if statistic.of_layer == of_layer)
+            batches = ExpertBatches(mapped, frozenset(statistic.role for statistic in chosen))
+            for first, last in spans(mapped.experts, plan.batch) if chosen else ():
+                batch = plan.rank_slice.slice(batches.load(first, last, self._fill))
+                layer.statistics = {**layer.statistics, **update_statistics(chosen, batch, layer.statistics)}
 
     def _fill(self, info: TensorInfo, at: int, view: memoryview) -> None:
         self.reader.read(info.file, view, info.start + at)

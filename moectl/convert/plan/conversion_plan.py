@@ -34,12 +34,14 @@ from .memory_budget import BASE_MEMORY, MIB, slot_buffers
 class LayerPlan:
     """One layer: the unit of work, of output files, and of resuming.
 
-    `map` covers only the experts of `rank_slice`, each of them whole; `problem` is the rank's, with padded
-    sizes. `batch` is the number of experts converted at once, `working` the bytes that this takes in addition
-    to the buffers; `logical_dtypes` names what a tensor's bytes mean where its dtype does not say.
+    `map` covers only the experts of `rank_slice`, each of them whole, and `whole` all of the layer's.
+    `problem` is the rank's, with padded sizes. `batch` is the number of experts converted at once, `working`
+    the bytes that this takes in addition to the buffers; `logical_dtypes` names what a tensor's bytes mean
+    where its dtype does not say.
     """
 
     map: LayerMapping
+    whole: LayerMapping
     rank_slice: RankSlice
     problem: MoEProblem
     writer: Writer

@@ -112,11 +112,11 @@ def _plan_group(
     slices = recipe.shapes if rank_slice.sliced else {}
     batch, working = plan_batch(maps[0], prepared_writer(maps[0], recipe), slices, memory)
     planned = []
-    for mapped in maps:
+    for mapped, layer in zip(maps, whole, strict=True):
         writer = prepared_writer(mapped, recipe)
         file = plan_file(layer_file(mapped.layer), writer.specs, _metadata(layout))
         dtypes = {output_name(mapped.prefix, role): dtype for role, dtype in layout.logical_dtypes.items()}
-        planned.append(LayerPlan(mapped, rank_slice, problem, writer, file, batch, working, dtypes))
+        planned.append(LayerPlan(mapped, layer, rank_slice, problem, writer, file, batch, working, dtypes))
     return _group_record(group, rank_slice, problem, layout, maps[0], recipe), planned
 
 

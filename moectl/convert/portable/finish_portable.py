@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...checkpoint.source.shards import QUANTIZATION_FILES
 from ...errors import CheckpointError, UsageError
 from ...files.atomic import write_file
 from ...files.records import to_json
@@ -20,7 +21,7 @@ from .verify_portable import layer_digest, verify_portable
 if TYPE_CHECKING:
     from ..plan.conversion_plan import ConversionPlan
 
-STALE = frozenset(("hf_quant_config.json", "quantize_config.json", "quant_config.json", REPORT))
+STALE = frozenset((*QUANTIZATION_FILES, REPORT))
 """Files of the source that describe its quantization and are not copied."""
 
 REPORT_VERSION = 1

@@ -220,7 +220,9 @@ def _plan_linears(
         batch, working = plan_batch(plan.map, plan.writer, {}, memory)
         file = plan_file(f"{LINEARS_PREFIX}{i:05d}.safetensors", plan.writer.specs, {"format": "pt"})
         rank_slice = RankSlice(plan.problem)
-        planned.append(LayerPlan(plan.map, rank_slice, plan.problem, plan.writer, file, batch, working, {}))
+        planned.append(
+            LayerPlan(plan.map, plan.map, rank_slice, plan.problem, plan.writer, file, batch, working, {})
+        )
     return planned
 
 
@@ -260,7 +262,7 @@ def _plan_group(
             batch, peak = plan_batch(mapped, writer, {}, memory)
         file = plan_file(f"{PREFIX}{mapped.layer:05d}.safetensors", writer.specs, {"format": "pt"})
         planned.append(
-            LayerPlan(mapped, RankSlice(group.problem), group.problem, writer, file, batch, peak, {})
+            LayerPlan(mapped, mapped, RankSlice(group.problem), group.problem, writer, file, batch, peak, {})
         )
     return plan, planned
 

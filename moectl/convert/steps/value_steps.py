@@ -30,11 +30,17 @@ Shapes = Mapping[str, TensorType]
 class ExpertStatistic:
     """A number over all experts of one canonical role of a layer, computed before any batch is converted.
 
-    `kind` names a row of `STATISTICS`. For a rank of several, the layer is the rank's slice of it.
+    `kind` names a row of `STATISTICS`. For a rank of several, the layer is the rank's slice of it, except for
+    scales of inputs: those are of all experts, wherever they are.
     """
 
     role: str
     kind: str
+
+    @property
+    def of_layer(self) -> bool:
+        """True for a number over the experts of all ranks."""
+        return self.role.endswith("_input")
 
     def __str__(self) -> str:
         return f"{self.kind}({self.role})"

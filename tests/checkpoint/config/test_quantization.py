@@ -90,7 +90,6 @@ def test_gptq_details() -> None:
         gptq(dynamic={"-:.*gate.*": {}, "+:.*experts.*": {"bits": 8, "group_size": 64}})
     )
     assert ruled.scheme.weight == int_format(8, 64)
-    assert ruled.ignore == (".*gate.*",)
 
 
 def test_the_group_that_names_experts_is_taken() -> None:

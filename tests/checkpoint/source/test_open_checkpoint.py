@@ -43,6 +43,34 @@ def test_quantization_in_a_file_of_its_own(tiny_kimi: Path, tmp_path: Path) -> N
     assert group.sources["scheme"].startswith("config:hf_quant_config.json.")
 
 
+SEPARATE = {
+    "quantize_config.json": ({"bits": 4, "group_size": 128}, "gptq"),
+    "quant_config.json": ({"w_bit": 4, "q_group_size": 64, "zero_point": True}, "awq"),
+    "quantization_config.json": ({"bits": 4, "group_size": 32, "data_type": "mx_fp"}, "compressed-tensors"),
+}
+
+
+@pytest.mark.parametrize("empty", [None, {}])
+@pytest.mark.parametrize("file", SEPARATE)
+def test_every_separate_file_counts_unless_the_config_says_more(
+    file: str, empty: dict[str, str] | None, tiny_kimi: Path, tmp_path: Path
+) -> None:
+    config = json.loads((tiny_kimi / "config.json").read_text())
+    inner, config["quantization_config"] = config["quantization_config"], empty
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    document, storage = SEPARATE[file]
+    (tmp_path / file).write_text(json.dumps(document))
+    (group,) = open_checkpoint(tmp_path).groups
+    assert group.problem.storage == storage
+    assert group.sources["scheme"].startswith(f"config:{file}.")
+    (tmp_path / file).write_text("{}")
+    assert open_checkpoint(tmp_path).groups[0].problem.storage == "plain"
+    (tmp_path / file).write_text(json.dumps(document))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": inner}))
+    assert open_checkpoint(tmp_path).groups[0].problem.storage == "compressed-tensors"
+    assert open_checkpoint(tmp_path).groups[0].problem.scheme.weight.name == "int4"
+
+
 @pytest.mark.parametrize("name", ["nothing", "/no/such/folder", "a/b/c", "org/name@", "-x/y", "org/na me"])
 def test_no_such_checkpoint(name: str) -> None:
     with pytest.raises(CheckpointError, match="built-in"):

@@ -526,7 +526,7 @@ EXCLUSIONS = [
     ("ignored_layers", ["model.layers.1.mlp.experts"], {"0, 2": "fp8", "1": "bf16"}),
     (
         "ignored_layers",
-        [f"model.layers.2.mlp.experts.{e}.up_proj" for e in range(E)],
+        [f"model.layers.2.mlp.experts.{e}.{name}_proj" for e in range(E) for name in ("gate", "up", "down")],
         {"0-1": "fp8", "2": "bf16"},
     ),
     ("ignore", ["re:.*self_attn.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"], {"0-2": "fp8"}),
@@ -553,7 +553,7 @@ def test_lists_of_other_writers() -> None:
         "quant_algo": "MIXED_PRECISION",
         "quantized_layers": {
             "model.layers.0.mlp.experts": {"quant_algo": "NVFP4"},
-            "model.layers.1.mlp.experts.0.w1": {"quant_algo": "MXFP8"},
+            **{f"model.layers.1.mlp.experts.0.w{n}": {"quant_algo": "MXFP8"} for n in (1, 2, 3)},
             "model.layers.1.mlp.shared_experts.w1": {"quant_algo": "FP8"},
         },
     }
@@ -572,7 +572,11 @@ def test_exceptions_of_auto_round() -> None:
         "sym": True,
         "packing_format": "auto_round:auto_gptq",
         "extra_config": {
-            **{f"model.layers.0.mlp.experts.{e}.up_proj": {"bits": 16} for e in range(E)},
+            **{
+                f"model.layers.0.mlp.experts.{e}.{name}_proj": {"bits": 16}
+                for e in range(E)
+                for name in ("gate", "up", "down")
+            },
             r".*layers\.1\.mlp\.experts.*": {"bits": 8},
             ".*self_attn.*": {"bits": 16},
             "model.layers.2.mlp.shared_experts": {"bits": 16},
@@ -593,7 +597,7 @@ def test_quark_rules_by_layer() -> None:
         "quant_method": "quark",
         "global_quant_config": {"weight": fp4, "input_tensors": fp4},
         "layer_quant_config": {
-            r"re:.*layers\.1\.ffn\.experts\.\d+\.w1": {"weight": block},
+            r"re:.*layers\.1\.ffn\.experts\.\d+\.w[123]": {"weight": block},
             "*layers.2.mlp.experts*": {"weight": steps},
             r"re:mtp\.0\.ffn\.experts\.\d+\.w1": {"weight": block},
         },

@@ -18,6 +18,7 @@ from moectl.convert.plan.kernel_layout_plan import plan_conversion
 from moectl.kernels.modular.batching import batches_of
 from moectl.kernels.modular.exchange import SingleRankExchange
 from support.rank_cases import CASES, run_rank
+from support.stream_checkpoints import nvfp4_checkpoint
 
 SIZES = (2, 4)
 
@@ -32,14 +33,15 @@ def outcomes(
     size, folder = request.param, tmp_path_factory.mktemp(f"ranks{request.param}")
     (folder / "checkpoint").symlink_to(tiny_gpt_oss)
     convert_for(size, tiny_gpt_oss, folder / "converted")
+    convert_for(size, nvfp4_checkpoint(folder / "nvfp4"), folder / "nvfp4-converted", "trtllm")
     mp.start_processes(run_rank, (size, str(folder)), nprocs=size, start_method="forkserver")
     return [_outcome(folder, rank) for rank in range(size)]
 
 
-def convert_for(size: int, source: Path, out: Path) -> None:
+def convert_for(size: int, source: Path, out: Path, target: str = "moectl") -> None:
     """A checkpoint's experts spread over `size` ranks, each rank's in a folder of its own."""
     checkpoint = open_checkpoint(source)
-    layout = layout_for("moectl", checkpoint.groups[0].problem.scheme.weight)
+    layout = layout_for(target, checkpoint.groups[0].problem.scheme.weight)
     plans = plan_ranks(out, 1, size, None, lambda shard: plan_conversion(checkpoint, layout, shard=shard))
     convert_ranks(plans, lambda item, progress: convert(item.plan, item.folder, progress=progress))
 
