@@ -40,8 +40,7 @@ def explain(
 ) -> ExitCode:
     """Show which fused-MoE backend a checkpoint gets, and why.
 
-    Lists every reason against the other candidates, from config and tensor headers alone: no weights, no
-    GPU, no engine.
+    Needs config and tensor headers alone: no weights, no GPU, no engine.
     """
     from .output import AnswerOutput
 

@@ -277,13 +277,9 @@ class AnswerOptions:
     diff: Annotated[
         Path | None, option("--diff", own=True, help="What changed since this --json document.")
     ] = None
-    strict: Annotated[
-        bool, option("--strict", own=True, help="Exit code 1 on a fallback: see docs/explain.md.")
-    ] = False
+    strict: Annotated[bool, option("--strict", own=True, help="Exit code 1 on a fallback.")] = False
     md: Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")] = False
-    verbose: Annotated[
-        bool, option("--verbose", "-v", help="Every fact with its source, and every candidate.")
-    ] = False
+    verbose: Annotated[bool, option("--verbose", "-v", help="Every fact and every candidate.")] = False
     offline: Offline = False
 
 
