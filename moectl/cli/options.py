@@ -217,8 +217,8 @@ def pick(value: str, known: Iterable[str], what: str) -> str:
     Raises UsageError with the nearest names if it is not one of them.
 
     Example:
-        >>> pick("Triton-Marlin", ["triton", "triton_marlin"], "backend")
-        'triton_marlin'
+        >>> pick("Triton-Kernels", ["marlin", "triton_kernels"], "backend")
+        'triton_kernels'
     """
     spellings = {name.lower().replace("-", "_"): name for name in sorted(known)}
     key = value.lower().replace("-", "_")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "moectl bench ./gpt-oss-20b -m 1,8,64-1024*4",
-    "moectl bench ./prepared --backend triton,torch --routing uniform,zipf:1.2 -o rows.jsonl",
+    "moectl bench ./prepared --backend moectl,torch --routing uniform,zipf:1.2 -o rows.jsonl",
     "moectl bench --model gpt-oss-20b,kimi-k2 -m 1-8192*4 -o rows.jsonl --resume --plot out.svg",
     "moectl bench --rows rows.jsonl --format md",
 )

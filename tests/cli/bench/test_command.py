@@ -115,14 +115,24 @@ def test_files_instead_of_the_table_are_said_in_a_line(tiny_gpt_oss, tmp_path):
 
 def test_a_backend_that_cannot_serve_is_a_row_beside_others(tiny_gpt_oss):
     asked = ("bench", tiny_gpt_oss, *QUICK, "--backend")
-    found = moectl(*asked, "triton,torch", "--json").document["rows"]
+    found = moectl(*asked, "moectl,torch", "--json").document["rows"]
     assert [(row["backend"], row["refused"]) for row in found if row["tokens"] == 1] == [
-        ("triton", True),
+        ("moectl", True),
         ("torch", False),
     ]
     assert "SM80" in found[0]["reason"]
-    for alone in ("triton", "triton,humming"):
+    for alone in ("moectl", "moectl,humming"):
         assert "SM80" in moectl(*asked, alone, code=3).stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "own"), [("triton", "moectl"), ("Triton-Marlin", "moectl_marlin"), ("torch,triton", "moectl")]
+)
+@pytest.mark.parametrize("command", ["bench", "run"])
+def test_the_former_name_of_an_own_backend_is_answered_with_its_name(tiny_gpt_oss, command, typed, own):
+    done = moectl(command, tiny_gpt_oss, "--backend", typed, "--device", "cpu", code=2)
+    assert f"moectl's own backend is called {own}, and an engine's triton is another kernel" in done.stderr
+    assert f"next: Give {own}, or triton_kernels" in done.stderr
 
 
 def test_named_layers_need_no_checkpoint(monkeypatch):
