@@ -364,18 +364,6 @@ def test_a_plot_without_matplotlib_or_of_another_kind_is_refused(monkeypatch, tm
         plot.check_plot(tmp_path / "a.svg")
 
 
-def test_plots_in_characters():
-    text = plot.text_plots([*PLOTTED, row_of(model="other")])
-    assert text.startswith("tiny layers 0-3, mxfp4, uniform") and "other" not in text
-    assert "m moectl, t torch, . roofline, * several" in text
-    field = [line.partition("|")[2] for line in text.splitlines() if "|" in line]
-    assert len(field) == plot.HEIGHT and max(map(len, field)) == plot.WIDTH
-    letters = "".join(field)
-    assert letters.count("t") == letters.count("m") == 5
-    assert field[0].rstrip().endswith("m") and field[-1].startswith(".")
-    assert plot.text_plots([row_of()]) == ""
-
-
 def test_settings_are_plain_data():
     assert json.loads(json.dumps(settings_of().to_json()))["tokens"] == [1, 40]
     assert BenchSettings(checkpoint="x").caches == "cold"
