@@ -10,12 +10,12 @@ from moectl.bench.bench_rows import BenchRow
 from moectl.bench.row_tables import footer
 
 COLUMNS: Mapping[str, str] = {
-    "moectl": "triton",
+    "moectl": "moectl",
     "marlin": "marlin",
     "triton_kernels": "triton_kernels",
     "humming": "humming",
     "flashinfer": "flashinfer_cutlass",
-    "moectl-marlin": "triton_marlin",
+    "moectl_marlin": "moectl_marlin",
 }
 """Column -> backend."""
 

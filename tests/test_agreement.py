@@ -64,28 +64,28 @@ def chosen_on(device, problem):
 
 def test_triton_is_chosen_exactly_where_it_runs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    runner, layout = runner_for("triton"), layout_named("moectl-mtile64")
+    runner, layout = runner_for("moectl"), layout_named("moectl-mtile64")
     taken = 0
     for problem in PROBLEMS[::3]:
         align = padding(layout.name, problem.scheme.weight)
         padded = replace(problem, dims=align.apply(problem.dims))
         reasons = [runner.refusal(problem, torch.device("cuda")), *layout.refusals(padded)]
         runs = not any(reasons)
-        assert (chosen_on("h100", problem) == "triton") == runs, (problem, reasons)
+        assert (chosen_on("h100", problem) == "moectl") == runs, (problem, reasons)
         taken += runs
     assert 20 < taken < len(PROBLEMS) // 3
 
 
-def test_triton_marlin_is_usable_exactly_where_it_runs(monkeypatch):
+def test_moectl_marlin_is_usable_exactly_where_it_runs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    runner, layout = runner_for("triton_marlin"), layout_named("marlin-int4")
+    runner, layout = runner_for("moectl_marlin"), layout_named("marlin-int4")
     taken = 0
     for problem in PROBLEMS:
         align = padding(layout.name, problem.scheme.weight)
         padded = replace(problem, dims=align.apply(problem.dims))
         reasons = [runner.refusal(problem, torch.device("cuda")), *layout.refusals(padded)]
         runs = not any(reasons)
-        decided = select(problem, find_device("h100"), Packages(), policy_named("moectl"), "triton_marlin")
+        decided = select(problem, find_device("h100"), Packages(), policy_named("moectl"), "moectl_marlin")
         assert (decided.chosen is not None) == runs, (problem, reasons, decided.error)
         taken += runs
     assert 20 < taken < len(PROBLEMS)
@@ -138,6 +138,6 @@ def test_torch_is_chosen_only_where_it_runs(device):
 def test_the_kernels_refuse_in_one_sentence(monkeypatch, capability, change, message):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     problem = replace(MoEProblem(Dims(256, 256), 8, 4, Scheme(MXFP4)), **change)
-    reason = runner_for("triton").refusal(problem, torch.device("cuda"))
+    reason = runner_for("moectl").refusal(problem, torch.device("cuda"))
     assert reason.startswith(message) if message.startswith(("it", "for")) else message in reason
     assert bool(reason) == bool(message) and "\n" not in reason

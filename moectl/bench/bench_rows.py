@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..cache.backend_times import FEWEST_ROUNDS
+from ..cache.backend_times import FEWEST_ROUNDS, current_name
 from ..errors import UsageError
 from ..files.records import from_cells, to_cells
 
@@ -170,7 +170,7 @@ class BenchRow:
             raise UsageError(f"{where} has a time although only right results have one, and ok is {row.ok}")
         if row.q1_us is not None and row.q3_us is not None and row.q1_us > row.q3_us:
             raise UsageError(f"{where}: q1_us {row.q1_us:g} is above q3_us {row.q3_us:g}")
-        return row
+        return replace(row, backend=current_name(row.backend))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..cache.backend_times import FEWEST_ROUNDS
 from .bench_rows import BenchRow
+from .pivot import geometric_mean
 from .read_rows import BenchRows
 
 THRESHOLD = 0.02
@@ -33,6 +34,9 @@ VERDICTS = {
     "new": "only in B",
 }
 """Verdicts on a case and their meanings; A is the earlier run, B the later one."""
+
+UNCHANGED = ("same", "unknown", "untimed")
+"""Verdicts on cases that are only counted."""
 
 REGRESSIONS = ("slower", "failing", "missing")
 """Verdicts that make a comparison fail."""
@@ -125,6 +129,19 @@ class RunComparison:
     def paired(self) -> bool:
         """True if the runs have a case in common."""
         return any(verdict.before and verdict.after for verdict in self.verdicts)
+
+    @property
+    def changed(self) -> tuple[CaseVerdict, ...]:
+        """Cases that are not `UNCHANGED`: regressions first, then the largest change first."""
+        changed = [verdict for verdict in self.verdicts if verdict.word not in UNCHANGED]
+        return tuple(
+            sorted(changed, key=lambda v: (v.word not in REGRESSIONS, -abs(math.log(v.ratio or math.inf))))
+        )
+
+    @property
+    def ratio(self) -> float | None:
+        """Time of B over that of A, the geometric mean over cases timed in both; None without any."""
+        return geometric_mean(verdict.ratio for verdict in self.verdicts if verdict.ratio)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -222,6 +239,7 @@ def document(comparison: RunComparison, threshold: float) -> dict[str, Any]:
         "threshold": threshold,
         "counts": dict(comparison.counts),
         "regressed": comparison.regressed,
+        "ratio": comparison.ratio,
         "notes": list(comparison.notes),
         "cells": [
             {

@@ -1,9 +1,8 @@
-"""Plots of rows: latency over tokens and the roofline, as an image file or as text."""
+"""Plots of rows: latency over tokens and the roofline, as an image file."""
 
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,9 @@ from typing import Any
 from ..errors import Unavailable, UsageError
 from ..files.atomic import write_file
 from .bench_rows import BenchRow
+from .pivot import TableKey, table_key, title
 
 SUFFIXES = (".svg", ".png")
-Figure = tuple[str, str, str, str, str]
-"""Model, layers, scheme, routing and parallel: the subject of one pair of panels."""
-
-WIDTH, HEIGHT = 64, 16
-"""Columns and lines of a text plot."""
-
 ROOFLINE = "roofline"
 
 
@@ -47,22 +41,13 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def figures(rows: Sequence[BenchRow]) -> dict[Figure, list[BenchRow]]:
+def figures(rows: Sequence[BenchRow]) -> dict[TableKey, list[BenchRow]]:
     """Timed rows by figure."""
-    rows_of: dict[Figure, list[BenchRow]] = {}
+    rows_of: dict[TableKey, list[BenchRow]] = {}
     for row in rows:
         if row.timed:
-            key = (row.model, row.layers, row.scheme, row.routing, row.parallel)
-            rows_of.setdefault(key, []).append(row)
+            rows_of.setdefault(table_key(row), []).append(row)
     return rows_of
-
-
-def title(figure: Figure) -> str:
-    """The title of a figure."""
-    model, layers, scheme, routing, parallel = figure
-    where = "" if layers == "-" else f" layers {layers}"
-    sharding = "" if parallel == "1" else f", {parallel}"
-    return f"{model}{where}, {scheme}, {routing}{sharding}"
 
 
 def lines(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
@@ -134,51 +119,3 @@ def _roofline(
     axes.set_title("roofline", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-
-
-def text_plots(rows: Sequence[BenchRow]) -> str:
-    """Latency over tokens as text, both axes logarithmic: a letter per backend, dots for the roofline.
-
-    Figures with a single number of tokens are skipped; empty if none remains.
-    """
-    plots = [
-        _text_plot(title(figure), figure_rows)
-        for figure, figure_rows in figures(rows).items()
-        if len({row.tokens for row in figure_rows}) > 1
-    ]
-    return "\n\n".join(plots)
-
-
-def _text_plot(name: str, rows: Sequence[BenchRow]) -> str:
-    letters = _letters(list(lines(rows)))
-    points = [(row.tokens, row.floor_us, ".") for row in rows if row.floor_us]
-    points += [(row.tokens, row.median_us, letters[row.backend]) for row in rows if row.median_us]
-    xs, ys = [math.log(x) for x, _, _ in points], [math.log(y) for _, y, _ in points if y]
-    grid = [[" "] * WIDTH for _ in range(HEIGHT)]
-    for (_, us, letter), x in zip(points, xs, strict=True):
-        column = round((x - min(xs)) / (max(xs) - min(xs)) * (WIDTH - 1))
-        line = round((math.log(us or 1) - min(ys)) / max(max(ys) - min(ys), 1e-9) * (HEIGHT - 1))
-        characters = grid[HEIGHT - 1 - line]
-        characters[column] = letter if characters[column] in (" ", ".", letter) else "*"
-    most, least = (f"{math.exp(y):.4g} us" for y in (max(ys), min(ys)))
-    margin = max(len(most), len(least))
-    labels = [most, *[""] * (HEIGHT - 2), least]
-    drawn = [f"{label:>{margin}} |{''.join(line).rstrip()}" for label, line in zip(labels, grid, strict=True)]
-    counts = sorted({row.tokens for row in rows})
-    below = f"{'':>{margin}} +{'-' * WIDTH}"
-    ends = f"{'':>{margin}}  M={counts[0]}{f'M={counts[-1]}':>{WIDTH - len(str(counts[0])) - 2}}"
-    legend = ", ".join(
-        [*(f"{letter} {backend}" for backend, letter in letters.items()), f". {ROOFLINE}", "* several"]
-    )
-    return "\n".join([name, *drawn, below, ends, f"{'':>{margin}}  {legend}"])
-
-
-def _letters(backends: Sequence[str]) -> dict[str, str]:
-    """A letter per backend: the first free one of its name, lower case before upper case."""
-    letters: dict[str, str] = {}
-    for name in backends:
-        own = [c for c in name if c.isalpha()]
-        spare = list("abcdefghijklmnopqrstuvwxyz")
-        choices = [*own, *(c.upper() for c in own), *spare]
-        letters[name] = next((c for c in choices if c not in letters.values()), "?")
-    return letters

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import READABLE_SCHEMAS, SCHEMA_VERSION
+from ..cache.backend_times import current_name
 from ..errors import UsageError
 from ..files.safe_reading import unreadable
 from .bench_rows import BenchRow
@@ -65,7 +66,16 @@ def read_rows(path: Path) -> BenchRows:
         )
     truncated = path.suffix.lower() == ".jsonl" and not text.endswith("\n")
     notes = (f"the last line of {path} is incomplete and was ignored",) if truncated else ()
-    return BenchRows(about, tuple({row.key: row for row in rows}.values()), notes)
+    return BenchRows(_with_current_names(about), tuple({row.key: row for row in rows}.values()), notes)
+
+
+def _with_current_names(about: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`about` with the backends of its settings as they are called now."""
+    backends = _settings(about).get("backends")
+    if not isinstance(backends, list):
+        return about
+    names = [current_name(name) if isinstance(name, str) else name for name in backends]
+    return {**about, "settings": {**_settings(about), "backends": names}}
 
 
 ROW_KEYS = ("rows", "unsteady")

@@ -241,7 +241,35 @@ def document(about: Facts, rows: Sequence[BenchRow]) -> dict[str, Any]:
     return {**about, "unsteady": noisy, "rows": [row.to_json() for row in rows]}
 
 
+def result_word(row: BenchRow) -> str:
+    """Microseconds, or why there are none: ``refused``, ``wrong``, ``failed``."""
+    if row.timed:
+        return number(row.median_us, 4)
+    return "refused" if row.refused else "wrong" if row.ok is False else "failed"
+
+
 def brief(row: BenchRow) -> str:
-    """Backend, tokens and microseconds (or ``refused``, ``failed``), separated by tabs."""
-    word = number(row.median_us, 4) if row.timed else "refused" if row.refused else "failed"
-    return f"{row.backend}\t{row.tokens}\t{word}"
+    """Model, layers, scheme, parallel, routing, backend, tokens and `result_word`, separated by tabs."""
+    named = [column.text(row) for column in ROUTED]
+    return "\t".join([*named, row.backend, str(row.tokens), result_word(row)])
+
+
+def one_line(row: BenchRow) -> str:
+    """A row for people, as it is printed when it has been measured."""
+    where = " ".join(text for text in (row.model, row.layers, row.routing) if text != "-")
+    head = f"{where}  M={row.tokens:<5} {row.backend:<18} {result_word(row):>8}"
+    if not row.timed:
+        return f"{head}  {_reason(row)}".rstrip()
+    share = "" if row.floor_percent is None else f"  {row.floor_percent:.0f}% of roofline"
+    return f"{head} us ±{_plus_minus(row)}{share}"
+
+
+def machine_line(about: Facts, rows: Sequence[BenchRow]) -> str:
+    """The machine and versions in one line."""
+    versions = about.get("versions")
+    named = versions if isinstance(versions, Mapping) else {}
+    parts = [str(about.get("device", "unknown device"))]
+    parts += [f"{name} {named[name]}" for name in ("torch", "triton", "moectl") if named.get(name)]
+    caches = [row.caches.partition(":")[0] for row in rows if row.caches]
+    parts += [f"{state} L2" if state in ("cold", "warm") else state for state in dict.fromkeys(caches)]
+    return ", ".join(parts)

@@ -16,6 +16,19 @@ FEWEST_ROUNDS = 3
 TOGETHER = timedelta(hours=1)
 """Maximum age difference of comparable times from different runs, as clocks and load drift."""
 
+_FORMER_NAMES = {"triton": "moectl", "triton_marlin": "moectl_marlin"}
+
+
+def current_name(backend: str) -> str:
+    """The name of a backend that a file names: moectl's own ones had others in files before 2026-11-22.
+
+    Example:
+        >>> current_name("triton_marlin"), current_name("triton_kernels")
+        ('moectl_marlin', 'triton_kernels')
+    """
+    return _FORMER_NAMES.get(backend, backend)
+
+
 Cell = tuple[int, str, bool]
 """The measured case: number of tokens, routing, and whether the weights were cold."""
 

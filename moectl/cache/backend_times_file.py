@@ -15,7 +15,7 @@ from ..environment import Device
 from ..errors import UsageError
 from ..files.records import from_json, to_json
 from ..problem.moe_problem import MoEProblem
-from .backend_times import BackendTime, MeasuredTimes
+from .backend_times import BackendTime, MeasuredTimes, current_name
 from .cache_file import CacheFileKind, change, device_key, read
 from .measurement_keys import built, layer_key
 
@@ -87,7 +87,8 @@ def save(
 
 
 def _timed(item: Any) -> BackendTime:
-    return from_json(BackendTime, item, "a row", ValueError)
+    time = from_json(BackendTime, item, "a row", ValueError)
+    return replace(time, backend=current_name(time.backend))
 
 
 def _digest(versions: Mapping[str, str]) -> str:

@@ -1,8 +1,9 @@
 """Arguments that `run` and `bench` share: CKPT, layers, backends, device. Imports no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ..cache.backend_times import current_name
 from ..errors import CheckpointError, UsageError
 from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
 from ..problem.layer_ranges import ranges
@@ -57,13 +58,24 @@ def find_source(
 
 
 def backend_names(text: str | None) -> list[str]:
-    """Backends of a list such as ``triton,torch``; empty for None or ``all``. UsageError for unknown ones."""
+    """Backends of a list such as ``moectl,torch``; empty for None or ``all``. UsageError for unknown ones."""
     from ..oracle.registry import policy_named
 
     if text is None or text == "all":
         return []
     names = policy_named(POLICY).request_names()
-    return [pick(name, names, "backend") for name in split_names(text, "--backend")]
+    return [_backend_name(name, names) for name in split_names(text, "--backend")]
+
+
+def _backend_name(name: str, names: Iterable[str]) -> str:
+    key = name.lower().replace("-", "_")
+    if (own := current_name(key)) != key:
+        raise UsageError(
+            f"backend {name!r} is not known: moectl's own backend is called {own}, and an engine's triton is "
+            "another kernel",
+            hint=f"give {own}, or triton_kernels for the library that vLLM uses for MXFP4",
+        )
+    return pick(name, names, "backend")
 
 
 def pick_layers(text: str, available: Sequence[int]) -> list[int]:

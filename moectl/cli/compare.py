@@ -1,17 +1,22 @@
 """`moectl compare`: two runs of `moectl bench`, compared case by case."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench.compare_runs import REGRESSIONS, VERDICTS
+from ..bench.compare_runs import REGRESSIONS, UNCHANGED, VERDICTS
 from ..errors import ExitCode
+from .bench.output import Cell, RowFilter, grid, print_line
 from .options import framed, option
-from .output import Output, count, table
+from .output import Output, count
+from .text_blocks import TONES, terminal_width
 
 if TYPE_CHECKING:
-    from ..bench.compare_runs import RunComparison
+    from ..bench.bench_rows import BenchRow
+    from ..bench.compare_runs import CaseVerdict, RunComparison
 
 EXAMPLES = (
     "moectl compare before.jsonl after.jsonl",
@@ -30,6 +35,10 @@ def compare(
     threshold: Annotated[
         float, option("--threshold", own=True, help="Relative change that matters.", min=0.0, max=10.0)
     ] = 0.02,
+    model: Annotated[str | None, option("--model", own=True, help="Only these models.")] = None,
+    backend: Annotated[str | None, option("--backend", own=True, help="Only these backends.")] = None,
+    tokens: Annotated[str | None, option("--tokens", "-m", own=True, help="Only these token counts.")] = None,
+    verbose: Annotated[bool, option("--verbose", "-v", help="Every case, with tactics.")] = False,
     *,
     out: Output,
 ) -> ExitCode:
@@ -41,31 +50,67 @@ def compare(
     from ..bench import compare_runs as library
     from ..bench.read_rows import read_rows
 
-    comparison = library.compare(read_rows(before), read_rows(after), threshold)
+    wanted = RowFilter.of(model, backend, tokens)
+    earlier, later = read_rows(before), read_rows(after)
+    both = wanted.pick((*earlier.rows, *later.rows), f"{before} and {after}")
+    keys = {row.key for row in both}
+    earlier, later = (
+        replace(run, rows=tuple(row for row in run.rows if row.key in keys)) for run in (earlier, later)
+    )
+    comparison = library.compare(earlier, later, threshold)
     document = {"before": str(before), "after": str(after), **library.document(comparison, threshold)}
     summary = ", ".join(f"{number} {word}" for word, number in comparison.counts.items()) or "no rows"
-    out.result(document, lambda console: _draw(comparison, summary, console), summary)
+    out.result(document, lambda console: _draw(comparison, summary, verbose, console), summary)
     return ExitCode.FOUND if comparison.regressed else ExitCode.DONE
 
 
-def _draw(comparison: "RunComparison", summary: str, console: Any) -> None:
-    from ..bench.row_tables import COLUMNS, number
+_TONES = {"faster": "good", "fixed": "good", **dict.fromkeys(REGRESSIONS, "wrong"), "removed": "dim"}
 
-    titles = ("model", "layers", "scheme", "parallel", "routing", "backend", "M")
-    columns = [column for column in COLUMNS if column.title in titles]
-    rows = [verdict.row for verdict in comparison.verdicts]
-    columns = [c for c in columns if not c.varies or len({c.text(row) for row in rows}) > 1]
-    numbers = ("A us", "B us", "B / A")
-    cases = table(*(c.title for c in columns), *numbers, "verdict", "why", right=("M", *numbers))
-    for verdict in comparison.verdicts:
+
+def _draw(comparison: "RunComparison", summary: str, verbose: bool, console: Any) -> None:
+    shown = comparison.changed
+    if verbose:
+        shown = (*shown, *(verdict for verdict in comparison.verdicts if verdict.word in UNCHANGED))
+    if shown:
+        lines = _cells(shown, [verdict.row for verdict in comparison.verdicts], verbose)
+        for line in grid(lines, terminal_width()):
+            print_line(line, console)
+    for verdict in shown:
+        if verdict.row.reason and (verbose or verdict.word in REGRESSIONS):
+            row = verdict.row
+            where = f"{row.backend} on {row.model}, M={row.tokens}"
+            console.print(f"  {where}: {row.reason}", style=TONES["dim"], markup=False, soft_wrap=True)
+    for note in comparison.notes:
+        console.print(f"note: {note}", style=TONES["warning"], markup=False, soft_wrap=True)
+    mean = "" if comparison.ratio is None else f"; B/A {comparison.ratio:.3f}, geometric mean"
+    text = f"{count(len(comparison.verdicts), 'case')}: {summary}{mean}"
+    console.print(text, style=TONES["strong"], markup=False, soft_wrap=True)
+
+
+def _cells(shown: "Sequence[CaseVerdict]", rows: "Sequence[BenchRow]", verbose: bool) -> "list[list[Cell]]":
+    """The table of cases: what identifies them and differs among `rows`, times, and verdicts."""
+    from ..bench.row_tables import ROUTED, number
+
+    columns = [c for c in ROUTED if len({c.text(row) for row in rows}) > 1]
+    if len({(row.model, row.scheme) for row in rows}) == len({row.model for row in rows}):
+        columns = [c for c in columns if c.title != "scheme"]
+    named = [*(c.title for c in columns), "backend"]
+    tactics = ("tactic",) if verbose and any(map(_tactics, shown)) else ()
+    lines: list[list[Cell]] = []
+    for verdict in shown:
         times = [number(row.median_us if row else None, 4) for row in (verdict.before, verdict.after)]
         ratio = "-" if verdict.ratio is None else f"{verdict.ratio:.3f}"
-        identity = [column.text(verdict.row) for column in columns]
-        cases.add_row(*identity, *times, ratio, verdict.word, verdict.row.reason or _tactics(verdict))
-    console.print(cases)
-    for note in comparison.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(f"{count(len(comparison.verdicts), 'case')}: {summary}", markup=False)
+        identity = [*(column.text(verdict.row) for column in columns), verdict.row.backend]
+        texts = (*identity, str(verdict.row.tokens), *times, ratio)
+        word = (verdict.word, _TONES.get(verdict.word, ""))
+        lines.append([*((text, "") for text in texts), word, *((_tactics(verdict), "dim") for _ in tactics)])
+    heads = (*named, "M", "A us", "B us", "B/A", "verdict", *tactics)
+    lines.insert(0, [(head, "strong") for head in heads])
+    for i in range(len(named)):
+        widest = max(len(line[i][0]) for line in lines)
+        for line in lines:
+            line[i] = (f"{line[i][0]:<{widest}}", line[i][1])
+    return lines
 
 
 def _tactics(verdict: Any) -> str:

@@ -18,7 +18,7 @@ from .env import env
 from .explain.command import explain
 from .list import list_names
 from .options import ArgumentKeepingCommand
-from .output import drop_stdout
+from .output import drop_stdout, spell_out
 from .run.command import run as run_layers
 from .synth import synth
 from .tune.command import tune
@@ -91,6 +91,8 @@ def run() -> None:
     """Runs the command in sys.argv and exits with an `ExitCode`, even if stdout cannot be written."""
     try:
         try:
+            for stream in (sys.stdout, sys.stderr):
+                spell_out(stream)
             app(prog_name="moectl")
         finally:
             sys.stdout.flush()

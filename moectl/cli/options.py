@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 
 from ..cache.cache_file import CacheWarning
 from ..errors import ExitCode, MoectlError, Unavailable, UsageError
-from .output import Output, drop_stdout
+from .output import COLORS, Output, drop_stdout
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -127,13 +127,14 @@ class RecordOptions:
 
 SHARED = tuple(
     inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, declared]
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[type(default), declared]
     )
-    for name, declared in {
-        "json": option("--json", help="Print one JSON document."),
-        "quiet": option("--quiet", "-q", help="Print the essential line only."),
-        "debug": option("--debug", help="Show tracebacks."),
-    }.items()
+    for name, default, declared in (
+        ("json", False, option("--json", help="Print one JSON document.")),
+        ("quiet", False, option("--quiet", "-q", help="Print the essential line only.")),
+        ("color", "auto", option("--color", help="auto, always or never; also NO_COLOR, FORCE_COLOR.")),
+        ("debug", False, option("--debug", help="Show tracebacks.", hidden=True)),
+    )
 )
 """Options of every command."""
 
@@ -217,8 +218,8 @@ def pick(value: str, known: Iterable[str], what: str) -> str:
     Raises UsageError with the nearest names if it is not one of them.
 
     Example:
-        >>> pick("Triton-Marlin", ["triton", "triton_marlin"], "backend")
-        'triton_marlin'
+        >>> pick("Triton-Kernels", ["marlin", "triton_kernels"], "backend")
+        'triton_kernels'
     """
     spellings = {name.lower().replace("-", "_"): name for name in sorted(known)}
     key = value.lower().replace("-", "_")
@@ -249,9 +250,12 @@ def framed(name: str) -> Callable[[Command], Command]:
         records = {p.name: options for p in declared if (options := _record_of(p.annotation))}
 
         @functools.wraps(command)
-        def run(context: typer.Context, *, json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
+        def run(
+            context: typer.Context, *, json: bool, quiet: bool, color: str, debug: bool, **kwargs: Any
+        ) -> None:
             out = Output(name, as_json=json, quiet=quiet)
             try:
+                out.color = pick(color, COLORS, "choice of --color")
                 refuse_empty(context)
                 if CONTEXT.name in signature:
                     kwargs[CONTEXT.name] = context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import math
@@ -18,8 +19,11 @@ from ..errors import MoectlError
 if TYPE_CHECKING:
     from ..convert.manifest.progress_log import Progress
 
-NARROWEST = 100
-"""Narrowest width in columns that tables are fitted to; narrower terminals wrap their lines."""
+COLORS = ("auto", "always", "never")
+"""Choices of ``--color``."""
+
+PLAIN = {"±": "+-", "µ": "u", "×": "x", "→": "->", "–": "-", "—": "-", "…": "...", "✔": "*", "≥": ">="}
+"""Characters that have another spelling where an output's encoding lacks them."""
 
 WIDEST = 10_000
 """Width in columns when not on a terminal, so that no line is wrapped."""
@@ -31,10 +35,15 @@ class Output:
     Commands supply a plain document and a function that draws it; `Output` decides which one is shown.
     """
 
-    def __init__(self, command: str, *, as_json: bool = False, quiet: bool = False) -> None:
+    def __init__(
+        self, command: str, *, as_json: bool = False, quiet: bool = False, color: str = "auto"
+    ) -> None:
         self.command = command
         self.as_json = as_json
         self.quiet = quiet
+        self.color = color
+        for stream in (sys.stdout, sys.stderr):
+            spell_out(stream)
 
     def result(
         self, document: dict[str, Any], draw: Callable[[Any], None], brief: str | Sequence[str] = ""
@@ -44,11 +53,17 @@ class Output:
             self.text(self.json(document))
         elif self.quiet:
             self.text("\n".join([brief] if isinstance(brief, str) else brief))
-        elif sys.stdout.isatty():
-            draw(_console(sys.stdout))
+        else:
+            self.draw(draw)
+
+    def draw(self, draw: Callable[[Any], None]) -> None:
+        """Prints what `draw(console)` draws to stdout, in the form of text."""
+        colored = uses_color(sys.stdout, self.color)
+        if sys.stdout.isatty():
+            draw(_console(sys.stdout, colored))
         else:
             drawn = io.StringIO()
-            draw(_console(drawn))
+            draw(_console(drawn, colored))
             self.text("\n".join(line.rstrip() for line in drawn.getvalue().splitlines()))
 
     def text(self, text: str) -> None:
@@ -61,9 +76,18 @@ class Output:
         if not self.quiet:
             print(f"moectl: {message}", file=sys.stderr)
 
+    def warn(self, message: str) -> None:
+        """Prints a note, in yellow, on something that may make the result wrong or unwanted."""
+        if not self.quiet:
+            print(f"moectl: {self._styled('warning: ', YELLOW)}{message}", file=sys.stderr)
+
+    def _styled(self, text: str, code: str) -> str:
+        """`text` for stderr, in a colour if it has colours."""
+        return f"\x1b[{code}m{text}\x1b[0m" if uses_color(sys.stderr, self.color) else text
+
     def error(self, error: MoectlError) -> None:
         """Prints an error to stderr, and with --json also as a JSON document to stdout."""
-        print(f"moectl: error: {error.what}", file=sys.stderr)
+        print(f"moectl: {self._styled('error:', RED)} {error.what}", file=sys.stderr)
         for line in (error.reason, error.hint and f"next: {error.hint}"):
             if line:
                 print(f"  {line}", file=sys.stderr)
@@ -86,7 +110,7 @@ class Output:
             if self.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
                 yield _silent
             else:
-                with _bar(label, unit) as update:
+                with _bar(label, unit, uses_color(sys.stderr, self.color)) as update:
                     yield update
 
 
@@ -95,7 +119,7 @@ def _silent(done: int, total: int, text: str = "") -> None:
 
 
 @contextmanager
-def _bar(label: str, unit: str) -> Iterator[Progress]:
+def _bar(label: str, unit: str, colored: bool) -> Iterator[Progress]:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -105,11 +129,19 @@ def _bar(label: str, unit: str) -> Iterator[Progress]:
         TransferSpeedColumn,
     )
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
-    columns: list[Any] = [TextColumn("{task.description}"), BarColumn()]
-    columns += [DownloadColumn(), TransferSpeedColumn()] if unit == "bytes" else [MofNCompleteColumn()]
-    columns += [TimeRemainingColumn(), TextColumn("{task.fields[text]}")]
-    with Bar(*columns, console=_console(sys.stderr), transient=True) as bar:
+    console = _console(sys.stderr, colored)
+    # On a line that is too narrow for all of it, what is worked on is cut off first.
+    columns: list[Any] = [TextColumn("{task.description}", table_column=Column(no_wrap=True))]
+    columns += [BarColumn(bar_width=max(4, min(40, (console.width - 60) // 2)))] if console.width > 50 else []
+    columns += [DownloadColumn()] if unit == "bytes" else [MofNCompleteColumn()]
+    columns += [TransferSpeedColumn()] if unit == "bytes" and console.width > 70 else []
+    columns += [TimeRemainingColumn()]
+    columns += [TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, ratio=1))]
+    with Bar(
+        *columns, console=console, transient=True, expand=True, redirect_stdout=sys.stdout.isatty()
+    ) as bar:
         task = bar.add_task(label, total=None, text="")
 
         def update(done: int, total: int, text: str = "") -> None:
@@ -183,13 +215,56 @@ def count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else ending}"
 
 
-def _console(stream: Any) -> Any:
+YELLOW, RED = "33", "1;31"
+"""Codes of terminals for colours of messages; those of results are `text_blocks.TONES`."""
+
+
+def uses_color(stream: Any, choice: str = "auto") -> bool:
+    """True if output to `stream` has colours.
+
+    `choice` is one of `COLORS`. ``auto`` follows NO_COLOR, then FORCE_COLOR, then whether it is a terminal.
+    """
+    if choice != "auto":
+        return choice == "always"
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR", "0") not in ("", "0"):
+        return True
+    return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
+
+
+def spell_out(stream: Any) -> None:
+    """Makes `stream` replace characters that its encoding lacks, by those of `PLAIN` or ``?``."""
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors=_SPELLED_OUT)
+
+
+_SPELLED_OUT = "moectl-spelled-out"
+
+
+def _spelled_out(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(PLAIN.get(c, "?") for c in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(_SPELLED_OUT, _spelled_out)
+
+
+def _console(stream: Any, colored: bool) -> Any:
     from rich.console import Console
 
-    width = max(Console(file=stream).width, NARROWEST) if stream.isatty() else WIDEST
-    plain = bool(os.environ.get("NO_COLOR"))
+    terminal = stream.isatty()
     return Console(
-        file=stream, width=width, color_system=None if plain else "auto", highlight=False, emoji=False
+        file=stream,
+        width=None if terminal else WIDEST,
+        color_system=("auto" if terminal and "FORCE_COLOR" not in os.environ else "standard")
+        if colored
+        else None,
+        force_terminal=terminal or colored,
+        no_color=not colored,
+        highlight=False,
+        emoji=False,
     )
 
 

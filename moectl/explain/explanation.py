@@ -279,7 +279,7 @@ def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question
         >>> question = Question(policy_named("moectl"))
         >>> answer = explain(checkpoint, find_device("h200"), packages_from("full"), question)
         >>> [group.decision.chosen.backend.name for group in answer.groups]
-        ['triton']
+        ['moectl']
     """
     groups = []
     for group in checkpoint.groups:

@@ -37,8 +37,8 @@ _TRITON = ("torch", "triton")
 
 RUNNERS: dict[str, RunnerEntry] = {
     "torch": RunnerEntry("moectl.kernels.torch_backends.torch_runner:RUNNER"),
-    "triton": RunnerEntry("moectl.kernels.triton.triton_runner:RUNNER", _TRITON),
-    "triton_marlin": RunnerEntry("moectl.kernels.triton.marlin:RUNNER", _TRITON),
+    "moectl": RunnerEntry("moectl.kernels.triton.triton_runner:RUNNER", _TRITON),
+    "moectl_marlin": RunnerEntry("moectl.kernels.triton.marlin:RUNNER", _TRITON),
     "humming": RunnerEntry("moectl.kernels.external.humming:RUNNER", _TRITON),
     "marlin": RunnerEntry("moectl.kernels.external.vllm_marlin:RUNNER", _TRITON),
     "triton_kernels": RunnerEntry("moectl.kernels.external.triton_kernels:RUNNER", _TRITON),

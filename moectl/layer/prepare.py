@@ -247,7 +247,7 @@ def load_prepared(
     Args:
         folder: output directory of `moectl convert`; with `rank`, the directory of all ranks.
         layer: its number in the model; the first converted one for None.
-        backend: ``triton``, ``torch``, ...; for None the one that reads the directory's layout on
+        backend: ``moectl``, ``torch``, ...; for None the one that reads the directory's layout on
             `device`, or ``torch``, which reads every layout.
         device: device of the weights.
         rank: the rank to load from a directory of all ranks. Expert numbers are relative to its first

@@ -54,7 +54,7 @@ def select(
         >>> problem = model_problem("gpt-oss-120b")
         >>> decision = select(problem, find_device("h200"), packages_from("full"), policy_named("moectl"))
         >>> decision.chosen.backend.name
-        'triton'
+        'moectl'
     """
     inputs = SelectionInputs(problem, device, packages, policy.name, only, allow_fallback, measured)
     return _decided(inputs, policy)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..cache.backend_times import MeasuredTimes
+from ..cache.backend_times import MeasuredTimes, current_name
 from ..environment import Device, Packages
 from ..errors import UsageError
 from ..files.records import from_json, to_json
@@ -73,7 +73,7 @@ def _measured(rows: object) -> MeasuredTimes:
     measured = from_json(MeasuredTimes, {"rows": rows}, "inputs.measured", UsageError)
     if not all(time.us > 0 for time in measured.rows):
         raise UsageError("inputs.measured holds a time that is not positive")
-    return measured
+    return MeasuredTimes(tuple(replace(row, backend=current_name(row.backend)) for row in measured.rows))
 
 
 def replay_inputs(document: Mapping[str, Any]) -> SelectionInputs:
@@ -87,6 +87,9 @@ def replay_inputs(document: Mapping[str, Any]) -> SelectionInputs:
             hint="Make one with `moectl explain CKPT --json`.",
         )
     inputs = document["inputs"]
+    requested = _name(inputs.get("requested"))
+    if requested is not None and inputs.get("policy") == "moectl":
+        requested = current_name(requested)
     packages = inputs.get("packages")
     if not isinstance(packages, Mapping) or not all(
         isinstance(packages.get(key, kind()), kind)
@@ -102,7 +105,7 @@ def replay_inputs(document: Mapping[str, Any]) -> SelectionInputs:
             env={str(k): str(v) for k, v in dict(packages.get("env", {})).items()},
         ),
         policy=str(inputs.get("policy")),
-        requested=_name(inputs.get("requested")),
+        requested=requested,
         allow_fallback=bool(inputs.get("allow_fallback")),
         measured=_measured(inputs.get("measured", [])),
         model=from_json(ModelShape, inputs.get("model", {}), "inputs.model", UsageError),

@@ -81,7 +81,7 @@ def _cpu(target: str = "cpu") -> LayoutFacts:
 
 
 LAYOUTS: Mapping[str, LayoutFacts] = {
-    "marlin-int4": _marlin(runner="triton_marlin"),
+    "marlin-int4": _marlin(runner="moectl_marlin"),
     "marlin-int4-act-int8": _marlin("int8", "marlin-int4"),
     "marlin-int4-act-fp8": _marlin("fp8", "marlin-int4"),
     "marlin-int8": _marlin(),
@@ -179,7 +179,7 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     "cpu-amx-fp8": _cpu(),
     "cpu-amx-mxfp4": _cpu(),
     "cpu-amx-int4": _cpu(),
-    "moectl-mtile64": LayoutFacts("moectl", _SM80_UP, (LayoutReader("moectl", ("triton",)),)),
+    "moectl-mtile64": LayoutFacts("moectl", _SM80_UP, (LayoutReader("moectl", ("moectl",)),)),
 }
 """Facts by layout name."""
 

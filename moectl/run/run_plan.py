@@ -26,7 +26,7 @@ class RunPlan:
         repeats: timed calls of each backend.
 
     Example:
-        >>> RunPlan(backends=("triton", "torch"), tokens=64).compares
+        >>> RunPlan(backends=("moectl", "torch"), tokens=64).compares
         True
     """
 

@@ -20,7 +20,7 @@ from ..problem.moe_problem import MoEProblem
 from .launch_search import DeviceBroken, WrongResult
 from .tuning_cases import TuningCase, candidates
 
-BACKEND = "triton"
+BACKEND = "moectl"
 
 AGREE = Tolerance(
     0.12, 1e-2, "two families of kernels that both round to bf16 in places: 1.4 times either's error"

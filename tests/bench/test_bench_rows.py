@@ -39,6 +39,17 @@ def test_bad_token_counts(text):
         parse_counts(text)
 
 
+def test_former_names_of_backends_are_read_as_the_present_ones(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    header = {"kind": "run", "schema_version": 2, "settings": {"backends": ["triton", "torch"]}}
+    names = ("triton", "triton_marlin", "triton_kernels")
+    rows = [{"kind": "row", **row_of(backend=name).to_json()} for name in names]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, *rows)))
+    found = read_rows(path)
+    assert [row.backend for row in found.rows] == ["moectl", "moectl_marlin", "triton_kernels"]
+    assert found.settings["backends"] == ["moectl", "torch"]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -189,7 +200,7 @@ def test_more_may_be_asked_for_later(tmp_path):
         journal.begin(run(backends=("torch",)))
         journal.begin(run(backends=("torch",), tokens=(40,), device="cpu"))
     assert path.read_text() == same
-    more = {"models": ("tiny", "other"), "tokens": (2,), "routings": ("balanced",), "backends": ("triton",)}
+    more = {"models": ("tiny", "other"), "tokens": (2,), "routings": ("balanced",), "backends": ("moectl",)}
     with RowJournal.open(path, resume=True) as journal:
         about = journal.begin(run(**more))
         journal.add(ROWS[1])
@@ -199,7 +210,7 @@ def test_more_may_be_asked_for_later(tmp_path):
         ["tiny", "other"],
         [1, 40, 2],
         ["uniform", "balanced"],
-        ["torch", "triton"],
+        ["torch", "moectl"],
     ]
     with RowJournal.open(path, resume=True) as journal:
         assert journal.begin(run())["settings"]["backends"] == []
@@ -291,16 +302,16 @@ def test_noisy_times_are_reported(tmp_path):
     steady = (spread(NOISY_SPREAD - 0.001), spread(3.0, tokens=2, rounds=2), replace(FAILED, tokens=4))
     assert "noisy" not in markdown(MACHINE, steady)
     assert document(MACHINE, steady)["unsteady"] == {"threshold": NOISY_SPREAD, "cells": []}
-    rows = (*steady, spread(0.11, tokens=8), spread(1.5, tokens=16, backend="triton"))
+    rows = (*steady, spread(0.11, tokens=8), spread(1.5, tokens=16, backend="moectl"))
     assert [row.noisy for row in rows] == [False, False, False, True, True]
     (line,) = [line for line in markdown(MACHINE, rows).splitlines() if "noisy" in line]
-    assert "2 of 4 rows" in line and "10% of the median" in line and "triton at M=16 (150%)" in line
+    assert "2 of 4 rows" in line and "10% of the median" in line and "moectl at M=16 (150%)" in line
     others = (*rows, spread(2.0, tokens=8, model="kimi-k2", routing="zipf:1.2"))
     assert f"{rows[0].backend} at M=8 (200%; kimi-k2; zipf:1.2)" in markdown(MACHINE, others)
     found = document(MACHINE, rows)
     cells = found["unsteady"]["cells"]
     assert [(it["backend"], it["tokens"], round(it["spread"], 3)) for it in cells] == [
-        ("triton", 16, 1.5),
+        ("moectl", 16, 1.5),
         (rows[0].backend, 8, 0.11),
     ]
     assert [tuple(cell.values())[:-1] for cell in cells] == [rows[4].key, rows[3].key]
@@ -313,7 +324,7 @@ def test_noisy_times_are_reported(tmp_path):
 PLOTTED = [
     timed(100 * 2**i / (1 + k), 2, tokens=4**i, backend=name, floor_us=20.0 * 2**i, flops=10 ** (6 + i))
     for i in range(5)
-    for k, name in enumerate(("triton", "torch"))
+    for k, name in enumerate(("moectl", "torch"))
 ]
 
 
@@ -329,7 +340,7 @@ def test_plots_are_pictures(tmp_path):
     text = svg.read_text()
     # Words are outlines, and are named in comments.
     for word in (
-        "triton",
+        "moectl",
         "torch",
         "roofline",
         "arithmetic intensity",
@@ -351,18 +362,6 @@ def test_a_plot_without_matplotlib_or_of_another_kind_is_refused(monkeypatch, tm
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(Unavailable, match=r"needs the package matplotlib.*pip install 'moectl\[plot\]'"):
         plot.check_plot(tmp_path / "a.svg")
-
-
-def test_plots_in_characters():
-    text = plot.text_plots([*PLOTTED, row_of(model="other")])
-    assert text.startswith("tiny layers 0-3, mxfp4, uniform") and "other" not in text
-    assert "t torch, r triton, . roofline, * several" in text
-    field = [line.partition("|")[2] for line in text.splitlines() if "|" in line]
-    assert len(field) == plot.HEIGHT and max(map(len, field)) == plot.WIDTH
-    letters = "".join(field)
-    assert letters.count("t") == letters.count("r") == 5
-    assert field[0].rstrip().endswith("r") and field[-1].startswith(".")
-    assert plot.text_plots([row_of()]) == ""
 
 
 def test_settings_are_plain_data():

@@ -73,10 +73,10 @@ def run_of(rows, *backends):
 
 @pytest.mark.parametrize(
     ("backends", "word"),
-    [((), "missing"), (("triton", "torch"), "missing"), (("triton",), "removed")],
+    [((), "missing"), (("moectl", "torch"), "missing"), (("moectl",), "removed")],
 )
 def test_a_cell_that_is_not_there_is_a_regression_where_it_was_asked_for(backends, word):
-    common = timed(100, 1, backend="triton")
+    common = timed(100, 1, backend="moectl")
     found = compare(run_of([timed(100, 1), common]), run_of([common], *backends))
     assert found.counts == {word: 1, "same": 1} and found.regressed == (word == "missing")
     unsaid = compare(*runs([timed(100, 1), common], [common]))
@@ -85,8 +85,8 @@ def test_a_cell_that_is_not_there_is_a_regression_where_it_was_asked_for(backend
 
 def test_runs_without_a_common_cell_fail():
     row = timed(100, 1)
-    for after in ((), (replace(row, backend="triton"),)):
-        found = compare(run_of([row]), run_of(after, "triton"))
+    for after in ((), (replace(row, backend="moectl"),)):
+        found = compare(run_of([row]), run_of(after, "moectl"))
         assert found.regressed and found.notes == ("the runs have no case in common: nothing was compared",)
 
 

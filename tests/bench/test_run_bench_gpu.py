@@ -25,15 +25,15 @@ def test_backends_are_timed_cold_in_graphs_and_in_calls() -> None:
     problem = replace(GPT_OSS, dims=Dims(512, 256), experts=8, local_experts=8)
     machine = this_machine("cuda")
     target = BenchTarget("tiny", "-", "1", RandomLayer(problem, machine.torch).experts)
-    settings = settings_of(backends=("triton", "torch"), warm=False, tokens=(1, 70))
+    settings = settings_of(backends=("moectl", "torch"), warm=False, tokens=(1, 70))
     rows = {(r.backend, r.tokens): r for r in Bench(settings, machine, (target,), RATES).measured()}
     assert len(rows) == 4 and all(row.timed for row in rows.values()), rows
-    assert rows["triton", 1].method == "CUDA graph of 16 calls"
-    assert rows["triton", 70].method == "CUDA graph of 4 calls"
+    assert rows["moectl", 1].method == "CUDA graph of 16 calls"
+    assert rows["moectl", 70].method == "CUDA graph of 4 calls"
     assert rows["torch", 1].method == "calls between events"
-    assert "on 16 copies of the weights" in rows["triton", 1].caches
-    costs = rows["triton", 1].costs
-    assert rows["triton", 1].tactic and costs.peak_bytes > costs.weight_bytes
+    assert "on 16 copies of the weights" in rows["moectl", 1].caches
+    costs = rows["moectl", 1].costs
+    assert rows["moectl", 1].tactic and costs.peak_bytes > costs.weight_bytes
     assert costs.held_bytes >= costs.weight_bytes
     assert gpu_uuid(machine.torch).startswith(("GPU-", "MIG-"))
 
@@ -46,7 +46,7 @@ def test_warm_calls_are_faster_than_cold_ones() -> None:
     assert target.nbytes < torch.cuda.get_device_properties(0).L2_cache_size
     us = {}
     for warm in (True, False):
-        settings = settings_of(backends=("triton",), warm=warm, tokens=(1,), rounds=11)
+        settings = settings_of(backends=("moectl",), warm=warm, tokens=(1,), rounds=11)
         (row,) = Bench(settings, machine, (target,), RATES).measured()
         us[warm] = row.median_us
     assert us[True] < us[False]

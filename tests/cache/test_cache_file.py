@@ -23,7 +23,7 @@ from moectl.problem.schemes import Scheme, int_format
 H200 = find_device("h200")
 QWEN = MODELS["qwen3-30b"]
 ROW = LaunchRow(16, "grouped", {"tokens": 16}, 30.0, 40.0, 1e-3, 7, 2, "2026-11-21T00:00:00Z")
-TIMED = BackendTime("triton", "decode", 16, "uniform", 30.0, 1.0, True, 2e-3)
+TIMED = BackendTime("moectl", "decode", 16, "uniform", 30.0, 1.0, True, 2e-3)
 
 
 def test_the_folder_is_the_platforms_unless_it_is_named(tmp_path: Path) -> None:
@@ -224,13 +224,13 @@ def test_measurements_are_kept_by_cell(user_cache: Path) -> None:
     def keep(*rows: BackendTime) -> None:
         backend_times_file.save(H200, QWEN, rows, versions={"torch": "2"}, source="moectl bench")
 
-    keep(TIMED, replace(TIMED, tokens=1))
+    keep(replace(TIMED, backend="triton"), replace(TIMED, tokens=1))  # as an earlier moectl called it
     keep(replace(TIMED, us=25.0), replace(TIMED, backend="torch", us=90.0))
     rows = backend_times_file.known(H200, QWEN).measured.rows
     assert sorted((r.backend, r.tokens, r.us) for r in rows) == [
+        ("moectl", 1, 30.0),
+        ("moectl", 16, 25.0),
         ("torch", 16, 90.0),
-        ("triton", 1, 30.0),
-        ("triton", 16, 25.0),
     ]
     assert {row.source for row in rows} == {f"moectl bench in {backend_times_file.KIND.path(H200)}"} and all(
         row.when for row in rows
@@ -264,7 +264,7 @@ def test_times_of_an_older_package_do_not_become_the_newer_ones() -> None:
     backend_times_file.save(H200, QWEN, both, versions=old, source="moectl bench")
     backend_times_file.save(H200, QWEN, [TIMED], versions=new, source="moectl bench")
     found = backend_times_file.known(H200, QWEN, new)
-    assert [row.backend for row in found.measured.rows] == ["triton"]
+    assert [row.backend for row in found.measured.rows] == ["moectl"]
     assert "MOECTL_PEERS/humming changed" in found.notes[0]
     assert [row.backend for row in backend_times_file.known(H200, QWEN, old).measured.rows] == ["humming"]
     # A cell is kept once, whatever the versions.
@@ -297,8 +297,8 @@ def test_backends_are_ranked_where_all_were_measured() -> None:
         replace(TIMED, backend="marlin", tokens=1, us=8.0),
         replace(TIMED, backend="marlin", tokens=64, us=100.0, when="2026-11-21T21:00:00Z", source="s"),
     ]
-    ranking = MeasuredTimes(tuple(rows)).ranking(["marlin", "triton", "torch"])
-    assert ranking is not None and ranking.best == "triton" and ranking.tokens == (1, 64)
+    ranking = MeasuredTimes(tuple(rows)).ranking(["marlin", "moectl", "torch"])
+    assert ranking is not None and ranking.best == "moectl" and ranking.tokens == (1, 64)
     assert dict(ranking.factors)["marlin"] == pytest.approx((8 / 10 * 100 / 40) ** 0.5)
     assert str(ranking) == (
         "it is the fastest as measured on this device at M=1, 64: marlin 1.41x its time "
@@ -310,23 +310,23 @@ def test_each_pair_is_compared_where_both_were_measured() -> None:
     """One that was measured at other numbers of tokens does not undo what the others tell."""
     triton = [replace(TIMED, tokens=m, us=10.0) for m in (1, 8)]
     marlin = [replace(TIMED, backend="marlin", tokens=m, us=8.0) for m in (1, 8)]
-    order = ["torch", "triton", "marlin"]
+    order = ["torch", "moectl", "marlin"]
     alone = MeasuredTimes((*triton, *marlin, replace(TIMED, backend="torch", tokens=7, us=1.0))).ranking(
         order
     )
     assert alone is not None and alone.tokens == (1, 8)
-    assert alone.factors == (("marlin", 1.0), ("triton", pytest.approx(1.25)))
+    assert alone.factors == (("marlin", 1.0), ("moectl", pytest.approx(1.25)))
     some = MeasuredTimes((*triton, *marlin, replace(TIMED, backend="torch", tokens=8, us=80.0))).ranking(
         order
     )
     assert some is not None and dict(some.factors)["torch"] == pytest.approx(10)
-    assert "triton 1.25x, torch 10.00x (at M=8 alone) its time" in str(some)
+    assert "moectl 1.25x, torch 10.00x (at M=8 alone) its time" in str(some)
 
 
 def test_the_order_decides_within_the_spread() -> None:
     first, second = replace(TIMED, us=100.0), replace(TIMED, backend="marlin", us=99.0)
     torch = replace(TIMED, backend="torch", us=900.0)
-    order = ["triton", "marlin", "torch"]
+    order = ["moectl", "marlin", "torch"]
 
     def best(spread: float) -> str:
         times = (replace(first, spread_us=spread), replace(second, spread_us=spread), torch)
@@ -334,7 +334,7 @@ def test_the_order_decides_within_the_spread() -> None:
         assert found is not None
         return found.best
 
-    assert best(0.1) == "marlin" and best(10.0) == "triton"
+    assert best(0.1) == "marlin" and best(10.0) == "moectl"
     noisy = tuple(replace(row, spread_us=90.0) for row in (first, second))
     assert MeasuredTimes(noisy).ranking(order) is None
     level = MeasuredTimes((*(replace(row, spread_us=10.0) for row in (first, second)), torch)).ranking(order)
@@ -357,7 +357,7 @@ def test_runs_are_mixed_within_the_hour_and_of_one_software_alone(
 ) -> None:
     one = replace(TIMED, us=10.0, when="2026-11-21T21:00:00Z")
     found = MeasuredTimes((one, replace(one, backend="marlin", us=90.0, **changes))).ranking(
-        ["marlin", "triton"]
+        ["marlin", "moectl"]
     )
     assert (found is not None) is compared
     assert found is None or "several runs from" in str(found)
@@ -366,9 +366,9 @@ def test_runs_are_mixed_within_the_hour_and_of_one_software_alone(
 def test_times_that_cannot_be_compared_rank_nothing() -> None:
     warm = replace(TIMED, backend="torch", cold=False)
     skewed = replace(TIMED, backend="torch", routing="zipf:1.2")
-    assert MeasuredTimes((TIMED,)).ranking(["triton", "torch"]) is None
-    assert MeasuredTimes((TIMED, warm)).ranking(["triton", "torch"]) is None
-    assert MeasuredTimes((TIMED, skewed)).ranking(["triton", "torch"]) is None
+    assert MeasuredTimes((TIMED,)).ranking(["moectl", "torch"]) is None
+    assert MeasuredTimes((TIMED, warm)).ranking(["moectl", "torch"]) is None
+    assert MeasuredTimes((TIMED, skewed)).ranking(["moectl", "torch"]) is None
     both = MeasuredTimes((TIMED, replace(TIMED, backend="torch")))
-    assert both.ranking(["torch", "triton"]) is None, "the order decides between equals"
-    assert both.ranking(["triton"]) is None
+    assert both.ranking(["torch", "moectl"]) is None, "the order decides between equals"
+    assert both.ranking(["moectl"]) is None

@@ -180,7 +180,7 @@ def test_a_config_that_says_something_else_is_noted(tiny_gpt_oss, tmp_path):
 
 @pytest.mark.parametrize("command", ["run", "bench"])
 def test_a_cuda_backend_on_the_cpu_is_exit_3(tiny_gpt_oss, command):
-    done = moectl(command, tiny_gpt_oss, "--backend", "triton", "--device", "cpu", code=3)
+    done = moectl(command, tiny_gpt_oss, "--backend", "moectl", "--device", "cpu", code=3)
     assert "SM80" in done.stderr
 
 

@@ -46,10 +46,10 @@ def test_small_layers_and_their_configurations(script: ModuleType, format: str) 
 
 
 def test_marlin_s_layout_is_read_where_it_lies(script: ModuleType) -> None:
-    layer = script.small_layer("int4-g128-zeros", "triton_marlin")
-    assert layer.backend == "triton_marlin" and layer.weights["w13_zero"].dtype == torch.int32
+    layer = script.small_layer("int4-g128-zeros", "moectl_marlin")
+    assert layer.backend == "moectl_marlin" and layer.weights["w13_zero"].dtype == torch.int32
     with compiling_for(OFFLINE_GPUS[90]):
-        found = list(script.configurations("int4-g128-zeros", CUDA, asked(families=["triton_marlin"])))
+        found = list(script.configurations("int4-g128-zeros", CUDA, asked(families=["moectl_marlin"])))
     assert {it.tile for it in found} <= {tile for _, _, tile in MARLIN_TILES} and len(found) > 1
 
 
@@ -70,7 +70,7 @@ def test_every_family_is_asked_for_what_it_takes(script: ModuleType, format: str
         found = {it.family for it in script.configurations(format, CUDA, asked(most=1))}
     wanted = {"decode", "grouped", "stream"}
     wanted |= {"mid", "prefill"} if format != "mxfp4-fp16" else set()
-    wanted |= {"warpwise", "triton_marlin"} if format.startswith("int4") else set()
+    wanted |= {"warpwise", "moectl_marlin"} if format.startswith("int4") else set()
     assert found == wanted
 
 

@@ -159,7 +159,7 @@ def test_own_backends_need_what_they_run_on(bench) -> None:
 
     def lacking(libraries: str) -> dict[str, str]:
         torch = libraries.partition(" ")[0].replace("triton", "")
-        own_ones = {"torch": torch, "emulation": torch, "triton": libraries, "triton_marlin": libraries}
+        own_ones = {"torch": torch, "emulation": torch, "moectl": libraries, "moectl_marlin": libraries}
         peers = {name: f"{needs} {libraries}".strip() for name, needs in PEERS.items()}
         return own_ones | peers | {"flashinfer_cutlass": f"{FLASHINFER} {torch}".strip()}
 

@@ -34,7 +34,7 @@ def timed(backend, tokens, us):
 
 
 FASTER_MARLIN = MeasuredTimes(
-    (timed("triton", 1, 60.0), timed("triton_marlin", 1, 50.0), timed("torch", 1, 900.0))
+    (timed("moectl", 1, 60.0), timed("moectl_marlin", 1, 50.0), timed("torch", 1, 900.0))
 )
 
 
@@ -44,26 +44,26 @@ def decided(measured=MeasuredTimes(), policy=OWN, **more):
 
 def test_the_fastest_is_chosen_and_the_order_stays():
     plain, found = decided(), decided(FASTER_MARLIN)
-    assert plain.chosen.backend.name == "triton" and plain.ranking is None
-    assert found.chosen.backend.name == "triton_marlin"
+    assert plain.chosen.backend.name == "moectl" and plain.ranking is None
+    assert found.chosen.backend.name == "moectl_marlin"
     assert [c.rank for c in found.candidates] == [c.rank for c in plain.candidates]
     assert found.ranking.factors == (
-        ("triton_marlin", 1.0),
-        ("triton", pytest.approx(1.2)),
+        ("moectl_marlin", 1.0),
+        ("moectl", pytest.approx(1.2)),
         ("torch", pytest.approx(18.0)),
     )
-    assert [c.backend.name for c in found.best_first][:2] == ["triton_marlin", "triton"]
+    assert [c.backend.name for c in found.best_first][:2] == ["moectl_marlin", "moectl"]
     assert fallback_of(found, OWN) is None
 
 
 def test_what_cannot_serve_is_not_chosen_however_fast():
     small = replace(KIMI, scheme=MODELS["gpt-oss-20b"].scheme)
     found = select(small, H200, BARE, OWN, measured=FASTER_MARLIN)
-    assert found.chosen.backend.name == "triton" and found.ranking.best == "triton"
+    assert found.chosen.backend.name == "moectl" and found.ranking.best == "moectl"
 
 
 def test_a_request_and_another_engines_policy_are_not_overruled():
-    assert decided(FASTER_MARLIN, only="triton").chosen.backend.name == "triton"
+    assert decided(FASTER_MARLIN, only="moectl").chosen.backend.name == "moectl"
     vllm, stored = policy_named("vllm-0.33.0"), replace(KIMI, storage="compressed-tensors")
     with_times = select(stored, H200, packages_from("full"), vllm, measured=FASTER_MARLIN)
     assert with_times.chosen == select(stored, H200, packages_from("full"), vllm).chosen
@@ -71,12 +71,12 @@ def test_a_request_and_another_engines_policy_are_not_overruled():
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["triton", "triton_marlin"]), st.integers(1, 64), st.floats(1, 1e4)))
+    st.lists(st.tuples(st.sampled_from(["moectl", "moectl_marlin"]), st.integers(1, 64), st.floats(1, 1e4)))
 )
 def test_the_choice_follows_from_the_times_alone(rows):
     times = MeasuredTimes(tuple(timed(*row) for row in rows))
     assert decided(times) == decided(times)
-    assert decided(times).chosen.backend.name in ("triton", "triton_marlin")
+    assert decided(times).chosen.backend.name in ("moectl", "moectl_marlin")
 
 
 def test_a_recorded_decision_holds_its_times():
@@ -84,7 +84,7 @@ def test_a_recorded_decision_holds_its_times():
     assert document["ranking"]["tokens"] == [1] and replay_inputs(document).measured == FASTER_MARLIN
     del document["inputs"]["measured"]
     assert replay_inputs(document).measured == MeasuredTimes()
-    for bad in ({"rows": 1}, [{"backend": "triton"}], [{**FASTER_MARLIN.to_json()[0], "us": "1"}], [1]):
+    for bad in ({"rows": 1}, [{"backend": "moectl"}], [{**FASTER_MARLIN.to_json()[0], "us": "1"}], [1]):
         document["inputs"]["measured"] = bad
         with pytest.raises(UsageError, match=r"inputs\.measured"):
             replay_inputs(document)
@@ -97,14 +97,14 @@ def keep(*rows):
 def test_run_takes_what_was_measured_here_and_says_why():
     machine = RunMachine(torch.device("cpu"), H200, BARE)
     choice = choose_backends(KIMI, machine)
-    assert choice.names[0] == "triton" and choice.by_measurement == ""
+    assert choice.names[0] == "moectl" and choice.by_measurement == ""
     keep(*FASTER_MARLIN.rows)
     choice = choose_backends(KIMI, machine)
-    assert choice.names[:2] == ("triton_marlin", "triton")
-    assert choice.by_measurement.startswith("triton_marlin: it is the fastest as measured")
+    assert choice.names[:2] == ("moectl_marlin", "moectl")
+    assert choice.by_measurement.startswith("moectl_marlin: it is the fastest as measured")
     # Weights that lie in a backend's layout go first: nothing is laid out anew.
     choice = choose_backends(KIMI, machine, (), "moectl-mtile64")
-    assert choice.names[0] == "triton" and choice.by_measurement == ""
+    assert choice.names[0] == "moectl" and choice.by_measurement == ""
     assert choose_backends(KIMI, machine, ["torch"]).names == ("torch",)
 
 

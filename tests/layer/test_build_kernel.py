@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[type[MoectlError], Callable[[], object]]] = {
         NoBackend,
         lambda: build_kernel(vllm(KIMI, "a100"), layer()),
     ),
-    "the decision is for the triton backend, the layer was prepared for torch": (
+    "the decision is for the moectl backend, the layer was prepared for torch": (
         UsageError,
         lambda: build_kernel(moectl(KIMI, "h200"), layer()),
     ),

@@ -174,9 +174,9 @@ def test_every_layout_runs_from_its_converted_folder(
     inputs = inputs_of(plain.problem, 5)
     y = apply(runner_for("torch"), prepared, inputs.x, inputs.ids, inputs.weights)
     assert judged(plain, prepared, y, inputs).ok
-    relaid = load_prepared(out, plain.layer, "triton")
+    relaid = load_prepared(out, plain.layer, "moectl")
     assert relaid.relaid == ("" if layout == "moectl-mtile64" else f"{layout} -> moectl-mtile64")
-    direct = prepare(checkpoint, plain.layer, "triton")
+    direct = prepare(checkpoint, plain.layer, "moectl")
     assert all(torch.equal(relaid.weights[role], t) for role, t in direct.weights.items())
     converted = converted_layer(load_manifest(out), plain.layer)
     assert torch.equal(converted.reference(3).w13, plain.reference(3).w13)

@@ -275,6 +275,17 @@ def test_documents_that_are_not_decisions_are_refused() -> None:
         replay_inputs(broken)
 
 
+def test_decisions_recorded_under_the_former_names_of_own_backends_are_replayed() -> None:
+    now = select(KIMI, find_device("h100"), Packages(), OWN, "moectl").to_json()
+    time = {"tactic": "", "tokens": 1, "routing": "uniform", "us": 9.0, "spread_us": 0.1, "cold": True}
+    now["inputs"] |= {"requested": "triton", "measured": [{"backend": "triton_marlin", **time, "error": 0.0}]}
+    inputs = replay_inputs(now)
+    assert inputs.requested == "moectl" and inputs.measured.rows[0].backend == "moectl_marlin"
+    assert decide(inputs).require().backend.name == "moectl"
+    now["inputs"]["policy"] = VLLM.name
+    assert replay_inputs(now).requested == "triton", "vLLM's own name of its backend"
+
+
 def test_formats_and_platforms_without_rows_are_out_of_scope() -> None:
     with pytest.raises(OutOfScope, match="do not cover"):
         ask(replace(KIMI, storage="plain"), "h100")
@@ -285,9 +296,9 @@ def test_formats_and_platforms_without_rows_are_out_of_scope() -> None:
 @pytest.mark.parametrize(
     ("gpu", "scheme", "runner"),
     [
-        ("h100", Scheme(MXFP4), "triton"),
-        ("a100", Scheme(int_format(4, 64)), "triton"),
-        ("b200", Scheme(int_format(8, FULL, "F16", zero_point=True)), "triton"),
+        ("h100", Scheme(MXFP4), "moectl"),
+        ("a100", Scheme(int_format(4, 64)), "moectl"),
+        ("b200", Scheme(int_format(8, FULL, "F16", zero_point=True)), "moectl"),
         ("t4", Scheme(int_format(4, 128)), "torch"),
         ("cpu", Scheme(MXFP4), "torch"),
         ("mi300x", Scheme(MXFP4), "torch"),
@@ -297,7 +308,7 @@ def test_the_tools_own_policy(gpu: str, scheme: Scheme, runner: str) -> None:
     problem = replace(KIMI, scheme=scheme, dims=Dims(2880, 360))
     winner = select(problem, find_device(gpu), Packages(), OWN).require()
     assert winner.backend.runner == runner
-    if runner == "triton":
+    if runner == "moectl":
         assert winner.layout == "moectl-mtile64"
         assert winner.dims.padded_intermediate == 384
 
@@ -315,7 +326,7 @@ def test_the_tools_own_policy(gpu: str, scheme: Scheme, runner: str) -> None:
 def test_plain_torch_runs_what_the_tools_own_kernels_refuse(problem: MoEProblem) -> None:
     decision = select(problem, find_device("h100"), Packages(), OWN)
     usable = {c.backend.runner for c in decision.candidates if c.usable}
-    assert {"torch", "emulation"} <= usable and not {"triton", "triton_marlin"} & usable
+    assert {"torch", "emulation"} <= usable and not {"moectl", "moectl_marlin"} & usable
 
 
 @pytest.mark.parametrize("problem", [replace(KIMI, act_order="group"), KIMI.on(DP8_LL)])

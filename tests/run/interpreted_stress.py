@@ -44,10 +44,10 @@ def _short(case: StressCase) -> StressCase:
 @pytest.mark.parametrize(
     ("backend", "problem"),
     [
-        ("triton", replace(GPT_OSS, dims=Dims(96, 32), top_k=2)),
-        ("triton_marlin", replace(KIMI, dims=Dims(128, 64), experts=5, local_experts=5, top_k=2)),
+        ("moectl", replace(GPT_OSS, dims=Dims(96, 32), top_k=2)),
+        ("moectl_marlin", replace(KIMI, dims=Dims(128, 64), experts=5, local_experts=5, top_k=2)),
     ],
-    ids=["triton", "triton_marlin"],
+    ids=["moectl", "moectl_marlin"],
 )
 def test_cases_pass(backend: str, problem: MoEProblem) -> None:
     layer = random_layer(problem)
@@ -57,4 +57,4 @@ def test_cases_pass(backend: str, problem: MoEProblem) -> None:
     assert len(found) == len(FEW)
     assert all(it.ok for it in found), [(it.case, it.note) for it in found if not it.ok]
     notes = {it.case: it.note for it in found if it.note}
-    assert notes == ({} if backend == "triton" else {"padding": notes.get("padding")})
+    assert notes == ({} if backend == "moectl" else {"padding": notes.get("padding")})

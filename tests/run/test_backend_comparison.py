@@ -200,7 +200,7 @@ def test_a_layer_in_another_dtype_is_the_same_but_for_its_16_bit_numbers(family:
     for role, t in layer.canonical(range(2)).items():
         moved = other.canonical(range(2))[role]
         assert torch.equal(moved, t.half() if role.endswith("_bias") else t), role
-    prepared = other.prepared("triton", "cpu")
+    prepared = other.prepared("moectl", "cpu")
     kinds = {role: t.dtype for role, t in prepared.weights.items() if role.endswith("_bias")}
     assert set(kinds.values()) <= {torch.float16}
     assert torch.equal(prepared.expert(1).w13, layer.reference(1).w13)

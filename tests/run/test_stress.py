@@ -267,8 +267,8 @@ def test_after_a_lost_device_no_case_counts_as_passed(
 def test_numbers_in_the_weights_padding_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that claims to mask its padding, and adds up all that is stored."""
     layer = random_layer(GPT_OSS)
-    usual = layer.prepared("triton", "cpu")
-    poisoned = poisoned_padding(layer, "triton", CPU.torch)
+    usual = layer.prepared("moectl", "cpu")
+    poisoned = poisoned_padding(layer, "moectl", CPU.torch)
     assert poisoned is not None and poisoned.layout == usual.layout and poisoned.problem == usual.problem
     for role, t in usual.weights.items():
         assert t.shape == poisoned.weights[role].shape
@@ -379,7 +379,7 @@ def test_a_backend_that_is_here_serves_a_layer(backend: str, device: str) -> Non
     assert machine.torch.type == "cpu" or served == SERVED.get(backend, served)
 
 
-SERVED = {name: list(FAMILIES) for name in ("torch", "triton")}
+SERVED = {name: list(FAMILIES) for name in ("torch", "moectl")}
 """Backends that serve every family on a GPU."""
 
 

@@ -57,10 +57,10 @@ def held(layer: object, prepared: PreparedMoE, x: Tensor, counts: Tensor, y: Ten
 
 
 def agrees(problem: MoEProblem, launch: object, name: str, most: int, device: str) -> None:
-    """`launch` is of the triton backend's or a tile of triton_marlin's; None for the runner's own choice."""
+    """`launch` is of the moectl backend's or a tile of moectl_marlin's; None for the runner's own choice."""
     if isinstance(launch, marlin.MarlinTile):
         layer = random_layer(problem)
-        prepared = layer.prepared("triton_marlin", device)
+        prepared = layer.prepared("moectl_marlin", device)
     else:
         layer, prepared = layer_among_others(problem, device)
     counts = counts_of(name, problem.local_experts, most)
@@ -70,7 +70,7 @@ def agrees(problem: MoEProblem, launch: object, name: str, most: int, device: st
         if isinstance(launch, marlin.MarlinTile):
             return marlin.run_batch_with(prepared, x, there, launch)
         if launch is None:
-            batched = runner_for("triton").batched
+            batched = runner_for("moectl").batched
             assert batched is not None
             return batched(prepared, x, there)
         return triton_runner.run_batch_with(prepared, x, there, launch)  # type: ignore[arg-type]

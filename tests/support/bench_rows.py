@@ -38,7 +38,7 @@ MACHINE = {
     "caches": "cold",
 }
 FAILED = row_of(
-    backend="triton", tokens=64, ok=None, error_rms=None, error_max=None, reason="RuntimeError: a | b",
+    backend="moectl", tokens=64, ok=None, error_rms=None, error_max=None, reason="RuntimeError: a | b",
     median_us=None, q1_us=None, q3_us=None, fastest_us=None, rounds=0, gb_per_s=None, tflop_per_s=None,
     floor_percent=None,
 )  # fmt: skip

@@ -49,12 +49,12 @@ class GpuRank:
         share = RankSlice(problem, RankShard(1, 0, self.size, self.rank))
         first, last = share.experts
         roles = {role: t[first:last].cuda() for role, t in canonical_roles(problem).items()}
-        part = replace(layer_of(share.problem, roles), rank_slice=share).prepared("triton", "cuda")
+        part = replace(layer_of(share.problem, roles), rank_slice=share).prepared("moectl", "cuda")
         capability = torch.cuda.get_device_capability()
         decision = decision_for(
             problem, Parallel(dp=self.size, ep=True), find_device(f"sm{capability[0]}{capability[1]}")
         )
-        assert decision.chosen is not None and decision.chosen.backend.runner == "triton"
+        assert decision.chosen is not None and decision.chosen.backend.runner == "moectl"
         return build_kernel(decision, part, group=dist.group.WORLD, most_tokens=most)
 
     def inputs(self, tokens: Sequence[int], seed: int, distribution: str = "uniform") -> LayerInputs:

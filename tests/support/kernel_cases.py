@@ -74,7 +74,7 @@ def agrees(family: str | MoEProblem, launch: Launch, tokens: int, device: str) -
     """The result is within the tolerance, and the same bits the second time."""
     problem = FAMILIES[family] if isinstance(family, str) else family
     layer = random_layer(problem)
-    prepared = layer.prepared("triton", device)
+    prepared = layer.prepared("moectl", device)
     inputs = inputs_of(problem, tokens, device=device)
     y = _run(prepared, inputs, launch)
     result = judged(layer, prepared, y, inputs)
@@ -154,7 +154,7 @@ def decodes_exactly(weight: WeightFormat, floats: tuple[str, str], launch: Launc
     one = torch.eye(size, dtype=DTYPES[base.dtype])
     for probed, signs in (("w2", (1,)), ("w13", (1, -1))):
         layer = layer_of(base, {**roles, **_identity(base, roles, "w13" if probed == "w2" else "w2")})
-        prepared = layer.prepared("triton", device)
+        prepared = layer.prepared("moectl", device)
         decoded = getattr(layer.reference(0), probed).double().T
         for sign in signs:
             x = (sign * one).to(device)
@@ -193,7 +193,7 @@ def _identity(problem: MoEProblem, roles: Mapping[str, torch.Tensor], role: str)
 def skips(launch: Launch, device: str) -> None:
     """Skipped assignments add nothing, and a token without any gets zeros."""
     layer = random_layer(GPT_OSS)
-    prepared = layer.prepared("triton", device)
+    prepared = layer.prepared("moectl", device)
     inputs = skipping(inputs_of(GPT_OSS, 11, device=device), every=3)
     y = _run(prepared, inputs, launch)
     assert not y[0].any()
@@ -205,7 +205,7 @@ def crowds(launch: Launch, device: str) -> None:
     """All tokens on one expert, the others empty."""
     problem = replace(KIMI, top_k=1)
     layer = random_layer(problem)
-    prepared = layer.prepared("triton", device)
+    prepared = layer.prepared("moectl", device)
     inputs = inputs_of(problem, 21, device=device)
     inputs = replace(inputs, ids=torch.full_like(inputs.ids, 7))
     y = _run(prepared, inputs, launch)
@@ -227,7 +227,7 @@ def one_rank(launch: Launch, device: str) -> None:
     (first, last), roles = share.experts, canonical_roles(whole)
     held = share.slice({role: t[first:last] for role, t in roles.items()})
     layer = replace(layer_of(share.problem, held), rank_slice=share)
-    prepared = layer.prepared("triton", device)
+    prepared = layer.prepared("moectl", device)
     assert prepared.weights["w2"].shape[2] == 2  # tiles of 64 for 96 lanes
     inputs = inputs_of(whole, 9, device=device)
     inputs = replace(inputs, ids=prepared.local_ids(inputs.ids))
@@ -271,7 +271,7 @@ def every_scale_is_right(launch: Launch, device: str) -> None:
         roles["w2"][0] = second[:, 0::2] | second[:, 1::2] << 4
         roles["w2_scale"][0] = scales[:, None].to(torch.uint8)
         layer = layer_of(problem, roles)
-        prepared = layer.prepared("triton", device)
+        prepared = layer.prepared("moectl", device)
         x = torch.eye(16, 256, dtype=torch.bfloat16)
         ids, weights = torch.zeros(16, 1, dtype=torch.int32), torch.full((16, 1), weight)
         y = run_with(prepared, x.to(device), ids.to(device), weights.to(device), launch)
@@ -283,8 +283,8 @@ def every_scale_is_right(launch: Launch, device: str) -> None:
 def no_tokens_and_the_table(device: str) -> None:
     """No tokens give no rows, and the runner's own choice of launch agrees too."""
     layer = random_layer(KIMI)
-    prepared = layer.prepared("triton", device)
+    prepared = layer.prepared("moectl", device)
     for tokens in (0, 2):
         inputs = inputs_of(KIMI, tokens, device=device)
-        y = apply(runner_for("triton"), prepared, inputs.x, inputs.ids, inputs.weights)
+        y = apply(runner_for("moectl"), prepared, inputs.x, inputs.ids, inputs.weights)
         assert y.shape == inputs.x.shape and judged(layer, prepared, y, inputs).ok

@@ -1,4 +1,4 @@
-"""What the triton_marlin kernels must do, wherever they run: in the interpreter or on a GPU.
+"""What the moectl_marlin kernels must do, wherever they run: in the interpreter or on a GPU.
 
 Not collected by itself: `test_interpreter` and `test_gpu_marlin` run these cases.
 """
@@ -64,7 +64,7 @@ def run(prepared: PreparedMoE, inputs: LayerInputs, tile: MarlinTile) -> torch.T
 def agrees(problem: MoEProblem, tile: MarlinTile, tokens: int, device: str, *, skip: int = 0) -> None:
     """The result is within the tolerance; of `skip` > 0, each skip-th assignment has no expert."""
     layer = random_layer(problem)
-    prepared = layer.prepared("triton_marlin", device)
+    prepared = layer.prepared("moectl_marlin", device)
     inputs = inputs_of(problem, tokens, device=device)
     inputs = skipping(inputs, skip) if skip else inputs
     y = run(prepared, inputs, tile)
@@ -77,7 +77,7 @@ def crowds(tile: MarlinTile, device: str) -> None:
     """All tokens on one expert, the others empty."""
     problem = of(32, top_k=1)
     layer = random_layer(problem)
-    prepared = layer.prepared("triton_marlin", device)
+    prepared = layer.prepared("moectl_marlin", device)
     inputs = inputs_of(problem, 21, device=device)
     inputs = replace(inputs, ids=torch.full_like(inputs.ids, 3))
     result = judged(layer, prepared, run(prepared, inputs, tile), inputs)
@@ -103,7 +103,7 @@ def every_code_is_right(zero: bool, device: str) -> None:
         elif role == "w13_zero":
             t.fill_(8)
     layer = layer_of(problem, roles)
-    prepared = layer.prepared("triton_marlin", device)
+    prepared = layer.prepared("moectl_marlin", device)
     x = torch.eye(128, dtype=torch.bfloat16, device=device)
     ids = torch.zeros(128, 1, dtype=torch.int32, device=device)
     y = run_with(

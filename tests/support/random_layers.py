@@ -130,7 +130,7 @@ def layer_among_others(problem: MoEProblem, device: str) -> tuple[ExpertLayer, P
     padded = pad("moectl-mtile64", problem)
     full = replace(problem, dims=Dims(padded.dims.padded_hidden, padded.dims.padded_intermediate))
     roles = canonical_roles(full)
-    prepared = layer_of(full, roles).prepared("triton", device)
+    prepared = layer_of(full, roles).prepared("moectl", device)
     return layer_of(problem, cut_to(padded, roles)), replace(prepared, problem=padded, derived={})
 
 

@@ -39,13 +39,13 @@ def test_rows_are_found_kept_taken_and_right() -> None:
     assert [row.tokens for row in rows] == [4, 300] and not note
     assert all(0 < row.us <= row.before_us and row.error < 1e-2 for row in rows)
     layer = RandomLayer(SMALL, device)
-    prepared = layer.experts.prepared("triton", device)
+    prepared = layer.experts.prepared("moectl", device)
     for row in rows:
         taken = choose(SMALL, row.tokens, device)
         assert (taken.family, {**row.tile}) == (row.family, vars_of(taken))
         (routed,) = routings(SMALL, row.tokens, "uniform", 1, device)
         x = tokens_of(SMALL, row.tokens, device)
-        y = apply(runner_for("triton"), prepared, x, routed.ids, routed.weights)
+        y = apply(runner_for("moectl"), prepared, x, routed.ids, routed.weights)
         expected = layer.reference(x, routed, [0, row.tokens - 1])
         assert (y[[0, -1]].float() - expected).norm() < 1e-2 * expected.norm()
 

@@ -26,7 +26,7 @@ from ..options import (
     typed_options,
 )
 from ..output import Output, count
-from .output import RowOutput, RowOutputOptions
+from .output import RowFilter, RowOutput, RowOutputOptions, print_row
 
 if TYPE_CHECKING:
     from ...bench.bench_rows import BenchRow, RowKey
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "moectl bench ./gpt-oss-20b -m 1,8,64-1024*4",
-    "moectl bench ./prepared --backend triton,torch --routing uniform,zipf:1.2 -o rows.jsonl",
+    "moectl bench ./prepared --backend moectl,torch --routing uniform,zipf:1.2 -o rows.jsonl",
     "moectl bench --model gpt-oss-20b,kimi-k2 -m 1-8192*4 -o rows.jsonl --resume --plot out.svg",
     "moectl bench --rows rows.jsonl --format md",
 )
@@ -94,19 +94,22 @@ class ActionOptions:
     resume: Annotated[bool, option("--resume", help="Measure what -o FILE.jsonl does not have yet.")] = False
     save: Annotated[
         bool,
-        option(
-            "--save", help="Save times, so that measurements choose backends (`moectl explain --measured`)."
-        ),
+        option("--save", help="Save times for `moectl explain --measured`."),
     ] = False
     compile_only: Annotated[bool, option("--compile-only", help="Compile what would be timed, and stop.")] = (
         False
     )
+    verbose: Annotated[bool, option("--verbose", "-v", help="Every row with its details.")] = False
     jobs: Annotated[int, option("--jobs", help="Processes of --compile-only.", min=1, max=64)] = 1
 
 
 IGNORED = {
     "rows": (
-        (*SETTINGS.names, "activation", "offline", *(field.name for field in fields(ActionOptions))),
+        (
+            *(name for name in SETTINGS.names if name not in ("tokens", "backends")),
+            *("activation", "offline"),
+            *(field.name for field in fields(ActionOptions) if field.name != "verbose"),
+        ),
         "--rows shows existing rows",
     ),
     "compile_only": (("resume", "save", "output", "plot", "format"), "--compile-only measures nothing"),
@@ -133,7 +136,7 @@ def bench(
         ),
     ] = None,
     rows: Annotated[
-        list[Path] | None, option("--rows", own=True, help="Instead of CKPT: show rows of an earlier bench.")
+        list[Path] | None, option("--rows", own=True, help="Instead of CKPT: rows of an earlier bench.")
     ] = None,
     *,
     measured: Annotated[Callable[..., BenchSettings], SETTINGS],
@@ -151,7 +154,10 @@ def bench(
     shown = rows_to.output_of(out.as_json)
     _refuse_ineffective(context, {"rows": rows, "compile_only": actions.compile_only, "model": model})
     if rows:
-        return _from_rows(rows, (checkpoint, model), shown, out)
+        typed = {name: context.params[name] for name in ("tokens", "backends")}
+        given = {name: typed[name] if typed_options(context, (name,)) else None for name in typed}
+        wanted = RowFilter.of(model, given["backends"], given["tokens"])
+        return _from_rows(rows, checkpoint, wanted, shown, actions.verbose, out)
     settings = measured(checkpoint=checkpoint or "", models=_models(model))
     source = None
     if checkpoint:
@@ -163,8 +169,11 @@ def bench(
         raise UsageError("--resume continues the rows of a file", hint="give -o FILE.jsonl")
     for note in source.notes if source else ():
         out.note(note)
-    about, measured_rows = _measure(settings, source, shown.journal, actions, out)
-    shown.show(about, measured_rows, out)
+    measurement = _measure(settings, source, shown, actions, out)
+    measured_rows = measurement.rows
+    shown.show(measurement.about, measured_rows, out, verbose=actions.verbose, printed=measurement.printed)
+    if measurement.interrupted:
+        return ExitCode.INTERRUPTED
     return ExitCode.FOUND if any(row.failed for row in measured_rows) else ExitCode.DONE
 
 
@@ -188,12 +197,17 @@ def _refuse_ineffective(context: typer.Context, values: Mapping[str, Any]) -> No
 
 
 def _from_rows(
-    paths: Sequence[Path], others: tuple[str | None, ...], shown: RowOutput, out: Output
+    paths: Sequence[Path],
+    checkpoint: str | None,
+    wanted: RowFilter,
+    shown: RowOutput,
+    verbose: bool,
+    out: Output,
 ) -> ExitCode:
     from ...bench.read_rows import read_rows
 
-    if any(others):
-        raise UsageError("--rows shows existing rows, and CKPT and --model measure new ones")
+    if checkpoint:
+        raise UsageError("--rows shows existing rows, and CKPT measures new ones", hint="leave one out")
     if len(paths) > 1:
         raise UsageError(f"--rows shows one file, got {len(paths)}", hint="compare two with `moectl compare`")
     path = paths[0]
@@ -205,7 +219,7 @@ def _from_rows(
     stored = read_rows(path)
     for note in stored.notes:
         out.note(note)
-    shown.show(stored.about, stored.rows, out)
+    shown.show(stored.about, wanted.pick(stored.rows, str(path)), out, verbose=verbose)
     return ExitCode.DONE
 
 
@@ -224,35 +238,62 @@ def _compile(settings: BenchSettings, source: "LayerSource | None", jobs: int, o
     return ExitCode.FOUND if failed else ExitCode.DONE
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """What a bench measured.
+
+    Attributes:
+        about: the conditions as plain data.
+        rows: all rows; they are also in the journal, if there is one.
+        printed: those that were printed as they came.
+        interrupted: Ctrl-C ended it early.
+    """
+
+    about: Mapping[str, Any]
+    rows: "Sequence[BenchRow]"
+    printed: "Sequence[BenchRow]"
+    interrupted: bool
+
+
 def _measure(
     settings: BenchSettings,
     source: "LayerSource | None",
-    path: Path | None,
+    shown: RowOutput,
     actions: ActionOptions,
     out: Output,
-) -> "tuple[Mapping[str, Any], Sequence[BenchRow]]":
-    """The conditions as plain data, and all rows; they are also appended to the journal at `path`, if any."""
+) -> Measurement:
+    from ...bench.engine_pick import RECORD, recorded_picks
     from ...bench.journal import RowJournal, RunHeader
     from ...bench.open_bench import open_bench
     from ...bench.run_metadata import machine_metadata, rates_of
     from ...bench.save_times import save_times
 
+    path, new, interrupted = shown.journal, [], False
     with ExitStack() as stack:
         journal = stack.enter_context(RowJournal.open(path, resume=actions.resume)) if path else None
         before = journal.before if journal else None
         rates = rates_of(before.about) if before else None
         opened = open_bench(settings, source, rates=rates, note=out.note)
-        run = RunHeader(settings.to_json(), machine_metadata(opened.machine, settings, opened.rates))
+        machine = machine_metadata(opened.machine, settings, opened.rates)
+        machine[RECORD] = recorded_picks(opened.targets, opened.machine.device)
+        run = RunHeader(settings.to_json(), machine)
         conditions = journal.begin(run) if journal else run.to_json()
         stored = before.rows if before else ()
         if before:
             out.note(f"{count(len(stored), 'row')} of {path} {'is' if len(stored) == 1 else 'are'} kept")
-        new = list(_measured(opened, frozenset(row.key for row in stored), journal, out))
-    if actions.save:
+        try:
+            for row in _measured(opened, frozenset(row.key for row in stored), journal, out):
+                new.append(row)
+                if shown.stdout == "table":
+                    print_row(row, out)
+        except KeyboardInterrupt:
+            interrupted = True
+            out.warn(f"interrupted: {count(len(new), 'row')} measured")
+    if actions.save and not interrupted:
         paths = (*save_times(opened, stored, str(conditions.get("begun", ""))), *save_times(opened, new))
         for file in dict.fromkeys(paths):
             out.note(f"saved in {file}")
-    return conditions, (*stored, *new)
+    return Measurement(conditions, (*stored, *new), new if shown.stdout == "table" else (), interrupted)
 
 
 def _measured(

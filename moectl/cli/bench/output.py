@@ -5,13 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ...cache.backend_times import current_name
 from ...errors import UsageError
-from ..options import option, pick
+from ..options import option, pick, split_names
 from ..output import Output, count, table
 from ..output_paths import check_writable
+from ..text_blocks import TONES, terminal_width
 
 if TYPE_CHECKING:
     from ...bench.bench_rows import BenchRow
+    from ...bench.pivot import PivotTable
 
 FORMATS = ("md", "csv", "json", "jsonl")
 READABLE = (".jsonl", ".json", ".csv")
@@ -41,6 +44,39 @@ class RowOutputOptions:
         return RowOutput(
             stdout_format(self.format, self.output, as_json), tuple(self.output or ()), self.plot
         )
+
+
+@dataclass(frozen=True)
+class RowFilter:
+    """Rows of a file that are asked for with ``--model``, ``--backend`` and ``-m``; empty: all of them."""
+
+    models: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, model: str | None, backend: str | None, tokens: str | None) -> "RowFilter":
+        """The filter from what was typed; UsageError for an empty name and bad numbers."""
+        from ...bench import parse_counts
+
+        return cls(
+            tuple(split_names(model, "--model")) if model is not None else (),
+            () if backend in (None, "all") else tuple(split_names(str(backend), "--backend")),
+            parse_counts(tokens) if tokens is not None else (),
+        )
+
+    def pick(self, rows: "Sequence[BenchRow]", where: str) -> "tuple[BenchRow, ...]":
+        """The rows of a file `where`; names in any case and with dashes. UsageError if none is left."""
+        from ...bench.pivot import filtered
+
+        models = [pick(name, {row.model for row in rows}, "model") for name in self.models]
+        typed = [current_name(name.lower().replace("-", "_")) for name in self.backends]
+        backends = [pick(name, {row.backend for row in rows}, "backend") for name in typed]
+        found = filtered(rows, models, backends, self.tokens)
+        if rows and not found:
+            has = ", ".join(map(str, sorted({row.tokens for row in rows})))
+            raise UsageError(f"{where} has no such rows", hint=f"it has M={has}")
+        return found
 
 
 def stdout_format(format: str | None, output: Sequence[Path] | None, as_json: bool) -> str | None:
@@ -87,8 +123,16 @@ class RowOutput:
             check_writable(self.plot, reads)
             check_plot(self.plot)
 
-    def show(self, about: Mapping[str, Any], rows: "Sequence[BenchRow]", out: Output) -> None:
-        """Writes the files other than the journal, the plot, and stdout."""
+    def show(
+        self,
+        about: Mapping[str, Any],
+        rows: "Sequence[BenchRow]",
+        out: Output,
+        *,
+        verbose: bool = False,
+        printed: "Sequence[BenchRow]" = (),
+    ) -> None:
+        """Writes the files other than the journal, the plot, and stdout; `printed` rows are there already."""
         from ...bench.row_tables import brief, document
         from ...files.atomic import write_file
 
@@ -107,8 +151,21 @@ class RowOutput:
             out.text(render(self.stdout, about, rows, out))
         elif self.stdout is not None:
             out.as_json = self.stdout == "json"
-            lines = [brief(row) for row in rows]
-            out.result(document(about, rows), lambda console: draw_table(about, rows, console), lines)
+            if out.quiet and self.stdout == "table":
+                known = {row.key for row in printed}
+                if lines := [brief(row) for row in rows if row.key not in known]:
+                    out.text("\n".join(lines))
+                return
+
+            def drawn(console: Any) -> None:
+                if printed:
+                    console.print()
+                draw_summary(about, rows, console)
+                if verbose:
+                    console.print()
+                    draw_table(about, rows, console)
+
+            out.result(document(about, rows), drawn, [brief(row) for row in rows])
         elif out.quiet:
             out.text("\t".join(map(str, self.files)))
 
@@ -136,8 +193,7 @@ def render(format: str, about: Mapping[str, Any], rows: "Sequence[BenchRow]", ou
 
 
 def draw_table(about: Mapping[str, Any], rows: "Sequence[BenchRow]", console: Any) -> None:
-    """Prints tables of times and costs, the conditions of the measurement, and latency as a text plot."""
-    from ...bench.plot import text_plots
+    """Prints every row with its details, the costs of preparation, and the conditions of the measurement."""
     from ...bench.row_tables import COLUMNS, COSTS, cost_rows, footer, supported, used_columns
 
     for columns, column_rows in ((COLUMNS, supported(rows)), (COSTS, cost_rows(rows))):
@@ -150,6 +206,131 @@ def draw_table(about: Mapping[str, Any], rows: "Sequence[BenchRow]", console: An
         console.print(drawn)
     for line in footer(about, rows):
         console.print(line, markup=False)
-    plots = text_plots(rows)
-    if plots:
-        console.print("\n" + plots, markup=False)
+
+
+LEGEND = "vs best: time of the best other backend over this one's, geometric mean"
+
+MARK = "*"
+"""What stands behind the backend that an engine would choose."""
+
+Cell = tuple[str, str]
+"""Text and its tone."""
+
+
+def print_row(row: "BenchRow", out: Output) -> None:
+    """Prints a row that has just been measured."""
+    from ...bench.row_tables import brief, one_line
+
+    if out.quiet:
+        out.text(brief(row))
+    else:
+        out.draw(lambda console: console.print(one_line(row), style=TONES[_tone(row)], **_AS_IT_IS))
+
+
+_AS_IT_IS: Mapping[str, Any] = {"markup": False, "soft_wrap": True}
+
+
+def _tone(row: "BenchRow") -> str:
+    return "" if row.timed else "dim" if row.refused else "wrong"
+
+
+def draw_summary(about: Mapping[str, Any], rows: "Sequence[BenchRow]", console: Any) -> None:
+    """Prints one table per layer and routing: backends down, tokens across; then the machine in a line."""
+    from ...bench.engine_pick import engine_picks
+    from ...bench.pivot import pivot_tables, title
+    from ...bench.row_tables import machine_line, noisy_rows
+
+    width = terminal_width()
+    engine, picks = engine_picks(rows, about)
+    for pivot in pivot_tables(rows):
+        print_line([(f"{title(pivot.key)}: us per layer", "strong")], console)
+        if pivot.lines:
+            for line in grid(pivot_cells(pivot, picks.get(pivot.key, "")), width):
+                print_line(line, console)
+        for backend, reason in pivot.refused.items():
+            words = f"  {backend}: {reason.removeprefix(f'backend {backend} ')}"
+            print_line([(_cut(words, width), "dim")], console)
+        failed = {line.backend: row for line in pivot.lines for row in line.rows.values() if row.failed}
+        for backend, row in failed.items():
+            words = f"  {backend} M={row.tokens}: {'wrong result' if row.ok is False else 'failed'}"
+            print_line([(_cut(f"{words}: {row.reason}", width), "wrong")], console)
+        console.print()
+    print_line([(LEGEND, "")], console)
+    if picks:
+        print_line([(f"{MARK} what {engine} chooses here, with its default packages", "")], console)
+    if noisy := noisy_rows(rows):
+        text = f"~ noisy: quartiles up to {noisy[0].spread or 0:.0%} of the median apart"
+        print_line([(text, "warning")], console)
+    print_line([(machine_line(about, rows), "dim")], console)
+
+
+def _cut(text: str, width: int) -> str:
+    """`text` as one indented line of a terminal; -v and files have all of it."""
+    text, most = f"  {' '.join(text.split())}", max(width, 60)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def pivot_cells(pivot: "PivotTable", pick: str) -> list[list[Cell]]:
+    """The cells of a table; the first two columns are the backend and its ratio to the best other one."""
+    from ...bench.row_tables import number
+
+    lines: list[list[Cell]] = [
+        [("backend", "strong"), ("vs best", "strong"), ("roofline", "strong")]
+        + [(f"M={tokens}" if i == 0 else str(tokens), "strong") for i, tokens in enumerate(pivot.tokens)]
+    ]
+    leader = pivot.lines[0].backend if pivot.lines[0].ratio else ""
+    for line in pivot.lines:
+        name = f"{line.backend} {MARK}" if line.backend == pick else line.backend
+        tone = "good" if line.backend == leader else ""
+        partial = line.shared < len(pivot.tokens)
+        ratio = "-" if line.ratio is None else f"{line.ratio:.2f}x{'?' if partial else ''}"
+        share = "-" if line.roofline is None else f"{line.roofline:.0%}"
+        cells: list[Cell] = [(name, tone), (ratio, tone), (share, "")]
+        for tokens in pivot.tokens:
+            row = line.rows.get(tokens)
+            if row is None:
+                cells.append(("", ""))
+            elif row.timed:
+                best = pivot.best.get(tokens) == line.backend
+                shown = number(row.median_us) + ("~" if row.noisy else "")
+                cells.append((shown, "good" if best else "warning" if row.noisy else ""))
+            else:
+                cells.append(("wrong" if row.ok is False else "failed", "wrong"))
+        lines.append(cells)
+    if pivot.roofline_us:
+        floors = [(number(pivot.roofline_us.get(tokens)), "dim") for tokens in pivot.tokens]
+        lines.append([("roofline", "dim"), ("", ""), ("", ""), *floors])
+    return lines
+
+
+def grid(lines: Sequence[Sequence[Cell]], width: int) -> list[list[Cell]]:
+    """Aligned lines of at most `width` columns; what does not fit follows below, beside the first column.
+
+    Columns are two blanks apart, or one if all of them fit only so.
+    """
+    widths = [max(len(line[i][0]) for line in lines) for i in range(len(lines[0]))]
+    fits = {gap: 2 + sum(widths) + gap * (len(widths) - 1) <= width for gap in (1, 2)}
+    gap = 1 if fits[1] and not fits[2] else 2
+    parts: list[list[int]] = [[]]
+    used = 2 + widths[0]
+    for i in range(1, len(widths)):
+        if parts[-1] and used + gap + widths[i] > width:
+            parts.append([])
+            used = 2 + widths[0]
+        parts[-1].append(i)
+        used += gap + widths[i]
+    out: list[list[Cell]] = []
+    for part in parts:
+        for line in lines:
+            first = f"  {line[0][0]:<{widths[0]}}"
+            out.append(
+                [(first, line[0][1]), *((f"{'':{gap}}{line[i][0]:>{widths[i]}}", line[i][1]) for i in part)]
+            )
+    return out
+
+
+def print_line(cells: Sequence[Cell], console: Any) -> None:
+    """Prints the cells of one line, each in its tone."""
+    from rich.text import Text
+
+    console.print(Text.assemble(*((text, TONES[tone]) for text, tone in cells)), soft_wrap=True)

@@ -253,9 +253,9 @@ def _measured(group: GroupExplanation) -> Iterator[Block]:
     tuned = ", ".join(f"M={row.tokens} {row.family} {row.us:.1f} us" for row in evidence.tuned)
     when = max((row.when for row in evidence.tuned), default="")
     yield TextLine(
-        f"kernel configs of the triton backend: {tuned} (moectl tune, {when})"
+        f"kernel configs of the moectl backend: {tuned} (moectl tune, {when})"
         if tuned
-        else "no kernel configs of the triton backend: moectl tune finds them"
+        else "no kernel configs of the moectl backend: moectl tune finds them"
     )
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "moectl run ./gpt-oss-20b --layer 3 --tokens 64",
     "moectl run ./gpt-oss-20b --backend all --stress",
-    "moectl run ./gpt-oss-20b --layers all --backend triton,torch",
+    "moectl run ./gpt-oss-20b --layers all --backend moectl,torch",
     "moectl run ./kimi --input x.safetensors --output y.safetensors",
 )
 DTYPES = tuple(MODEL_DTYPES)

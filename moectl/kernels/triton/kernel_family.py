@@ -154,11 +154,11 @@ def layer_of(prepared: PreparedMoE) -> KernelLayer:
     Examining the scales waits for the GPU, so it is done when a layer is prepared. If it first happens during
     graph capture, the exponents are left unknown and the result is not kept.
     """
-    layer = prepared.derived.get("triton")
+    layer = prepared.derived.get("moectl")
     if layer is None:
         layer = KernelLayer(prepared.problem, matrix_of(prepared, "w13"), matrix_of(prepared, "w2"))
         if not (prepared.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            prepared.derived["triton"] = layer
+            prepared.derived["moectl"] = layer
     return layer
 
 

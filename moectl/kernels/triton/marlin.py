@@ -1,4 +1,4 @@
-"""The triton_marlin backend: reads Marlin's int4 layout in place, without repacking.
+"""The moectl_marlin backend: reads Marlin's int4 layout in place, without repacking.
 
 It is meant for decode, where few tokens share a read of the weights: a directory converted for Marlin runs
 directly, from the same bytes that vLLM's kernels read. The kernels support any number of tokens, but with
@@ -112,7 +112,7 @@ def matrix_of(prepared: PreparedMoE, role: str) -> MarlinMatrix:
 def _matrices(prepared: PreparedMoE) -> tuple[MarlinMatrix, MarlinMatrix]:
     """The layer's two matrices, created once."""
     return prepared.derive(
-        "triton_marlin", lambda prepared: (matrix_of(prepared, "w13"), matrix_of(prepared, "w2"))
+        "moectl_marlin", lambda prepared: (matrix_of(prepared, "w13"), matrix_of(prepared, "w2"))
     )
 
 
@@ -267,7 +267,7 @@ def _workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat) -> in
 
 
 RUNNER = Runner(
-    "triton_marlin",
+    "moectl_marlin",
     LAYOUT,
     _compute,
     _refusal,

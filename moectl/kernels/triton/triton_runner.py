@@ -218,7 +218,7 @@ def _workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat) -> in
 
 
 RUNNER = Runner(
-    "triton",
+    "moectl",
     LAYOUT,
     _compute,
     _refusal,

@@ -27,7 +27,7 @@ MODELS = (
 )
 """Built-in models and timed layers that are examined by default."""
 
-BACKEND = "triton"
+BACKEND = "moectl"
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,17 @@ def test_formats_of_stdout(tiny_gpt_oss):
     assert [json.loads(line)["kind"] for line in lines] == ["run", "row", "row"]
     assert moectl("bench", tiny_gpt_oss, *QUICK, "--format", "MD").stdout.startswith("| backend |")
     text = moectl("bench", tiny_gpt_oss, *QUICK).stdout
-    assert "t torch, . roofline" in text and "repack s" in text and "not recorded: no NVIDIA GPU" in text
-    assert moectl("bench", tiny_gpt_oss, *QUICK, "-q").stdout.startswith("torch\t1\t")
+    rows, _, table = text.partition("\n\n")
+    assert [line.split()[2:5] for line in rows.splitlines()] == [
+        ["uniform", "M=1", "torch"],
+        ["uniform", "M=3", "torch"],
+    ], "rows as they come"
+    assert re.search(r"backend +vs best +roofline +M=1 +3\n  torch", table) and "repack s" not in text
+    details = moectl("bench", tiny_gpt_oss, *QUICK, "-v").stdout
+    assert "repack s" in details and "not recorded: no NVIDIA GPU" in details and "active experts" in details
+    brief = moectl("bench", tiny_gpt_oss, *QUICK, "-q").stdout.splitlines()
+    assert [line.split("\t")[4:7] for line in brief] == [["uniform", "torch", "1"], ["uniform", "torch", "3"]]
+    assert brief[0].startswith("tiny-gpt-oss\t0-1\t")
 
 
 def test_files_are_written_resumed_shown_again_and_compared(tiny_gpt_oss, tmp_path):
@@ -115,14 +124,24 @@ def test_files_instead_of_the_table_are_said_in_a_line(tiny_gpt_oss, tmp_path):
 
 def test_a_backend_that_cannot_serve_is_a_row_beside_others(tiny_gpt_oss):
     asked = ("bench", tiny_gpt_oss, *QUICK, "--backend")
-    found = moectl(*asked, "triton,torch", "--json").document["rows"]
+    found = moectl(*asked, "moectl,torch", "--json").document["rows"]
     assert [(row["backend"], row["refused"]) for row in found if row["tokens"] == 1] == [
-        ("triton", True),
+        ("moectl", True),
         ("torch", False),
     ]
     assert "SM80" in found[0]["reason"]
-    for alone in ("triton", "triton,humming"):
+    for alone in ("moectl", "moectl,humming"):
         assert "SM80" in moectl(*asked, alone, code=3).stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "own"), [("triton", "moectl"), ("Triton-Marlin", "moectl_marlin"), ("torch,triton", "moectl")]
+)
+@pytest.mark.parametrize("command", ["bench", "run"])
+def test_the_former_name_of_an_own_backend_is_answered_with_its_name(tiny_gpt_oss, command, typed, own):
+    done = moectl(command, tiny_gpt_oss, "--backend", typed, "--device", "cpu", code=2)
+    assert f"moectl's own backend is called {own}, and an engine's triton is another kernel" in done.stderr
+    assert f"next: Give {own}, or triton_kernels" in done.stderr
 
 
 def test_named_layers_need_no_checkpoint(monkeypatch):
@@ -292,9 +311,9 @@ def test_rows_in_the_documents_have_no_failures_and_a_cut_line_is_noted(tmp_path
     [
         ((), "either a checkpoint or named models"),
         (("x", "--model", "kimi-k2"), "either a checkpoint or named models"),
-        (("--rows", "rows.jsonl", "--model", "kimi-k2"), "measure new ones"),
+        (("--rows", "rows.jsonl", "ckpt"), "measures new ones"),
         (("--rows", "a.jsonl", "--rows", "b.jsonl"), "shows one file, got 2"),
-        (("--rows", "a.jsonl", "-m", "4", "--resume"), "--tokens, --resume would be ignored"),
+        (("--rows", "a.jsonl", "--tp", "4", "--resume"), "--tp, --resume would be ignored"),
         (
             ("--model", "kimi-k2", "--layer", "9", "--activation", "x"),
             "--layer, --activation would be ignored",
@@ -343,6 +362,6 @@ def test_a_tactic_that_was_not_told_is_no_change(tmp_path):
     assert text.count("chosen by its tuner") == text.count("chosen by the library") == 28
     untold.write_text(re.sub('"chosen by [^"]*"', '""', text))
     for pair in ((there, untold), (untold, there)):
-        assert "->" not in moectl("compare", *pair).stdout
+        assert "->" not in moectl("compare", *pair, "-v").stdout
     untold.write_text(text.replace("chosen by the library", "tile 8"))
-    assert "tile 8 -> chosen by the library" in moectl("compare", untold, there).stdout
+    assert "tile 8 -> chosen by the library" in moectl("compare", untold, there, "-v").stdout

@@ -105,7 +105,7 @@ def test_the_policy_of_this_tool():
     chosen = ask(GPT, "--gpu", "cpu", "--policy", "moectl")["groups"][0]["decision"]["chosen"]
     assert chosen["runner"] == "torch"
     chosen = ask(KIMI, "--gpu", "h200", "--policy", "moectl")["groups"][0]["decision"]["chosen"]
-    assert (chosen["runner"], chosen["layout"]) == ("triton", "moectl-mtile64")
+    assert (chosen["runner"], chosen["layout"]) == ("moectl", "moectl-mtile64")
 
 
 @pytest.mark.parametrize(

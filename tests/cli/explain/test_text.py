@@ -145,7 +145,7 @@ def test_markdown_can_be_pasted_into_an_issue():
 
 def test_two_policies_unless_one_is_picked():
     both = explain(GPT, "--gpu", "h200", "-v")
-    assert "moectl triton (grouped_gemm, layout moectl-mtile64)" in both.words
+    assert "moectl moectl (grouped_gemm, layout moectl-mtile64)" in both.words
     one = explain(GPT, "--gpu", "h200", "--policy", "vllm", "-v")
     assert "grouped_gemm" not in one.stdout
     others = explain(GPT, "--gpu", "h200", "--json").document["groups"][0]["others"]
@@ -169,7 +169,7 @@ def test_platforms_without_a_kernel_are_told_at_once():
 
 
 def test_this_tool_serves_ranks_that_gather_tokens():
-    assert "moectl triton (grouped_gemm" in explain(KIMI, "--gpu", "h200", "--dp", "8", "--ep", "-v").words
+    assert "moectl moectl (grouped_gemm" in explain(KIMI, "--gpu", "h200", "--dp", "8", "--ep", "-v").words
 
 
 def test_memory_while_loading_counts_the_copies_of_the_largest_layer():
@@ -359,7 +359,7 @@ def test_a_backend_that_was_never_run_on_such_a_device_is_told_so():
     assert "16-bit activations), not verified on hardware" in on_blackwell
     assert "flashinfer_trtllm (ids and weights), not verified on hardware" in on_blackwell
     on_hopper = explain(GPT, "--gpu", "h200", "-v", *own).words
-    assert "backend triton because" in on_hopper
+    assert "backend moectl because" in on_hopper
     assert "torch (torch), not verified" not in on_hopper
     # Another engine runs its backends itself: this tool says nothing of them.
     assert "not verified" not in explain(GPT, "--gpu", "b200").words

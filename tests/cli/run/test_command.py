@@ -44,7 +44,7 @@ def test_all_backends_are_compared(tiny_gpt_oss, monkeypatch, tmp_path):
         assert it["weight_bytes"] and it["peak_bytes"] and it["median_us"] > 0 and it["prepare_seconds"] > 0
     pairs = {tuple(it["backends"]): it["rel_l2"] for it in found["pairs"]}
     assert len(pairs) == len(names) * (len(names) - 1) / 2 and pairs["twin", "torch"] == 0.0
-    assert "SM80" in found["left_out"]["triton"]
+    assert "SM80" in found["left_out"]["moectl"]
     written = load_file(file)
     assert set(written) == {"ids", "weights", "x", *(f"y.{name}" for name in names)}
     assert torch.equal(written["y.torch"], written["y.twin"])
@@ -74,20 +74,20 @@ def test_one_that_is_too_far_off_or_fails_ends_with_1(tiny_gpt_oss, monkeypatch)
 
 def test_one_that_cannot_serve_is_refused_beside_others(tiny_gpt_oss, tiny_kimi):
     asked = (*CPU, "--tokens", 3, "--backend")
-    done = moectl("run", tiny_gpt_oss, *asked, "triton,torch,emulation")
-    assert "| triton    | refused" in done.stdout and "SM80" in done.stdout
+    done = moectl("run", tiny_gpt_oss, *asked, "moectl,torch,emulation")
+    assert "| moectl    | refused" in done.stdout and "SM80" in done.stdout
     assert "check     passed" in done.stdout
-    found = moectl("run", tiny_gpt_oss, *asked, "torch,triton", "--json").document
+    found = moectl("run", tiny_gpt_oss, *asked, "torch,moectl", "--json").document
     assert found["ok"] and [(it["backend"], it["ok"]) for it in found["backends"]] == [
         ("torch", True),
-        ("triton", False),
+        ("moectl", False),
     ]
     assert found["backends"][1]["refused"] and "SM80" in found["backends"][1]["error"]["what"]
-    brief = moectl("run", tiny_kimi, *asked, "torch,triton", "--layers", "all", "-q").stdout
-    assert [line.split()[:3] for line in brief.splitlines()][1] == ["1", "triton", "refused"]
-    for none in ("triton", "triton,humming"):
+    brief = moectl("run", tiny_kimi, *asked, "torch,moectl", "--layers", "all", "-q").stdout
+    assert [line.split()[:3] for line in brief.splitlines()][1] == ["1", "moectl", "refused"]
+    for none in ("moectl", "moectl,humming"):
         assert "SM80" in moectl("run", tiny_gpt_oss, *asked, none, code=3).stderr
-    assert moectl("run", tiny_kimi, *asked, "triton,humming", "--layers", "all", code=3)
+    assert moectl("run", tiny_kimi, *asked, "moectl,humming", "--layers", "all", code=3)
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])
@@ -141,8 +141,8 @@ def test_a_fallback_is_an_option_and_is_told(tiny_gpt_oss, monkeypatch):
     assert "backend   " in done.stdout
     done = moectl("run", tiny_gpt_oss, *CPU, "--allow-fallback", "--layers", "0")
     assert "layer 0: breaks was tried: the breaks backend failed on layer 0: RuntimeError" in done.stderr
-    found = moectl("run", tiny_gpt_oss, *CPU, "--allow-fallback", "--backend", "triton", "--json").document
-    assert [it["backend"] for it in found["tried"]] == ["triton", "breaks"] and found["ok"]
+    found = moectl("run", tiny_gpt_oss, *CPU, "--allow-fallback", "--backend", "moectl", "--json").document
+    assert [it["backend"] for it in found["tried"]] == ["moectl", "breaks"] and found["ok"]
     assert "several" in moectl("run", tiny_gpt_oss, "--allow-fallback", "--backend", "all", code=2).stderr
 
 

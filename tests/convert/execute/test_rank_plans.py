@@ -439,8 +439,8 @@ def test_the_backend_follows_from_the_layout(gpt_oss: Path, tmp_path: Path) -> N
     shard_all(gpt_oss, tmp_path / "out", target="marlin")
     layer = load_prepared(tmp_path / "out", 2)
     assert (layer.backend, layer.layout, layer.relaid) == ("torch", "marlin-mxfp4", "")
-    relaid = load_prepared(tmp_path / "out", 2, "triton")
-    assert (relaid.backend, relaid.relaid) == ("triton", "marlin-mxfp4 -> moectl-mtile64")
+    relaid = load_prepared(tmp_path / "out", 2, "moectl")
+    assert (relaid.backend, relaid.relaid) == ("moectl", "marlin-mxfp4 -> moectl-mtile64")
     with pytest.raises(UsageError, match="backend 'trition' cannot be run here"):
         load_prepared(tmp_path / "out", 2, "trition")
     with pytest.raises(CheckpointError, match="holds no layer 7; it has layers 0, 1, 2"):

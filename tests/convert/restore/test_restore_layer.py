@@ -61,13 +61,13 @@ def test_another_version_of_a_layout_is_laid_out_anew(gpt_oss: Path, tmp_path: P
     checkpoint, out = open_checkpoint(gpt_oss), tmp_path / "out"
     layout = other_version(layout_named("moectl-mtile64"), version)
     convert(plan_conversion(checkpoint, layout), out)
-    got, wanted = load_prepared(out, 1, "triton"), prepare(checkpoint, 1, "triton")
+    got, wanted = load_prepared(out, 1, "moectl"), prepare(checkpoint, 1, "moectl")
     assert got.relaid == "moectl-mtile64 of another version -> moectl-mtile64"
     assert all(torch.equal(got.weights[role], t) for role, t in wanted.weights.items())
 
 
 def test_this_version_is_loaded_as_it_is(folder: Path) -> None:
-    assert load_prepared(folder, 1, "triton").relaid == ""
+    assert load_prepared(folder, 1, "moectl").relaid == ""
 
 
 def test_a_step_that_nobody_knows_is_refused(folder: Path) -> None:
@@ -76,10 +76,10 @@ def test_a_step_that_nobody_knows_is_refused(folder: Path) -> None:
     document["groups"][0]["roles"]["w13"]["made"]["chain"].append({"step": "twist"})
     sign(folder, document)
     with pytest.raises(CheckpointError, match="is no known step"):
-        load_prepared(folder, 0, "triton")
+        load_prepared(folder, 0, "moectl")
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", "moectl"])
 def test_a_flipped_bit_is_found_on_loading(folder: Path, backend: str) -> None:
     data = bytearray((folder / LAYER).read_bytes())
     data[-100] ^= 1
@@ -89,7 +89,7 @@ def test_a_flipped_bit_is_found_on_loading(folder: Path, backend: str) -> None:
     assert load_prepared(folder, 1, backend, check=True).nbytes > 0
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", "moectl"])
 def test_a_signed_scale_that_is_no_number_is_refused(folder: Path, backend: str) -> None:
     place = load_manifest(folder).open_layer(0)["w2_scale"]
     data = bytearray((folder / LAYER).read_bytes())

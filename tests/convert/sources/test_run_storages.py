@@ -59,7 +59,7 @@ def test_moectls_own_layout_holds_the_same_weights(storage: Storage, tmp_path: P
             assert "F16 scales, got F32" in refusals[0] or opened.problem.act_order == "group"
             continue
         held += 1
-        prepared = opened.prepared("triton", "cpu")
+        prepared = opened.prepared("moectl", "cpu")
         for expert in range(opened.problem.experts):
             assert torch.equal(prepared.expert(expert).w13, opened.reference(expert).w13)
             assert torch.equal(prepared.expert(expert).w2, opened.reference(expert).w2)

@@ -77,7 +77,7 @@ def test_writes_no_other_rows() -> None:
 
 
 @pytest.mark.parametrize("on_input", [False, True])
-@pytest.mark.parametrize("backend", ["triton", "triton_marlin"])
+@pytest.mark.parametrize("backend", ["moectl", "moectl_marlin"])
 def test_a_layers_kernel_in_this_form(backend: str, on_input: bool) -> None:
     """Tokens are batched, computed and put back in their order: the layer's output."""
     base = replace(QWEN, top_k=1) if on_input else QWEN

@@ -213,7 +213,7 @@ REFUSED: dict[str, Callable[[], object]] = {
         prepared_of(replace(QWEN, routing=replace(QWEN.routing, weight_on_input=True))), FP8
     ),
     "reads layout moectl-mtile64, got weights in canonical": lambda: FusedMoEKernel(
-        prepared_of(KIMI), runner_for("triton")
+        prepared_of(KIMI), runner_for("moectl")
     ),
     "takes router logits, got expert ids and weights": lambda: FusedMoEKernel(
         prepared_of(KIMI), MONOLITHIC, ActivationFormat.MONOLITHIC

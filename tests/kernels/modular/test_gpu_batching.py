@@ -79,7 +79,7 @@ def test_rows_beyond_32_bits(family: str) -> None:
         if getattr(it, "planned", 1) and not kernel_family.fits(batch, it)
     ]
     layer = random_layer(WIDE)
-    prepared = layer.prepared("triton", "cuda")
+    prepared = layer.prepared("moectl", "cuda")
     counts = torch.zeros(WIDE.experts, dtype=torch.int32)
     counts[[0, 36, 37, 39]] = torch.tensor([3, 1, 21, 5], dtype=torch.int32)
     x = torch.empty(WIDE.experts, ROWS, WIDE.dims.hidden, dtype=torch.bfloat16, device="cuda")
@@ -104,7 +104,7 @@ def test_lists_rows(experts: int, most: int) -> None:
 
 def test_a_captured_call_follows_the_counts() -> None:
     layer, prepared = layer_among_others(KIMI, "cuda")
-    batched, experts, most = runner_for("triton").batched, KIMI.experts, 16
+    batched, experts, most = runner_for("moectl").batched, KIMI.experts, 16
     assert batched is not None
     full = torch.full((experts,), most, dtype=torch.int32)
     x, counts = cases.batch_of(KIMI, full, most, "cuda"), full.cuda()

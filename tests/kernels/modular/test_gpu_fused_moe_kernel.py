@@ -36,7 +36,7 @@ TOKENS = (1, 48, 300)
 
 
 @lru_cache(maxsize=3)
-def layer(name: str, backend: str = "triton") -> PreparedMoE:
+def layer(name: str, backend: str = "moectl") -> PreparedMoE:
     roles = {role: t.cuda() for role, t in canonical_roles(LAYERS[name]).items()}
     return layer_of(LAYERS[name], roles).prepared(backend, "cuda")
 
@@ -47,10 +47,10 @@ def part_of(name: str) -> PreparedMoE:
     half = problem.experts // 2
     roles = {role: t[half:].cuda() for role, t in canonical_roles(problem).items()}
     part = layer_of(replace(problem, local_experts=problem.experts - half), roles)
-    return replace(part.prepared("triton", "cuda"), first_expert=half)
+    return replace(part.prepared("moectl", "cuda"), first_expert=half)
 
 
-TRITON = runner_for("triton")
+TRITON = runner_for("moectl")
 
 
 def wanting(form: ActFormat) -> Runner:
@@ -184,7 +184,7 @@ def test_a_call_takes_no_more_memory_than_is_said(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("form", [ActivationFormat.STANDARD, ActivationFormat.BATCHED])
 def test_marlin_s_layout_takes_no_more_memory_than_is_said(form: ActivationFormat) -> None:
-    kernel = FusedMoEKernel(layer("kimi", "triton_marlin"), runner_for("triton_marlin"), form)
+    kernel = FusedMoEKernel(layer("kimi", "moectl_marlin"), runner_for("moectl_marlin"), form)
     holds(kernel, "standard" if form is ActivationFormat.STANDARD else "batched")
 
 

@@ -141,7 +141,7 @@ def test_refuses_activations_and_layouts_that_it_does_not_have() -> None:
     with pytest.raises(NoBackend, match="activation relu2"):
         apply(runner_for("torch"), odd, inputs.x, inputs.ids, inputs.weights)
     with pytest.raises(NoBackend, match="reads layout moectl-mtile64, got weights in canonical"):
-        apply(runner_for("triton"), prepared, inputs.x, inputs.ids, inputs.weights)
+        apply(runner_for("moectl"), prepared, inputs.x, inputs.ids, inputs.weights)
 
 
 def test_runners_are_found_by_name() -> None:

@@ -1,4 +1,4 @@
-"""The triton_marlin cases under Triton's interpreter; run by `test_interpreter` in a process of its own."""
+"""The moectl_marlin cases under Triton's interpreter; run by `test_interpreter` in a process of its own."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ def test_other_architectures_compile(arch: int, family: str) -> None:
     ],
 )
 def test_marlin_weights_read_in_place_compile(arch: int, tokens: int) -> None:
-    layer = empty_layer(layer_without_weights("moonshotai/Kimi-K2-Thinking").problem, "triton_marlin")
-    kernels = inspect_run(layer, tokens, OFFLINE_GPUS[arch], runner_for("triton_marlin").compute)
+    layer = empty_layer(layer_without_weights("moonshotai/Kimi-K2-Thinking").problem, "moectl_marlin")
+    kernels = inspect_run(layer, tokens, OFFLINE_GPUS[arch], runner_for("moectl_marlin").compute)
     assert sum(bool(kernel.wgmma or kernel.mma) for kernel in kernels) == 2
     assert not [fault for kernel in kernels for fault in kernel.faults], kernels
 
@@ -161,7 +161,7 @@ VARIANTS = {
 @pytest.mark.parametrize("family", families(90))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_format_and_activation_on_sm90(variant: str, family: str) -> None:
-    layer, gpu = empty_layer(VARIANTS[variant], "triton"), OFFLINE_GPUS[90]
+    layer, gpu = empty_layer(VARIANTS[variant], "moectl"), OFFLINE_GPUS[90]
     launches = [it for it in (*shipped(layer, gpu), *candidates(layer, gpu)) if it.launch.family == family]
     if not launches:
         pytest.skip(f"the {family} kernels do not take {variant}")
@@ -177,7 +177,7 @@ def test_int4_with_scales_that_do_not_fold_on_sm90(family: str) -> None:
     made = layer_of(layer)
     unknown = replace(made, w13=replace(made.w13, exponents=None), w2=replace(made.w2, exponents=None))
     assert exact_weights(made.problem, unknown.w13) and not exact_weights(made.problem, made.w13)
-    layer = replace(layer, derived={"triton": unknown})
+    layer = replace(layer, derived={"moectl": unknown})
     it = [it for it in candidates(layer, gpu) if it.launch.family == family][-1]
     kernels = inspect(layer, it.tokens[0], it.launch, gpu)
     check(Inspected("int4, not folded", 90, it.launch, it.tokens[0], kernels))

@@ -1,4 +1,4 @@
-"""The triton_marlin kernels, compiled without a GPU: weights go from memory into mma operands directly."""
+"""The moectl_marlin kernels, compiled without a GPU: weights go from memory into mma operands directly."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def without_weights(problem: MoEProblem) -> PreparedMoE:
     def dense(ids: object) -> None:
         raise AssertionError("nothing is decoded when compiling")
 
-    return PreparedMoE(problem, "triton_marlin", LAYOUT, weights, dense)  # type: ignore[arg-type]
+    return PreparedMoE(problem, "moectl_marlin", LAYOUT, weights, dense)  # type: ignore[arg-type]
 
 
 def launched_by(problem: MoEProblem, tokens: int, tile: MarlinTile, arch: int) -> list[LaunchedKernel]:

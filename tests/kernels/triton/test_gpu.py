@@ -43,7 +43,7 @@ def wide_layers(family: str) -> tuple[PreparedMoE, PreparedMoE]:
     """The family's layer for the triton and the torch backend."""
     roles = {role: t.cuda() for role, t in canonical_roles(WIDE[family]).items()}
     layer = layer_of(WIDE[family], roles)
-    return layer.prepared("triton", "cuda"), layer.prepared("torch", "cuda")
+    return layer.prepared("moectl", "cuda"), layer.prepared("torch", "cuda")
 
 
 @lru_cache(maxsize=4)
@@ -101,7 +101,7 @@ def test_no_tokens_and_the_table() -> None:
 @pytest.mark.parametrize("tokens", [4, 300])
 def test_a_captured_graph_follows_the_routing(tokens: int) -> None:
     prepared, _ = wide_layers("gpt-oss")
-    run = partial(apply, runner_for("triton"))
+    run = partial(apply, runner_for("moectl"))
     problem = prepared.problem
     first, second = inputs_of(problem, tokens, device="cuda"), inputs_of(problem, tokens, device="cuda")
     second = replace(second, ids=torch.flip(second.ids, (0,)).contiguous(), x=second.x * 2)

@@ -160,7 +160,7 @@ def test_many_experts(experts: int, top_k: int, tokens: int, weight: WeightForma
     case = replace(CASES[0], weight=weight, floats=("bf16", "BF16"))
     problem = replace(case.problem, experts=experts, local_experts=experts, top_k=top_k, dims=Dims(64, 64))
     layer = random_layer(problem)
-    prepared = layer.prepared("triton", "cuda")
+    prepared = layer.prepared("moectl", "cuda")
     inputs = inputs_of(problem, tokens, device="cuda")
     expected = moe_reference(
         *(t.cpu() for t in (inputs.x, inputs.ids, inputs.weights)), layer.reference, problem
@@ -177,7 +177,7 @@ def test_rows_beyond_32_bits() -> None:
     problem = MoEProblem(
         Dims(7168, 256), 16, 8, replace(CASES[0].problem.scheme, weight=weight), SILU, bias=False
     )
-    prepared = random_layer(problem).prepared("triton", "cuda")
+    prepared = random_layer(problem).prepared("moectl", "cuda")
     inputs = inputs_of(problem, 65_536, device="cuda")
     some = torch.tensor([0, 1, 30_000, 37_448, 37_449, 65_534, 65_535])
     x, ids, weights = (t[some].cpu() for t in (inputs.x, inputs.ids, inputs.weights))

@@ -1,4 +1,4 @@
-"""The triton_marlin kernels on a GPU: every format and tile, at full width, in graphs."""
+"""The moectl_marlin kernels on a GPU: every format and tile, at full width, in graphs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_full_width_and_graphs(group: int, dims: Dims) -> None:
     """What is replayed from a graph is what runs, at every number of tokens' own tile."""
     problem = cases.of(group, dims=dims, experts=8, local_experts=8, top_k=4)
     layer = layer_of(problem, {role: t.cuda() for role, t in canonical_roles(problem).items()})
-    prepared, runner = layer.prepared("triton_marlin", "cuda"), runner_for("triton_marlin")
+    prepared, runner = layer.prepared("moectl_marlin", "cuda"), runner_for("moectl_marlin")
     for tokens in (1, 7, 40, 300):
         inputs = inputs_of(problem, tokens, device="cuda")
         # Ids past the experts are skipped as negative ones are.

@@ -45,7 +45,7 @@ class Case:
 @lru_cache(maxsize=1)
 def layer(name: str) -> PreparedMoE:
     roles = {role: t.cuda() for role, t in canonical_roles(LAYERS[name]).items()}
-    return layer_of(LAYERS[name], roles).prepared("triton", "cuda")
+    return layer_of(LAYERS[name], roles).prepared("moectl", "cuda")
 
 
 def tiles_of(name: str, family: str) -> list[Any]:

@@ -35,16 +35,16 @@ def folder(tiny_kimi: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_its_own_backend_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     layer = converted_layer(load_manifest(folder))
-    assert _reader_of(layer, torch.device("cuda")) == "triton_marlin"
+    assert _reader_of(layer, torch.device("cuda")) == "moectl_marlin"
     assert _reader_of(layer, torch.device("cpu")) == "torch"
     machine = RunMachine(torch.device("cuda"), find_device("h200"), Packages())
-    assert choose_backends(layer.problem, machine).names[0] == "triton"
+    assert choose_backends(layer.problem, machine).names[0] == "moectl"
     choice = choose_backends(layer.problem, machine, stored=layer.layout)
-    assert choice.names[:2] == ("triton_marlin", "triton")
+    assert choice.names[:2] == ("moectl_marlin", "moectl")
 
 
 def test_it_is_loaded_as_it_is(folder: Path) -> None:
-    prepared = load_prepared(folder, backend="triton_marlin")
+    prepared = load_prepared(folder, backend="moectl_marlin")
     assert (prepared.layout, prepared.relaid) == ("marlin-int4", "")
     w13, w2 = matrix_of(prepared, "w13"), matrix_of(prepared, "w2")
     dims = prepared.problem.dims
@@ -54,14 +54,14 @@ def test_it_is_loaded_as_it_is(folder: Path) -> None:
 
 
 def test_without_a_gpu_it_says_so(folder: Path) -> None:
-    prepared = load_prepared(folder, backend="triton_marlin")
+    prepared = load_prepared(folder, backend="moectl_marlin")
     inputs = make_inputs(prepared.problem, 2, seed=0)
     with pytest.raises(NoBackend, match="needs a CUDA GPU"):
-        apply(runner_for("triton_marlin"), prepared, inputs.x, inputs.ids, inputs.weights)
+        apply(runner_for("moectl_marlin"), prepared, inputs.x, inputs.ids, inputs.weights)
 
 
 def test_tensors_that_do_not_fit_are_refused(folder: Path) -> None:
-    prepared = load_prepared(folder, backend="triton_marlin")
+    prepared = load_prepared(folder, backend="moectl_marlin")
 
     def changed(role: str, tensor: torch.Tensor) -> PreparedMoE:
         weights = {**prepared.weights, role: tensor}

@@ -23,7 +23,7 @@ def test_the_range_of_e8m0_scales_leaves_padding_out() -> None:
     roles = canonical_roles(GPT_OSS)
     roles["w13_scale"].fill_(120)
     roles["w13_scale"][0, 0, 0], roles["w13_scale"][1, 5, 1] = 70, 190
-    made = layer_of(expert_layer(GPT_OSS, roles).prepared("triton", "cpu"))
+    made = layer_of(expert_layer(GPT_OSS, roles).prepared("moectl", "cpu"))
     assert made.w13.exponents == (70, 190)
     assert made.w13.exponents_within(range(64, 191)) and not made.w13.exponents_within(range(71, 191))
 
@@ -42,7 +42,7 @@ def test_the_range_of_bf16_scales_is_of_their_exponents_without_signs_and_zeros(
 def test_scales_that_no_kernel_folds_have_no_range() -> None:
     assert exponents_of(torch.ones(1, 1, 1, 32, dtype=torch.int32), "fp16") is None
     problem = replace(KIMI, scheme=Scheme(int_format(4, 32, "F16")))
-    made = layer_of(expert_layer(problem, canonical_roles(problem)).prepared("triton", "cpu"))
+    made = layer_of(expert_layer(problem, canonical_roles(problem)).prepared("moectl", "cpu"))
     assert made.w13.exponents is None and not made.w13.exponents_within(range(256))
 
 
@@ -61,13 +61,13 @@ SCALES = [
 def test_int4_is_folded_only_where_every_scale_of_the_layer_allows_it(scale: float, exact: bool) -> None:
     roles = canonical_roles(KIMI)
     roles["w2_scale"][0, 3, 0] = scale
-    made = layer_of(expert_layer(KIMI, roles).prepared("triton", "cpu"))
+    made = layer_of(expert_layer(KIMI, roles).prepared("moectl", "cpu"))
     assert exact_weights(KIMI, made.w2) is exact and not exact_weights(KIMI, made.w13)
 
 
 @pytest.mark.parametrize("role", ["w13_bias", "w2_bias"])
 def test_a_bias_that_the_problem_does_not_have_is_refused_and_so_is_one_that_is_missing(role: str) -> None:
-    prepared = expert_layer(GPT_OSS, canonical_roles(GPT_OSS)).prepared("triton", "cpu")
+    prepared = expert_layer(GPT_OSS, canonical_roles(GPT_OSS)).prepared("moectl", "cpu")
     others = {name: t for name, t in prepared.weights.items() if name != role}
     with pytest.raises(UsageError, match=f"a layer with bias=True needs {role}, got None"):
         layer_of(replace(prepared, weights=others, derived={}))
@@ -76,7 +76,7 @@ def test_a_bias_that_the_problem_does_not_have_is_refused_and_so_is_one_that_is_
 
 
 def test_a_layer_is_looked_at_once() -> None:
-    prepared = expert_layer(GPT_OSS, canonical_roles(GPT_OSS)).prepared("triton", "cpu")
+    prepared = expert_layer(GPT_OSS, canonical_roles(GPT_OSS)).prepared("moectl", "cpu")
     assert layer_of(prepared) is layer_of(prepared)
 
 

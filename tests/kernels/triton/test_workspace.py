@@ -80,13 +80,13 @@ def test_every_family(
     problem = pad("moectl-mtile64", model_problem(model))
     kernel_family = triton_runner.FAMILIES[family]
     tiles = [tile for tile in kernel_family.candidates(problem) if not kernel_family.fits(problem, tile)]
-    prepared, most = empty_layer(problem, "triton"), kernel_family.tokens_per_expert[1]
+    prepared, most = empty_layer(problem, "moectl"), kernel_family.tokens_per_expert[1]
     assert tiles or (model, family) == ("gpt-oss-20b", "warpwise")
     for tile in dict.fromkeys((*tiles[:1], *tiles[-1:])):
         monkeypatch.setattr(triton_runner, "launch_on", lambda *a, tile=tile: Launch(family, tile))
         for tokens in BATCH if form is ActivationFormat.BATCHED else TOKENS:
             if tokens * problem.top_k / problem.local_experts <= 2 * most:
-                holds(runner_for("triton"), prepared, form, tokens)
+                holds(runner_for("moectl"), prepared, form, tokens)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)

@@ -42,8 +42,8 @@ GATE = BackendRule(
 
 _MTILE64 = own_kernels.TRITON.weights[0].layout
 TRITON = Backend(
-    name="triton",
-    engine_name="triton",
+    name="moectl",
+    engine_name="moectl",
     variants=(
         ExpertsClass(
             "grouped_gemm",
@@ -58,7 +58,7 @@ TRITON = Backend(
         ),
     ),
     forms=(WeightForm(_MTILE64, partial(padding, _MTILE64)),),
-    runner="triton",
+    runner="moectl",
     verified=(SM90,),
 )
 _MARLIN = own_kernels.TRITON_MARLIN.weights[0].layout
@@ -72,8 +72,8 @@ def _marlin_sizes(ask: SupportQuery) -> bool:
 
 
 TRITON_MARLIN = Backend(
-    name="triton_marlin",
-    engine_name="triton_marlin",
+    name="moectl_marlin",
+    engine_name="moectl_marlin",
     variants=(
         ExpertsClass(
             "marlin",
@@ -99,10 +99,10 @@ TRITON_MARLIN = Backend(
         ),
     ),
     forms=(WeightForm(_MARLIN, partial(padding, _MARLIN)),),
-    runner="triton_marlin",
+    runner="moectl_marlin",
     verified=(SM90,),
     note="Reads weights in Marlin's layout in place, for decode: a directory converted for Marlin runs "
-    "without being repacked. With many tokens per expert the triton backend is faster.",
+    "without being repacked. With many tokens per expert the moectl backend is faster.",
 )
 TORCH_ARCHS = tuple(map(Arch, own_kernels.TORCH_PLATFORMS))
 TORCH = Backend(

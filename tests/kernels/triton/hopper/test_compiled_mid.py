@@ -17,8 +17,8 @@ from support.ptx_places import BOXES, COPIES, READ, Ptx, gemms
 
 GPT_OSS = layer_without_weights("openai/gpt-oss-20b")
 KIMI = layer_without_weights("moonshotai/Kimi-K2-Thinking")
-INT8 = empty_layer(replace(KIMI.problem, scheme=Scheme(int_format(8, 32, zero_point=True))), "triton")
-ZEROS = empty_layer(replace(KIMI.problem, scheme=Scheme(int_format(4, 32, zero_point=True))), "triton")
+INT8 = empty_layer(replace(KIMI.problem, scheme=Scheme(int_format(8, 32, zero_point=True))), "moectl")
+ZEROS = empty_layer(replace(KIMI.problem, scheme=Scheme(int_format(4, 32, zero_point=True))), "moectl")
 LAYERS = {"mxfp4": GPT_OSS, "int4": KIMI, "int4 with zero points": ZEROS, "int8 with zero points": INT8}
 
 

@@ -65,8 +65,8 @@ def test_products_read_tokens_where_they_were_copied(gpt_oss: list[dict[str, Any
 LAYERS = {
     "mxfp4": layer_without_weights(GPT_OSS),
     "int4 group 32": layer_without_weights(KIMI),
-    "int4 fp16": empty_layer(replace(QWEN, scheme=Scheme(int_format(4, 128, "F16")), dtype="fp16"), "triton"),
-    "int4 with zero points": empty_layer(replace(QWEN, scheme=ZEROS), "triton"),
+    "int4 fp16": empty_layer(replace(QWEN, scheme=Scheme(int_format(4, 128, "F16")), dtype="fp16"), "moectl"),
+    "int4 with zero points": empty_layer(replace(QWEN, scheme=ZEROS), "moectl"),
 }
 
 
@@ -85,7 +85,7 @@ def test_they_do_in_every_tile(name: str, tile: PrefillTile) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_format_and_activation_in_tiles_of_two_blocks(variant: str) -> None:
     """`test_compiled` has them in the last tile, of one block."""
-    layer, launch = empty_layer(VARIANTS[variant], "triton"), Launch("prefill", PrefillTile(9))
+    layer, launch = empty_layer(VARIANTS[variant], "moectl"), Launch("prefill", PrefillTile(9))
     if refused := PREFILL_FAMILY.fits(layer.problem, launch.tile):
         pytest.skip(refused)
     check(Inspected(variant, 90, launch, TOKENS, inspect(layer, TOKENS, launch, OFFLINE_GPUS[90])))

@@ -71,7 +71,7 @@ def test_tiles_of_every_width(name: str, launch: Launch, monkeypatch: pytest.Mon
     assert not kernel_family.fits(problem, launch.tile)
     cases.poison_new_memory(monkeypatch)
     layer = random_layer(problem)
-    prepared = layer.prepared("triton", "cuda")
+    prepared = layer.prepared("moectl", "cuda")
     generator = torch.Generator().manual_seed(0)
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     ids = ids[torch.randperm(len(ids), generator=generator)].int()[:, None]

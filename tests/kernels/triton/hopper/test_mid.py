@@ -86,7 +86,7 @@ def test_what_is_told_of_a_result_divides_its_columns(sizes: Dims) -> None:
     """A size that is rounded down would put results into other rows."""
     scheme = Scheme(int_format(4, FULL))
     problem = pad("moectl-mtile64", replace(layer_without_weights(KIMI).problem, dims=sizes, scheme=scheme))
-    layer, tile = layer_of(empty_layer(problem, "triton")), MidTile(32, 4, 4)
+    layer, tile = layer_of(empty_layer(problem, "moectl")), MidTile(32, 4, 4)
     for stage, columns in ((1, sizes.intermediate), (2, sizes.hidden)):
         unit = _variant(layer, stage, 64, tile).unit
         assert columns % unit == 0 and (columns % 32 or unit == 32)

@@ -1,0 +1,200 @@
+"""The tables of `moectl bench` and `moectl compare` on terminals and pipes of any width and encoding."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from moectl.bench.bench_rows import BenchRow
+from moectl.bench.pivot import filtered, geometric_mean, pivot_tables
+from moectl.cli.bench.output import grid, pivot_cells
+from support.bench_rows import row_of
+from support.invoking import moectl
+
+ROWS = Path(__file__).resolve().parents[3] / "docs" / "bench_h200.jsonl"
+
+
+def at(backend: str, tokens: int, us: float | None, **changes) -> BenchRow:
+    times = {} if us is None else {"median_us": us, "q1_us": us, "q3_us": us, "fastest_us": us}
+    blank = {"median_us": None, "q1_us": None, "q3_us": None, "fastest_us": None, "floor_percent": None}
+    share = {} if us is None else {"floor_percent": 5000 / us}
+    return row_of(backend=backend, tokens=tokens, **{**blank, **times, **share, **changes})
+
+
+def test_backends_are_ordered_by_their_ratio_to_the_best_other_one():
+    rows = [at("slow", 1, 400.0), at("fast", 1, 100.0), at("second", 1, 200.0)]
+    rows += [at("slow", 8, 800.0), at("fast", 8, 100.0), at("wrong", 8, None, ok=False, reason="off")]
+    rows += [at("never", 1, None, refused=True, reason="needs SM80")]
+    (table,) = pivot_tables(rows)
+    assert [line.backend for line in table.lines] == ["fast", "second", "slow", "wrong"]
+    assert [line.ratio for line in table.lines[:3]] == pytest.approx([4.0, 0.5, 2**-2.5])
+    assert table.lines[1].shared == 1 and table.lines[3].ratio is None
+    assert table.lines[0].roofline == pytest.approx(0.5) and table.refused == {"never": "needs SM80"}
+    assert table.best == {1: "fast", 8: "fast"} and table.tokens == (1, 8)
+    cells = pivot_cells(table, "slow")
+    assert [line[0] for line in cells] == [
+        ("backend", "strong"),
+        ("fast", "good"),
+        ("second", ""),
+        ("slow *", ""),
+        ("wrong", ""),
+        ("roofline", "dim"),
+    ]
+    assert cells[1][3:] == [("100", "good"), ("100", "good")] and cells[4][4] == ("wrong", "wrong")
+    assert cells[2][1:3] == [("0.50x?", ""), ("25%", "")] and cells[2][4] == ("", "")
+    assert geometric_mean([]) is None and filtered(rows, backends=["fast"], tokens=[8]) == (rows[4],)
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
+def test_a_table_fits_and_loses_no_cell(width):
+    lines = [[(f"backend{n}", ""), *((f"{n}.{i}", "") for i in range(9))] for n in range(3)]
+    drawn = ["".join(text for text, _ in line) for line in grid(lines, width)]
+    assert all(len(line) <= width for line in drawn)
+    words = " ".join(drawn).split()
+    assert all(words.count(text) == 1 for line in lines for text, _ in line[1:])
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_recorded_run_is_readable(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    done = moectl("bench", "--rows", ROWS)
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= width and len(lines) < 120
+    assert max(len(line) for line in lines if line.startswith("  moectl")) <= width
+    start = next(n for n, line in enumerate(lines) if line.startswith("gpt-oss-120b") and "uniform" in line)
+    assert lines[start + 2].split()[:2] == ["moectl", "1.51x"]
+    assert any(line.startswith("  triton_kernels *") for line in lines[start : start + 7])
+    assert "* what vllm-0.33.0 chooses here" in done.stdout and lines[-1].startswith("NVIDIA H200, torch")
+
+
+def test_rows_of_a_file_are_filtered():
+    done = moectl(
+        "bench", "--rows", ROWS, "--model", "kimi-k2", "--backend", "Triton,humming", "-m", "16", "-q"
+    )
+    found = [line.split("\t") for line in done.stdout.splitlines()]
+    assert {(row[0], row[5], row[6]) for row in found} == {
+        ("kimi-k2", "moectl", "16"),
+        ("kimi-k2", "humming", "16"),
+    }
+    assert len({tuple(row[:7]) for row in found}) == len(found) == 6, "every line says which case it is"
+    assert "It has M=1, 4, 16" in moectl("bench", "--rows", ROWS, "-m", "7", code=2).stderr
+    assert "mean kimi-k2" in moectl("bench", "--rows", ROWS, "--model", "kimi", code=2).stderr
+    both = moectl("compare", ROWS, ROWS, "--model", "kimi-k2", "-m", "1", "--backend", "moectl").stdout
+    assert both.splitlines()[-1] == "1 case: 1 same; B/A 1.000, geometric mean"
+
+
+def test_compare_begins_with_what_became_slower(tmp_path):
+    lines = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    for number, factor in ((3, 0.5), (1, 1.3), (2, 2.0)):
+        for name in ("median_us", "q1_us", "q3_us", "fastest_us"):
+            lines[number][name] *= factor
+    later = tmp_path / "later.jsonl"
+    later.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = moectl("compare", ROWS, later, code=1)
+    table = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert [row[-2:] for row in table[1:]] == [["2.000", "slower"], ["1.300", "slower"], ["0.500", "faster"]]
+    assert "280 cases: 2 slower, 1 faster, 221 same, 56 untimed; B/A 1.001" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert done.stdout.count("\n") < 10
+    everything = moectl("compare", ROWS, later, "-v", code=1).stdout
+    assert everything.count(" same") >= 221
+
+
+def test_ctrl_c_prints_what_was_measured(tiny_gpt_oss):
+    counts = ",".join(map(str, range(1, 400)))
+    options = ["-m", counts, "--repeats", "3", "--device", "cpu", "--warm", "--backend", "torch"]
+    command = [sys.executable, "-m", "moectl", "bench", str(tiny_gpt_oss), *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(3)]
+    process.send_signal(signal.SIGINT)
+    rest, notes = process.communicate(timeout=120)
+    assert [line.split()[3] for line in lines] == ["M=1", "M=2", "M=3"]
+    assert process.returncode == 130 and "warning: interrupted: " in notes and "Traceback" not in notes
+    summary = rest[rest.index("us per layer") :]
+    assert re.search(r"backend +vs best +roofline +M=1 +2 +3", summary) and "\n  torch " in summary
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_progress_is_one_line_that_goes_away(columns):
+    """In a terminal of its own, what is left of a progress bar is nothing, and no line is ever wrapped."""
+    program = (
+        "from moectl.cli.output import Output\n"
+        "import time\n"
+        "with Output('convert').progress('converting') as progress:\n"
+        "    for n in range(1, 9):\n"
+        "        progress(n * 10**9, 8 * 10**9, f'layer {n}, a long name of what is worked on now')\n"
+        "        time.sleep(0.06)\n"
+    )
+    main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(main, "rb", buffering=0) as screen:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=terminal, stderr=terminal, env=environment(TERM="xterm")
+        )
+        os.close(terminal)
+        written = b""
+        with contextlib.suppress(OSError):  # how a terminal without a writer ends
+            while chunk := screen.read(65536):
+                written += chunk
+        assert process.wait(timeout=60) == 0
+    text = written.decode()
+    drawn = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", part) for part in re.split(r"[\r\n]+", text)]
+    assert any("converting" in line for line in drawn) and max(map(len, drawn)) <= columns
+    assert text.count("\n") <= 1 and "\x1b[2K" in text
+
+
+def environment(**changes: str) -> dict[str, str]:
+    removed = ("NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING", "COLUMNS")
+    return {name: text for name, text in os.environ.items() if name not in removed} | changes
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_every_row():
+    command = [sys.executable, "-m", "moectl", "bench", "--rows", str(ROWS), "--model", "gpt-oss-20b", "-v"]
+    ascii_only = environment(LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    done = subprocess.run(command, env=ascii_only, capture_output=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.isascii() and b"+-" in done.stdout
+    assert b"Unicode" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "colored"),
+    [
+        ((), {}, False),
+        ((), {"FORCE_COLOR": "1"}, True),
+        ((), {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        (("--color", "always"), {"NO_COLOR": "1"}, True),
+        (("--color", "never"), {"FORCE_COLOR": "1"}, False),
+        (("--color", "auto"), {"FORCE_COLOR": "0"}, False),
+    ],
+)
+def test_colour_follows_the_option_then_the_variables(monkeypatch, options, variables, colored):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    text = moectl("bench", "--rows", ROWS, "--model", "gpt-oss-20b", *options).stdout
+    assert ("\x1b[1;32m  moectl" in text) == colored
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert "  moectl" in plain and "\x1b" not in plain
+
+
+def test_errors_are_red_where_there_is_colour():
+    done = moectl("bench", "--rows", "nowhere.jsonl", "--color", "always", code=2)
+    assert "\x1b[1;31merror:\x1b[0m" in done.stderr
+    assert "\x1b" not in moectl("bench", "--rows", "nowhere.jsonl", code=2).stderr
+    assert (
+        "choice of --color 'red' is not known" in moectl("list", "formats", "--color", "red", code=2).stderr
+    )
