@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from ...checkpoint.checkpoint import Checkpoint, LayerGroup
 from ...dtypes import MODEL_DTYPES
 from ...errors import CheckpointError, NoBackend, UsageError
 from ...files.safe_reading import file_sha256
 from ...files.safetensors_writer import plan_file
+from ...lazy_torch import Tensor
 from ...problem.moe_problem import MoEProblem
 from ...problem.portable_formats import NATIVE, PortableFormat, container_of
 from ...problem.schemes import ActFormat, Scheme, WeightFormat
