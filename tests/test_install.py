@@ -106,9 +106,7 @@ def test_doctor_and_compare_of_the_core(core: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(
-    "target", ["marlin", "trtllm", "moectl", "triton-hopper", "nvfp4", "int8"]
-)
+@pytest.mark.parametrize("target", ["marlin", "trtllm", "moectl", "triton-hopper", "nvfp4", "int8"])
 def test_dry_run_without_torch_plans_the_same(
     core: Path, tiny_gpt_oss: Path, tmp_path: Path, target: str
 ) -> None:
