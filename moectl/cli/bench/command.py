@@ -129,8 +129,7 @@ def bench(
         option(
             "--model",
             own=True,
-            help=f"Instead of CKPT, random weights: {', '.join(SHORT_NAMES)}, or another "
-            "of `moectl list models`; also NAME:FORMAT.",
+            help=f"Instead of CKPT, random weights: {', '.join(SHORT_NAMES)}, ...; also NAME:FORMAT.",
         ),
     ] = None,
     rows: Annotated[

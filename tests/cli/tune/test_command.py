@@ -210,7 +210,7 @@ def test_without_a_gpu():
     [
         ((), "tune takes either CKPT or --model"),
         (("x", "--model", "qwen3-30b"), "tune takes either CKPT or --model"),
-        (("--model", "qwen4"), "model 'qwen4' is not known"),
+        (("--model", "qwen4"), "no built-in model is called 'qwen4'"),
         (("--model", "qwen3-30b", "--budget", "soon"), "--budget takes a time such as 90s, 10m or 1h30m"),
         (("--model", "qwen3-30b", "-m", "0"), "token counts must be"),
         (("--model", "qwen3-30b", "--families", "huge"), "family 'huge' is not known"),
