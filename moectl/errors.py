@@ -17,7 +17,7 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
-COMMANDS = ("moectl", "pip")
+COMMANDS = ("moectl", "pip", "hf")
 """Programs: a hint that starts with one of these names is a command line."""
 
 _WORD = re.compile(r"[a-z]+(?=[\s,:;]|$)")

@@ -114,6 +114,10 @@ class BenchRow:
     memory_mhz: int | None = None
     throttled: str = ""
 
+    def __repr__(self) -> str:
+        time = f"{self.median_us:.4g} us" if self.median_us is not None else self.reason
+        return f"BenchRow({self.model} layers {self.layers}, {self.backend}, {self.tokens} tokens: {time})"
+
     @property
     def key(self) -> RowKey:
         """The values of `KEY_FIELDS`."""

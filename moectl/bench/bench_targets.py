@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..checkpoint.source.named_layers import named_layer
 from ..convert.rank_slice import RankShard, RankSlice
 from ..convert.recipe.recipe import Recipe, StoredOutput
 from ..errors import UsageError
@@ -17,7 +18,6 @@ from ..layer.layer_source import LayerSource
 from ..layer.random_layer import RandomLayer
 from ..problem.layer_ranges import ranges
 from ..problem.moe_problem import MoEProblem
-from ..problem.published_layers import named_problem
 from .settings import BenchSettings
 
 RANDOM = "-"
@@ -63,7 +63,7 @@ def targets_of(
 
 
 def _random_targets(settings: BenchSettings, device: torch.device) -> Iterator[BenchTarget]:
-    for name, problem in map(named_problem, settings.models):
+    for name, problem in map(named_layer, settings.models):
         yield BenchTarget(name, RANDOM, "1", RandomLayer(problem, device).experts)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.tensor_table import TensorInfo
+from ..problem.layer_ranges import ranges
 from ..problem.model_shape import ModelShape
 from ..problem.moe_problem import MoEProblem
 from .config.model_shape import model_shape
@@ -75,6 +76,13 @@ class LayerGroup:
     shared_dtype: str = ""
     storage: Storage | None = None
 
+    def __repr__(self) -> str:
+        problem = self.problem
+        return (
+            f"LayerGroup(layers {ranges(self.layers)}: {problem.experts} experts, top-{problem.top_k}, "
+            f"{problem.dims.hidden} x {problem.dims.intermediate}, {problem.scheme})"
+        )
+
     @property
     def details(self) -> dict[str, str]:
         """What only tensors tell: ``arrangement`` of the experts and ``shared_dtype``, where known."""
@@ -95,6 +103,10 @@ class Checkpoint:
     groups: tuple[LayerGroup, ...]
     origin: Origin
     folder: Path | None = None
+
+    def __repr__(self) -> str:
+        lines = [f"Checkpoint({self.origin.name} ({self.origin.kind}), {len(self.tensors)} tensors)"]
+        return "\n".join([*lines, *(f"  {group}" for group in self.groups)])
 
     @property
     def notes(self) -> tuple[str, ...]:

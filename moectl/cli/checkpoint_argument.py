@@ -28,11 +28,13 @@ def find_source(
     """The layers of the checkpoint or converted directory `ref`.
 
     `activation` and `routing` state what a config leaves open, in the syntax of `parse_assumptions`; they do
-    not apply to a converted directory. Raises CheckpointError if there are no MoE layers, UsageError if
-    `layer` is not one of them, or a converted directory comes with `activation` or `routing`.
+    not apply to a converted directory. Raises CheckpointError if there are no MoE layers,
+    Unavailable if the weights are not on this machine, UsageError if `layer` is not one of them, or a
+    converted directory comes with `activation` or `routing`.
     """
     from ..checkpoint import open_checkpoint
     from ..checkpoint.config.user_assumptions import parse_assumptions
+    from ..checkpoint.source.catalogue import weights_missing
     from ..checkpoint.source.open_checkpoint import MANIFEST
 
     if (Path(ref) / MANIFEST).exists():
@@ -43,9 +45,10 @@ def find_source(
                 hint="leave it out; it applies when the checkpoint is converted",
             )
         return ConvertedLayers(Path(ref))
-    source = CheckpointLayers(
-        open_checkpoint(ref, offline=offline, assumptions=parse_assumptions(activation, routing))
-    )
+    checkpoint = open_checkpoint(ref, offline=offline, assumptions=parse_assumptions(activation, routing))
+    if checkpoint.folder is None and checkpoint.origin.kind != "config":
+        raise weights_missing(checkpoint.origin.name)
+    source = CheckpointLayers(checkpoint)
     layers = source.layers()
     if not layers:
         raise CheckpointError(f"{ref} has no MoE layers", hint="`moectl explain` shows what it holds")

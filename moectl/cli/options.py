@@ -341,6 +341,10 @@ def _of_command(parameter: inspect.Parameter, command: str) -> inspect.Parameter
     return parameter.replace(annotation=Annotated[kind, bound])
 
 
+RUN_PACKAGES = ("torch", "numpy", "numba", "triton")
+"""Packages of the extra `run`, without which the other commands work."""
+
+
 def as_moectl_error(error: Exception) -> MoectlError:
     """Any error as a MoectlError: one of the system or a library, or an internal error."""
     if isinstance(error, MoectlError):
@@ -351,6 +355,11 @@ def as_moectl_error(error: Exception) -> MoectlError:
     if isinstance(error, OSError):
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, (str, bytes)) else ""
         return Unavailable(f"operating system error: {where}{error.strerror or text}")
+    if isinstance(error, ModuleNotFoundError) and error.name in RUN_PACKAGES:
+        return Unavailable(
+            f"this needs {error.name}, which is not installed",
+            hint="pip install 'moectl[run]'   (in a clone of moectl: pip install '.[run]')",
+        )
     return Unavailable(
         f"internal error: {type(error).__name__}: {text}",
         hint="run it again with --debug and report the traceback",

@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
-from torch import Tensor
-
 from ..errors import UsageError
 from ..files.tensor_table import TensorType
+from ..lazy_torch import Tensor, torch
 from ..problem.moe_problem import Dims, MoEProblem, expert_range
 from ..problem.schemes import FULL, WeightFormat
 from .canonical import INTERLEAVED, groups, halves, scale_rows

@@ -14,7 +14,7 @@ from ..problem.model_shape import UNKNOWN_MODEL, ModelShape
 from ..problem.moe_problem import MoEProblem, Parallel
 from .assumed_machines import AssumedMachine
 from .assumptions import assume
-from .explanation import GroupExplanation, Question, explained, stage_bytes
+from .explanation import Explanation, GroupExplanation, Question, explained, stage_bytes
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,44 @@ class MatrixCell:
             "refusal": self.refusal or None,
             "decision": self.inputs(question).to_json(),
         }
-        if self.answer is None:
-            return row
-        decision, chosen = self.answer.decision, self.answer.decision.chosen
-        return {
-            **row,
-            "backend": chosen.backend.name if chosen else None,
-            "experts": chosen.variant.experts if chosen else None,
-            "monolithic": chosen.variant.monolithic if chosen else None,
-            "padded_hidden": decision.problem.dims.padded_hidden,
-            "padded_intermediate": decision.problem.dims.padded_intermediate,
-            "gates": [str(gate) for gate in decision.gates],
-            "error": str(decision.error) if decision.error else None,
-            "fallback": self.answer.fallback.kind if self.answer.fallback else None,
-            "bytes": self.answer.memory.padded * len(self.layers),
+        return row if self.answer is None else {**row, **answer_row(self.answer)}
+
+
+def answer_row(answer: GroupExplanation) -> dict[str, Any]:
+    """What a row says of the decision for its layers."""
+    decision, chosen = answer.decision, answer.decision.chosen
+    return {
+        "backend": chosen.backend.name if chosen else None,
+        "experts": chosen.variant.experts if chosen else None,
+        "monolithic": chosen.variant.monolithic if chosen else None,
+        "padded_hidden": decision.problem.dims.padded_hidden,
+        "padded_intermediate": decision.problem.dims.padded_intermediate,
+        "gates": [str(gate) for gate in decision.gates],
+        "error": str(decision.error) if decision.error else None,
+        "fallback": answer.fallback.kind if answer.fallback else None,
+        "bytes": answer.memory.padded * len(answer.layers),
+    }
+
+
+def explanation_rows(explanation: Explanation, gpu: str = "") -> list[dict[str, Any]]:
+    """The rows that a matrix of this one machine and deployment has; their decisions are those of the groups.
+
+    `gpu` is the device's name as requested.
+    """
+    device = explanation.device
+    return [
+        {
+            "gpu": gpu or device.name,
+            "arch": device.arch,
+            **asdict(explanation.parallel),
+            "layers": list(group.layers),
+            "usable": group.decision.usable,
+            "refusal": None,
+            **answer_row(group),
+            "fits": explanation.fits,
         }
+        for group in explanation.groups
+    ]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from ..oracle.policy import Policy
 from ..oracle.registry import engine_named, policy_named
 from ..oracle.select import decide
 from ..oracle.selection_inputs import SelectionInputs
+from ..problem.layer_ranges import ranges
 from ..problem.model_shape import ModelShape, pipeline_stages
 from ..problem.moe_problem import MoEProblem, Parallel
 from .assumptions import assume
@@ -62,6 +63,9 @@ class GroupExplanation:
     others: tuple[OtherAnswer, ...] = ()
     details: Mapping[str, str] = field(default_factory=dict)
     evidence: MeasuredEvidence = field(default_factory=MeasuredEvidence)
+
+    def __repr__(self) -> str:
+        return f"layers {ranges(self.layers)}: {self.decision}"
 
     @property
     def facts(self) -> Mapping[str, str]:
@@ -148,6 +152,12 @@ class Explanation:
         share = engine_named(self.policy).memory_share
         layers = tuple((count, group.decision) for count, group in largest_stage(self.groups))
         return rank_memory(layers, self.other_weights, self.device, share)
+
+    def __repr__(self) -> str:
+        dp = f" DP {self.parallel.dp}" if self.parallel.dp > 1 else ""
+        ranks = f"TP {self.parallel.tp}{dp}{' EP' if self.parallel.ep else ''}"
+        head = f"Explanation({self.origin.name} on {self.device.name}, {ranks}, {self.policy})"
+        return "\n".join([head, *(f"  {group}" for group in self.groups)])
 
     @property
     def usable(self) -> bool:

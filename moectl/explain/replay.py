@@ -150,6 +150,14 @@ def _other_weights(document: Mapping[str, Any]) -> int | None:
     )
 
 
+def requested_gpu(document: Mapping[str, Any]) -> str:
+    """The device's name as requested, of an explanation; empty in one without rows, as version 1 wrote."""
+    rows = document.get("rows")
+    row = rows[0] if isinstance(rows, list) and rows else {}
+    name = row.get("gpu") if isinstance(row, dict) else None
+    return name if isinstance(name, str) else ""
+
+
 def replay_matrix(document: Mapping[str, Any]) -> DecisionMatrix:
     """The matrix for the inputs in `document`, decided again; refused cells stay refused.
 

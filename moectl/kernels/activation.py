@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
-from torch import Tensor
-from torch.nn.functional import gelu, silu
-
 from ..errors import NoBackend, UsageError
+from ..lazy_torch import Tensor, torch
 from ..problem.moe_problem import Activation
+
+
+def silu(x: Tensor) -> Tensor:
+    return torch.nn.functional.silu(x)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    return torch.nn.functional.gelu(x, approximate=approximate)
 
 
 def _swigluoai(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

@@ -130,6 +130,33 @@ class PreparedMoE:
     first_expert: int = 0
     derived: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The experts' output ``[tokens, hidden]`` in the dtype of `x`; a rank's share gives its part of it.
+
+        Args:
+            x: ``[tokens, hidden]`` in the model's 16-bit dtype, on the layer's device.
+            ids: ``[tokens, top_k]`` int32, of the whole layer's experts, no expert twice in a row; negative
+                ids are skipped.
+            weights: ``[tokens, top_k]`` fp32.
+
+        Raises:
+            UsageError: arguments that do not fit the layer or each other.
+            NoBackend: the backend does not run here, or routes by itself and takes no ids.
+        """
+        from .modular.fused_moe_kernel import layer_kernel
+
+        return self.derive("kernel", layer_kernel).apply(x, ids, weights)
+
+    def __repr__(self) -> str:
+        dims = self.problem.dims
+        share = "" if self.problem.local_experts == self.problem.experts else f" of {self.problem.experts}"
+        return (
+            f"PreparedMoE({self.problem.local_experts}{share} experts, top-{self.problem.top_k}, "
+            f"{dims.hidden} x {dims.intermediate}, {self.problem.scheme};\n"
+            f"  backend {self.backend}, layout {self.layout}, {self.nbytes / 1e6:.3g} MB on {self.device}: "
+            f"{', '.join(self.weights)})"
+        )
+
     @property
     def device(self) -> torch.device:
         """The device of the weights."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.checkpoint import Checkpoint, LayerGroup
+from ..checkpoint.source.catalogue import weights_missing
 from ..checkpoint.source.open_checkpoint import rank_folder
 from ..convert.canonical import byte_scales
 from ..convert.codecs import check_scales
@@ -19,7 +20,7 @@ from ..convert.recipe.recipe import Recipe, StoredOutput
 from ..convert.sources import map_layer
 from ..convert.stream.expert_batches import ExpertBatches
 from ..convert.stream.source_reader import FolderReader, as_bytes, as_tensor, spans
-from ..errors import CheckpointError, NoBackend, Unavailable, UsageError
+from ..errors import CheckpointError, NoBackend, UsageError
 from ..files.safetensors_writer import nbytes
 from ..files.tensor_table import TensorInfo
 from ..kernels.prepared_layer import CANONICAL, PreparedMoE, Router
@@ -51,10 +52,7 @@ def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> Expert
                 f"{origin.name} is a config alone, which has no weights",
                 hint="give the directory of its checkpoint",
             )
-        raise Unavailable(
-            f"the weights of {origin.name} are not on this machine",
-            hint="download the checkpoint and give its directory",
-        )
+        raise weights_missing(origin.name)
     mapped = map_layer(checkpoint, group, number)
     batches = ExpertBatches(mapped)
 

@@ -138,6 +138,11 @@ class Decision:
     cut: tuple[str, ...] = ()
     ranking: TimeRanking | None = None
 
+    def __repr__(self) -> str:
+        if self.chosen is not None and self.usable:
+            return self.chosen.backend.name
+        return f"none: {self.error or '; '.join(map(str, self.gates))}"
+
     @property
     def best_first(self) -> tuple[Candidate, ...]:
         """Every usable candidate: the chosen one, then the others in priority order."""

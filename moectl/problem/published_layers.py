@@ -1,4 +1,7 @@
-"""Expert layers of published models by name, for benchmarks and tuning without a checkpoint."""
+"""Expert layers that kernels are tuned for, by name.
+
+`moectl.checkpoint.source.named_layers` has those of all built-in models.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,35 @@ from dataclasses import replace
 
 from ..errors import UsageError
 from .moe_problem import SILU, SWIGLU_OAI, Dims, MoEProblem
-from .schemes import MXFP4, Scheme, WeightFormat, int_format
+from .schemes import (
+    BF16,
+    FP8_ACT_GROUP_128,
+    FP8_BLOCK,
+    MXFP4,
+    MXFP8,
+    MXFP8_ACT,
+    NVFP4,
+    NVFP4_ACT,
+    Scheme,
+    WeightFormat,
+    int_format,
+)
 
 FORMATS: Mapping[str, WeightFormat] = {
     "mxfp4": MXFP4,
     "int4-g32": int_format(4, 32),
     "int4-g128": int_format(4, 128),
 }
-"""Weight formats by the names that commands and scripts use."""
+"""Weight formats by the names that scripts use."""
+
+SCHEMES: Mapping[str, Scheme] = {
+    **{name: Scheme(weight) for name, weight in FORMATS.items()},
+    "bf16": Scheme(BF16),
+    "fp8-block": Scheme(FP8_BLOCK, FP8_ACT_GROUP_128),
+    "mxfp8": Scheme(MXFP8, MXFP8_ACT),
+    "nvfp4": Scheme(NVFP4, NVFP4_ACT),
+}
+"""Formats of weights and activations by the names that ``NAME:FORMAT`` takes."""
 
 
 def _gpt_oss(experts: int) -> MoEProblem:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ..cache.measurement_keys import layer_key
 from ..checkpoint import Checkpoint
+from ..checkpoint.source.named_layers import named_layer
 from ..problem.layer_ranges import ranges
 from ..problem.moe_problem import MoEProblem, Parallel
-from ..problem.published_layers import model_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,14 @@ def checkpoint_layers(checkpoint: Checkpoint, parallel: Parallel) -> list[TunedL
 
 
 def named_layers(names: Sequence[str], parallel: Parallel) -> list[TunedLayer]:
-    """The layers of `moectl.problem.published_layers` with these names; UsageError for an unknown name.
+    """The layers of built-in models with these names, ``NAME`` or ``NAME:FORMAT``; UsageError if unknown.
 
     Example:
         >>> [layer.name for layer in named_layers(["kimi-k2"], Parallel(2))]
         ['kimi-k2']
     """
-    return _once(TunedLayer(name, model_problem(name).on(parallel)) for name in names)
+    layers = map(named_layer, names)
+    return _once(TunedLayer(name, problem.on(parallel)) for name, problem in layers)
 
 
 def _once(layers: Iterable[TunedLayer]) -> list[TunedLayer]:

@@ -17,7 +17,7 @@ from itertools import repeat
 from typing import Any
 
 from ...dtypes import DTYPE_BITS
-from ...errors import CheckpointError, UsageError
+from ...errors import CheckpointError, Unavailable, UsageError
 from ...files.strict_json import parse_json_object, shown
 from ...files.tensor_table import TensorTable, TensorType
 from ...problem.layer_ranges import ranges
@@ -166,9 +166,27 @@ def read_entry(name: str) -> CatalogueEntry:
     return _entry(parse_json_object(gzip.decompress(data) if file.endswith(".gz") else data, file), file)
 
 
+SHORT_NAMES: Mapping[str, str] = {
+    "gpt-oss-120b": "openai/gpt-oss-120b",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "kimi-k2": "moonshotai/Kimi-K2-Thinking",
+    "qwen3-30b": "RedHatAI/Qwen3-30B-A3B-quantized.w4a16",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+}
+"""Built-in models by the names of their rows in benchmarks; every command takes these, too."""
+
+
+def short_name(model: str) -> str:
+    """The name in `SHORT_NAMES` of a built-in model, or its own without the organization."""
+    return next((short for short, name in SHORT_NAMES.items() if name == model), model.split("/")[-1])
+
+
 def find_entry(name: str) -> CatalogueEntry | None:
-    """The built-in model `name`, ignoring case, with or without its organization; None if unknown."""
-    lowered = name.casefold()
+    """The built-in model `name`, ignoring case; None if unknown.
+
+    Its name is taken with or without the organization, or as in `SHORT_NAMES`.
+    """
+    lowered = SHORT_NAMES.get(name.casefold(), name).casefold()
     for model in model_names():
         if lowered in (model.casefold(), model.casefold().split("/")[-1]):
             return read_entry(model)
@@ -179,6 +197,7 @@ def near_names(name: str) -> list[str]:
     """Up to three built-in models with names similar to `name`, with or without the organization."""
     lowered = name.casefold().rstrip("/")
     by_spelling = {spelling: model for model in model_names() for spelling in _spellings(model)}
+    by_spelling |= {short: model for short, model in SHORT_NAMES.items() if short not in by_spelling}
     near = difflib.get_close_matches(lowered, by_spelling, n=6, cutoff=0.6)
     near += [spelling for spelling in by_spelling if len(lowered) > 3 and lowered.split("/")[-1] in spelling]
     return list(dict.fromkeys(by_spelling[spelling] for spelling in near))[:3]
@@ -207,6 +226,13 @@ def built_in(name: str) -> CatalogueEntry:
     if entry is None:
         raise UsageError(f"no built-in model is called {shown(name)}", hint=suggestion(name))
     return entry
+
+
+def weights_missing(name: str) -> Unavailable:
+    """The error for a checkpoint `name` of which only config or headers are on this machine."""
+    entry = find_entry(name)
+    instead = f"   (or, with random weights: moectl bench --model {short_name(entry.name)})" if entry else ""
+    return Unavailable(f"the weights of {name} are not on this machine", hint=f"hf download {name}{instead}")
 
 
 def parse_layers(text: str) -> tuple[int, ...]:

@@ -130,7 +130,11 @@ def _find(ref: str, token: str | None, offline: bool, allow_catalogue: bool) -> 
         return _open_id(match["repo"], match["revision"], token, offline, allow_catalogue)
     entry = find_entry(name) if allow_catalogue else None
     if entry is not None:
-        return _open_entry(entry)
+        from .hub import cached_folder
+
+        folder = cached_folder(entry.name, None)
+        whole = folder is not None and _is_whole(folder)
+        return _open_cached(folder, entry.name, "") if folder and whole else _open_entry(entry)
     raise CheckpointError(
         f"no folder, config.json, Hub id or built-in model is called {shown(name)}.",
         hint=f"Check the path. {suggestion(name)}",

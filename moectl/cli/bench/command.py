@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...bench import BenchSettings, parse_counts
+from ...checkpoint.source.catalogue import SHORT_NAMES, built_in, short_name
 from ...errors import ExitCode, UsageError
-from ...problem.published_layers import FORMATS as WEIGHTS
-from ...problem.published_layers import MODELS
+from ...problem.published_layers import SCHEMES
 from ..checkpoint_argument import DEVICE, backend_names, find_source
 from ..options import (
     SEED,
@@ -132,7 +132,7 @@ def bench(
         option(
             "--model",
             own=True,
-            help=f"Instead of CKPT, random weights of {', '.join(MODELS)}; also NAME:FORMAT.",
+            help=f"Instead of CKPT, random weights: {', '.join(SHORT_NAMES)}, ...; also NAME:FORMAT.",
         ),
     ] = None,
     rows: Annotated[
@@ -183,8 +183,8 @@ def _models(text: str | None) -> tuple[str, ...]:
 
 def _model(text: str) -> str:
     name, colon, format = text.partition(":")
-    model = pick(name, MODELS, "model")
-    return f"{model}:{pick(format, WEIGHTS, 'format')}" if colon else model
+    model = short_name(built_in(name).name)
+    return f"{model}:{pick(format, SCHEMES, 'format')}" if colon else model
 
 
 def _refuse_ineffective(context: typer.Context, values: Mapping[str, Any]) -> None:

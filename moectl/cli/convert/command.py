@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -203,6 +204,7 @@ def _convert(
     plans: "Sequence[RankPlan]", execution: ExecutionOptions, target: Path, out: Output
 ) -> "list[ConversionSummary]":
     """Converts the ranks one after the other."""
+    import_module("torch")  # before anything is written
     from ...convert.execute.convert import convert as convert_rank
     from ...convert.execute.rank_plans import convert_ranks
 

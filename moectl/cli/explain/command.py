@@ -97,7 +97,11 @@ def answered(
         switches, stated = tuple(options.switches.items()), tuple(options.stated().items())
         command = ExplainCommand(checkpoint, machine, question, switches, options.policy or "", stated)
         return answers.why(explanation, command, backend)
-    return answers.diff(explanation, answer.diff) if answer.diff else answers.explanation(explanation)
+    return (
+        answers.diff(explanation, answer.diff)
+        if answer.diff
+        else answers.explanation(explanation, machine.key)
+    )
 
 
 def machine_notes(machines: "tuple[AssumedMachine, ...]") -> list[str]:
@@ -116,13 +120,13 @@ def replayed(path: Path, answer: AnswerOptions, answers: "AnswerOutput") -> Exit
     """Decide the document at `path` again, and show the explanation or matrix."""
     from ...explain.assumed_machines import AssumedMachine
     from ...explain.explanation import Question
-    from ...explain.replay import read_document, replay, replay_matrix
+    from ...explain.replay import read_document, replay, replay_matrix, requested_gpu
     from ...oracle.registry import policy_named
     from .command_line import ExplainCommand
 
     document = read_document(path)
     answers.keep(document)
-    if "rows" in document:
+    if "groups" not in document:
         if answer.why or answer.diff:
             raise UsageError("--why and --diff need a document of one GPU and one deployment")
         return answers.matrix(replay_matrix(document))
@@ -135,4 +139,6 @@ def replayed(path: Path, answer: AnswerOptions, answers: "AnswerOutput") -> Exit
         switches = tuple(first.packages.env.items())
         command = ExplainCommand(explanation.origin.name, machine, question, switches)
         return answers.why(explanation, command, pick(answer.why, policy.request_names(), "backend"))
-    return answers.diff(explanation, answer.diff) if answer.diff else answers.explanation(explanation)
+    if answer.diff:
+        return answers.diff(explanation, answer.diff)
+    return answers.explanation(explanation, requested_gpu(document))

@@ -65,8 +65,8 @@ class AnswerOutput:
         fallback = self.strict and any(group.fallback for group in explanation.groups)
         return ExitCode.DONE if explanation.usable and not fallback else ExitCode.FOUND
 
-    def explanation(self, explanation: Explanation) -> ExitCode:
-        """Print the whole explanation."""
+    def explanation(self, explanation: Explanation, gpu: str = "") -> ExitCode:
+        """Print the whole explanation; `gpu` is the device's name as requested."""
         for note in dict.fromkeys(note for group in explanation.groups for note in group.evidence.notes):
             self.out.note(note)
         lines = brief(explanation, self.measured)
@@ -79,7 +79,7 @@ class AnswerOutput:
             blocks += sections(explanation, self.measured)
         elif self.measured:
             blocks += measured_blocks(explanation)
-        self.show(document(explanation), blocks, lines)
+        self.show(document(explanation, gpu), blocks, lines)
         return self.code(explanation)
 
     def matrix(self, matrix: DecisionMatrix) -> ExitCode:
@@ -92,7 +92,7 @@ class AnswerOutput:
     def why(self, explanation: Explanation, command: ExplainCommand, name: str) -> ExitCode:
         """Print what would have to change; FOUND if nothing helps some layer."""
         answers = tuple((group.layers, why(group.decision.inputs, name)) for group in explanation.groups)
-        whole = {**document(explanation), "why": why_document(command, answers)}
+        whole = {**document(explanation, command.machine.key), "why": why_document(command, answers)}
         self.show(whole, why_blocks(command, answers), why_lines(command, answers))
         helped = all(answer.chosen or answer.answers for _, answer in answers)
         return ExitCode.DONE if helped else ExitCode.FOUND

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...environment import Device
 from ...explain import Explanation, GroupExplanation, OtherAnswer, StepTimes, WeightMemory, source_of
+from ...explain.decision_matrix import explanation_rows
 from ...explain.explanation import stages_of
 from ...explain.fallback import serves_request
 from ...oracle.backend import GROUPS, UNTRIED, Backend
@@ -45,9 +46,10 @@ def measured_blocks(explanation: Explanation) -> Iterator[Block]:
         yield from _measured(group)
 
 
-def document(explanation: Explanation) -> dict[str, Any]:
-    """The explanation as one JSON document, with the documents of its sections."""
-    return {**explanation.to_json(), "environment": environment_document(explanation)}
+def document(explanation: Explanation, gpu: str = "") -> dict[str, Any]:
+    """The explanation as one JSON document, with the rows of a matrix and the documents of its sections."""
+    rows = explanation_rows(explanation, gpu)
+    return {**explanation.to_json(), "rows": rows, "environment": environment_document(explanation)}
 
 
 def shape_words(problem: MoEProblem) -> str:

@@ -53,7 +53,6 @@ class TunedLayerOptions:
         from ...checkpoint import open_checkpoint
         from ...checkpoint.config.user_assumptions import parse_assumptions
         from ...problem.moe_problem import Parallel
-        from ...problem.published_layers import MODELS
         from ...tuning.tuned_layers import checkpoint_layers, named_layers
 
         parallel = Parallel(self.tp, ep=self.ep)
@@ -62,8 +61,7 @@ class TunedLayerOptions:
                 "tune takes either CKPT or --model", hint="moectl tune --model qwen3-30b -m 16,1024"
             )
         if self.model is not None:
-            names = [pick(name, MODELS, "model") for name in split_names(self.model, "--model")]
-            return named_layers(names, parallel)
+            return named_layers(split_names(self.model, "--model"), parallel)
         assumptions = parse_assumptions(self.activation, None)
         return checkpoint_layers(
             open_checkpoint(str(checkpoint), offline=self.offline, assumptions=assumptions), parallel

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
-
 from ...errors import UsageError
+from ...lazy_torch import Tensor
 from ...problem.number_formats import NUMBER_FORMATS
 from ...problem.schemes import WeightFormat
 from .codec import Codec, Encoded, UnquantizedCodec, check_scales, check_weights, from_halves, in_halves

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from ...errors import CheckpointError
+from ...lazy_torch import Tensor, torch
 from ...problem.schemes import FULL, WeightFormat
 
 WITHIN = (2, 4)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Protocol
 
-import torch
-from torch import Tensor
-
 from ...errors import CheckpointError
+from ...lazy_torch import Tensor, torch
 from ...problem.schemes import WeightFormat
 from .scales import E8M0_NAN
 
@@ -116,20 +115,22 @@ def check_scales(scale: Tensor, dtype: str = "E8M0") -> None:
         )
 
 
-_EXPONENTS = {
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float16: (torch.int16, 0x7C00),
-    torch.float32: (torch.int32, 0x7F800000),
-}
-"""By float dtype: the integer dtype of its width, and the exponent bits of NaN and infinity."""
+@cache
+def _exponents() -> Mapping[torch.dtype, tuple[torch.dtype, int]]:
+    """By float dtype: the integer dtype of its width, and the exponent bits of NaN and infinity."""
+    return {
+        torch.bfloat16: (torch.int16, 0x7F80),
+        torch.float16: (torch.int16, 0x7C00),
+        torch.float32: (torch.int32, 0x7F800000),
+    }
 
 
 def _all_numbers(scale: Tensor, dtype: str) -> bool:
     """True when a check at 1% of the cost of counting rules out NaN and infinity; False is no proof."""
     if not scale.numel():
         return True
-    if scale.dtype in _EXPONENTS:
-        integer, exponent = _EXPONENTS[scale.dtype]
+    if scale.dtype in _exponents():
+        integer, exponent = _exponents()[scale.dtype]
         return int((scale.view(integer) & torch.iinfo(integer).max).max()) < exponent
     if scale.dtype is not torch.uint8:
         return False

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-import torch
-from torch import Tensor
+from ...lazy_torch import Tensor, torch
 
 _MANTISSA = 23
 _EXPONENT_BITS = 0x7F800000

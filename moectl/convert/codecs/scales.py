@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from ...errors import UsageError
+from ...lazy_torch import Tensor, torch
 from ...problem.schemes import WeightFormat
 from ..steps.transforms import DTYPES
 from .grids import E4M3, Minifloat, ValueGrid, unpacked
 
 E8M0_BIAS = 127
 E8M0_NAN = 255
-TINY = torch.finfo(torch.float32).tiny
+TINY = 2.0**-126
+"""The smallest normal float32."""
 
 
 class ScaleStore(Protocol):

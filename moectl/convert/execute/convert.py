@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import CheckpointError, Unavailable, UsageError
+from ...checkpoint.source.catalogue import weights_missing
+from ...errors import CheckpointError, UsageError
 from ...files.atomic import PARTIAL
 from ...files.output_folder import create_folder, refuse_inside, refuse_small_disk
 from ...files.records import to_json
@@ -200,10 +201,7 @@ def _finished(plan: ConversionPlan, folder: Path, out: Path, progress: Progress)
 
 def _folder_of(plan: ConversionPlan) -> Path:
     if plan.checkpoint.folder is None:
-        raise Unavailable(
-            f"{plan.checkpoint.origin.name} has headers but no weights on this machine.",
-            hint="Download the checkpoint, then convert its directory.",
-        )
+        raise weights_missing(plan.checkpoint.origin.name)
     return plan.checkpoint.folder
 
 

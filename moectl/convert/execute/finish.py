@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 from ... import __version__
 from ...files.atomic import write_file
 from ...files.strict_json import json_bytes
+from ...lazy_torch import torch
 from ..manifest.manifest_records import (
     CONFIG,
     FORMAT_VERSION,

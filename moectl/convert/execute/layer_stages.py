@@ -9,11 +9,10 @@ from functools import cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
 
-import torch
-
 from ...errors import CheckpointError
 from ...files.atomic import NewFile
 from ...files.tensor_table import TensorInfo
+from ...lazy_torch import torch
 from ..canonical import byte_scales
 from ..codecs import check_scales
 from ..manifest.manifest_records import LayerRecord, SourceTensorHashes

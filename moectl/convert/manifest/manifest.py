@@ -10,8 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO
 
-import torch
-
 from ...errors import CheckpointError
 from ...files.records import from_json
 from ...files.safe_reading import open_regular, range_sha256
@@ -19,6 +17,7 @@ from ...files.safetensors_header import read_header
 from ...files.safetensors_writer import TensorSpec
 from ...files.strict_json import parse_json_object
 from ...files.tensor_table import TensorInfo
+from ...lazy_torch import torch
 from ...problem.moe_problem import MoEProblem
 from ...torch_dtypes import TORCH_DTYPES
 from ..recipe.recipe import SIDE

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ...lazy_torch import np
 from .word_program import Vector
 
 
@@ -69,7 +67,10 @@ def merged(axis: Axis) -> Axis:
 MAX_ENTRIES = 1 << 16
 """Largest number of bits in the tables of a view: far more than a program has words for."""
 
-Ints = NDArray[np.int64]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
 
 
 class BitView:

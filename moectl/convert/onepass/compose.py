@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from ...files.tensor_table import TensorType
+from ...lazy_torch import np
 from ..steps.rearrange import Axes, Pattern
 from ..steps.transforms import (
     Add,

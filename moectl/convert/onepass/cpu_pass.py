@@ -13,13 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
+from ...lazy_torch import Tensor, np, torch
 from .word_program import CopyLoop, OutputWord, SourceByte, WordProgram
 
 TILE_WORDS = 128
@@ -31,8 +27,11 @@ SHORTEST_RUN = 16
 CHUNKS = 4
 """Pieces of work per thread."""
 
-Array = NDArray[Any]
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+_WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,7 +282,7 @@ def _tables(program: WordProgram) -> tuple[Array, Array, Array]:
     return slots, tables, fills
 
 
-def _table(word: OutputWord, which: int, kind: type[np.unsignedinteger[Any]]) -> Array:
+def _table(word: OutputWord, which: int, kind: str) -> Array:
     """The bits of `word` for every value of byte `which`; the first also has the constant bits."""
     moves = word.slots[which].moves if word.slots else ()
     own_bits = sum(1 << to for _, to in moves)

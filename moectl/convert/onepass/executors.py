@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import version
 
-import torch
-from torch import Tensor
-
 from ...files.tensor_table import TensorType
+from ...lazy_torch import Tensor, torch
 from ..steps.transforms import Rearrange, Step, Xor
 from .compose import compose
 

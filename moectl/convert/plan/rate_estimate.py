@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from ...errors import MoectlError
+from ...lazy_torch import torch
 from ..stream.expert_batches import ExpertBatches
 from ..stream.pipeline import usable_cores
 from ..stream.source_reader import as_bytes
@@ -36,10 +35,13 @@ class ConversionRate:
 
 
 def measured_rate(plan: ConversionPlan, threads: int | None = None) -> ConversionRate:
-    """The `ConversionRate` on the CPU, with as many threads as `convert` uses; never raises MoectlError."""
+    """The `ConversionRate` on the CPU, with as many threads as `convert` uses; never raises MoectlError.
+
+    It is assumed where torch or numpy is not installed, as `convert --dry-run` needs neither.
+    """
     try:
         return ConversionRate(_sample(plan, threads or usable_cores()), True)
-    except MoectlError:
+    except (MoectlError, ModuleNotFoundError):
         return ConversionRate(ASSUMED_RATE, False)
 
 

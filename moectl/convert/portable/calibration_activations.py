@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from ...lazy_torch import Tensor, torch
 from ...problem.schemes import WeightFormat
 from ..codecs import decode_role
 from ..quantize.calibration import Activate, Calibration, hessian, intermediate

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from ...errors import UsageError
+from ...lazy_torch import Tensor, torch
 from ...problem.schemes import FULL, WeightFormat
 from ..codecs import Encoded, decode_role, from_halves, in_halves
 from ..codecs.grids import E2M1, E4M3, unpacked

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.config.quantization import zeros_less_one
 from ...checkpoint.tensors.shapes import shape_at
@@ -16,6 +14,7 @@ from ...checkpoint.tensors.stored_formats import FORMATS, SHOWN, StoredFormat
 from ...dtypes import MODEL_DTYPES
 from ...errors import UsageError
 from ...files.tensor_table import TensorInfo, TensorType
+from ...lazy_torch import Tensor
 from ...problem.moe_problem import Activation, Dims, MoEProblem
 from ...problem.portable_formats import PORTABLE
 from ...problem.schemes import (

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from ...checkpoint.checkpoint import Checkpoint, LayerGroup
 from ...checkpoint.tensors.storage import PROJECTIONS
 from ...dtypes import MODEL_DTYPES
 from ...errors import CheckpointError, NoBackend, UsageError
 from ...files.safe_reading import file_sha256
 from ...files.safetensors_writer import plan_file
+from ...lazy_torch import Tensor
 from ...problem.moe_problem import MoEProblem
 from ...problem.portable_formats import ENGINES, NATIVE, PortableFormat, container_of, readers_of
 from ...problem.schemes import BF16, ActFormat, Scheme, WeightFormat

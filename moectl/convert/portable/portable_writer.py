@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torch import Tensor
-
 from ...files.safetensors_writer import TensorSpec, nbytes
 from ...files.tensor_table import TensorType
+from ...lazy_torch import Tensor
 from ..plan.memory_budget import CHAIN_COPIES
 from ..recipe.chain import BLOCK_BYTES, Chain
 from ..steps.transforms import Step

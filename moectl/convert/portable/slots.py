@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from ...checkpoint.tensors.shapes import SymbolicShape, shape_at
 from ...checkpoint.tensors.storage import Storage, StoredTensor, format_sizes
 from ...checkpoint.tensors.stored_formats import StoredFormat, format_in
 from ...errors import UsageError
+from ...lazy_torch import Tensor, torch
 from ...problem.moe_problem import MoEProblem
 from ...problem.number_formats import NumberFormat
 from ...problem.schemes import FULL, WeightFormat

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from ...errors import CheckpointError
+from ...lazy_torch import Tensor, torch
 
 Activate = Callable[[Tensor], Tensor]
 """The first GEMM's outputs ``[tokens, rows of w13]`` to the second's inputs ``[tokens, intermediate]``."""

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
+from ...lazy_torch import Tensor, np, torch
 from ..codecs.blocks import WITHIN, over
 from ..codecs.grids import IntegerGrid, Minifloat, ValueGrid
 

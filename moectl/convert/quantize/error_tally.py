@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from ...lazy_torch import Tensor
 from ..codecs.blocks import WITHIN, ScaleBlocks
 from .error_report import QuantizationReport, SquaredErrors, WorstBlock
 from .quantizer_options import Quantizer

@@ -6,10 +6,8 @@ the mean of x x^T. The error of a rounded column shifts the optimum of the later
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from ...errors import CheckpointError
+from ...lazy_torch import Tensor, torch
 from ...problem.schemes import FULL
 from ..codecs.blocks import ScaleBlocks, blocks_of
 from ..codecs.scaled import Scaled

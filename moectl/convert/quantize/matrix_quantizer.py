@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
+from ...lazy_torch import Tensor, torch
 from ...problem.schemes import FULL
 from ..codecs import Encoded, Scaled
 from ..codecs.blocks import WITHIN, ScaleBlocks

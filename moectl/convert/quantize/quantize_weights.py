@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from ...errors import UsageError
+from ...lazy_torch import Tensor, torch
 from ..codecs import Codec, Encoded, Scaled, check_weights, codec_for, from_halves, in_halves
 from ..codecs.blocks import ScaleBlocks
 from . import gptq

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
+from ...lazy_torch import Tensor, torch
 from ..codecs.blocks import WITHIN
 from ..codecs.grids import E4M3, IntegerGrid, Minifloat, ValueGrid
 from ..codecs.scaled import Scaled

@@ -12,7 +12,7 @@ from functools import cache
 from threading import Barrier
 from typing import TypeVar
 
-import torch
+from ...lazy_torch import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ...errors import CheckpointError
 from ...files.safetensors_writer import nbytes
 from ...files.tensor_table import TensorType
+from ...lazy_torch import Tensor, torch
 from ..onepass.executors import one_pass
 from ..steps.transforms import DTYPES, Shape, Step, dtype_name, step_from_json, step_to_json, type_of
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
-
 from ...errors import CheckpointError
 from ...files.tensor_table import TensorType
+from ...lazy_torch import Tensor
 from ..steps import rescale as rescale  # registers value steps that manifests name
 from ..steps.transforms import Shape
 from ..steps.value_steps import (

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from ...files.tensor_table import TensorType
+from ...lazy_torch import Tensor, torch
 from ..steps.transforms import DTYPES, DtypeView, PackedCodes, Rearrange, Shape
 from ..steps.value_steps import ExactStep, SourceKept, Statistics, Tensors, named, need
 from .chain import Chain

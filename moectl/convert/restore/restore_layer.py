@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-
 from ...files.tensor_table import TensorInfo
+from ...lazy_torch import torch
 from ..manifest.manifest import Manifest
 from ..manifest.manifest_records import SourceTensorRecord, group_mappings, group_rank_slice, group_recipe
 from ..manifest.progress_log import Meter

@@ -16,11 +16,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from ...errors import CheckpointError
 from ...files.tensor_table import TensorType
+from ...lazy_torch import Tensor, torch
 from ...problem.moe_problem import MoEProblem
 from ..canonical import groups
 from ..steps.transforms import DTYPES, Add, DtypeView, PackedCodes, Rearrange, Shape, Step, Xor

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
 from ...files.safetensors_writer import nbytes
 from ...files.tensor_table import TensorInfo, TensorType
+from ...lazy_torch import Tensor
 from ...problem.moe_problem import MoEProblem
 from ..recipe.chain import Chain
 from ..recipe.recipe import SIDE

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from torch import Tensor
-
 from ...errors import CheckpointError
+from ...lazy_torch import Tensor
 
 Axes = tuple[tuple[str, ...], ...]
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from ...files.tensor_table import TensorType
+from ...lazy_torch import Tensor, torch
 from .transforms import DTYPES, Shape
 from .value_steps import ExactStep, ExpertStatistic, SourceKept, Statistics, Tensors, named, need
 

@@ -10,18 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-from torch import Tensor
-
+from ... import dtypes
 from ...errors import CheckpointError
 from ...files.records import from_json, to_json
 from ...files.tensor_table import TensorType
-from ...torch_dtypes import TORCH_DTYPES
+from ...lazy_torch import Tensor, torch
+from ...torch_dtypes import TorchDtypes
 from .rearrange import Pattern
 
-DTYPES: Mapping[str, torch.dtype] = {
-    name: TORCH_DTYPES[name] for name in ("U8", "I8", "I16", "I32", "BF16", "F16", "F32")
-}
+DTYPES: Mapping[str, torch.dtype] = TorchDtypes(
+    {name: dtypes.DTYPES[name].torch for name in ("U8", "I8", "I16", "I32", "BF16", "F16", "F32")}
+)
 """Storage dtypes of canonical and converted tensors, by their safetensors spelling."""
 
 Shape = tuple[int, ...]
@@ -50,7 +49,7 @@ def itemsize(dtype: str) -> int:
     """Bytes of one element of a storage dtype."""
     if dtype not in DTYPES:
         raise CheckpointError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}.")
-    return DTYPES[dtype].itemsize
+    return dtypes.DTYPES[dtype].bits // 8
 
 
 @runtime_checkable

@@ -13,12 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-import torch
-from torch import Tensor
-
 from ...errors import CheckpointError
 from ...files.records import from_json, to_json
 from ...files.tensor_table import TensorType
+from ...lazy_torch import Tensor, torch
 from .transforms import Shape
 
 Tensors = Mapping[str, Tensor]

@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
 from ...errors import Unavailable, UsageError
+from ...lazy_torch import Tensor, torch
 from .pipeline import PipelineSlot
 from .source_reader import Piece
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import torch
-from torch import Tensor
-
 from ...files.safetensors_writer import nbytes
 from ...files.tensor_table import TensorInfo
+from ...lazy_torch import Tensor, torch
 from ...torch_dtypes import TORCH_DTYPES
 from ..recipe.chain import BLOCK_BYTES
 from ..sources.tensor_mapping import LayerMapping

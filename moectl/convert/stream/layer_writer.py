@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-
 from ...files.safetensors_writer import TensorSpec, nbytes
+from ...lazy_torch import Tensor
 from ..recipe.chain import BLOCK_BYTES
 from ..recipe.recipe import Recipe
 from ..sources import LayerMapping, output_name

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
-from torch import Tensor
+from ...lazy_torch import Tensor
 
 SLOTS = 3
 """Jobs in flight at once: one being read, one converted, one written."""

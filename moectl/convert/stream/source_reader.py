@@ -10,10 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from ...files.safe_reading import open_regular, read_exactly
 from ...files.safetensors_writer import nbytes
+from ...lazy_torch import torch
 from ...torch_dtypes import TORCH_DTYPES
 
 

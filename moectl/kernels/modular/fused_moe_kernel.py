@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -180,6 +180,21 @@ class FusedMoEKernel:
 
     def _nothing(self, x: Tensor) -> Tensor:
         return x.new_empty(x.shape, dtype=self.dtype or x.dtype)
+
+
+def layer_kernel(prepared: PreparedMoE) -> FusedMoEKernel:
+    """The kernel behind a call of `prepared`: ids and weights of the whole layer, without an exchange.
+
+    It has a copy of `prepared` with derived values of its own, so that a layer that keeps its kernel is freed
+    with its last reference. Raises NoBackend when the backend does not run it, or takes no ids.
+    """
+    runner = runner_for(prepared.backend)
+    form = next(
+        (form for form in (ActivationFormat.STANDARD, ActivationFormat.BATCHED) if form in runner.forms),
+        ActivationFormat.STANDARD,
+    )
+    share = map_of(prepared) if prepared.problem.local_experts < prepared.problem.experts else None
+    return FusedMoEKernel(replace(prepared, derived={}), runner, form, expert_map=share)
 
 
 Reason = tuple[str, str]

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,17 +146,18 @@ def test_the_former_name_of_an_own_backend_is_answered_with_its_name(tiny_gpt_os
 
 
 def test_named_layers_need_no_checkpoint(monkeypatch):
-    from moectl.problem import published_layers
+    from moectl.checkpoint.source import named_layers
     from moectl.problem.moe_problem import Dims
 
-    small = published_layers.MODELS | {
-        name: published_layers._plain(128, 128, 8, 2, "int4-g128") for name in ("kimi-k2", "qwen3-30b")
-    }
-    assert small["kimi-k2"].dims == Dims(128, 128)
-    monkeypatch.setattr(published_layers, "MODELS", small)
-    monkeypatch.setattr("moectl.cli.bench.command.MODELS", small)
+    published = named_layers._published
+
+    def small(entry):
+        sizes = {"dims": Dims(128, 128), "experts": 8, "local_experts": 8, "top_k": 2}
+        return replace(published(entry), **sizes)
+
+    monkeypatch.setattr(named_layers, "_published", small)
     document = moectl(
-        "bench", "--model", "kimi-k2,qwen3-30b", *QUICK, "--backend", "torch", "--json"
+        "bench", "--model", "moonshotai/Kimi-K2-Thinking,qwen3-30b", *QUICK, "--backend", "torch", "--json"
     ).document
     assert [(row["model"], row["tokens"], row["ok"]) for row in document["rows"]] == [
         ("kimi-k2", 1, True),
@@ -166,6 +168,16 @@ def test_named_layers_need_no_checkpoint(monkeypatch):
     asked = moectl("bench", "--model", "kimi-k2:mxfp4", *QUICK, "--backend", "torch", "--json").document
     assert {(row["model"], row["scheme"]) for row in asked["rows"]} == {
         ("kimi-k2", "mxfp4 group 32, a16 activations")
+    }
+    formats = ["deepseek-v3", *(f"kimi-k2:{format}" for format in ("bf16", "fp8-block", "mxfp8", "nvfp4"))]
+    words = ("bench", "--model", ",".join(formats), *QUICK, "-m", 1, "--backend", "torch", "--json")
+    asked = moectl(*words).document
+    assert all(row["ok"] for row in asked["rows"] if not row["refused"])
+    assert {row["scheme"] for row in asked["rows"] if row["ok"]} == {
+        "fp8 block 128x128, fp8 dynamic activations",
+        "bf16, a16 activations",
+        "mxfp8 group 32, mxfp8 dynamic activations",
+        "nvfp4 group 16, nvfp4 dynamic activations",
     }
     assert "Did you mean" in moectl("bench", "--model", "kimi", *QUICK, code=2).stderr
     assert "mxfp4" in moectl("bench", "--model", "kimi-k2:mxfp", *QUICK, code=2).stderr

@@ -141,3 +141,14 @@ def test_slices_that_cut_across_blocks_are_told():
         "[1] vllm-0.33.0 re-expands block scales to fp8 block 64x64, because shards are not block-aligned"
         in done.words
     )
+
+
+def test_one_machine_has_the_rows_of_a_matrix_too():
+    """Scripts read `.rows` whatever the number of GPUs."""
+    several = explain(KIMI, "--gpu", "h100,a100", "--tp", "8", "--json").document["rows"]
+    for row in several:
+        alone = explain(KIMI, "--gpu", row["gpu"], "--tp", "8", "--json").document
+        assert alone["rows"] == [{name: value for name, value in row.items() if name != "decision"}]
+        assert [row["backend"] for row in alone["rows"]] == [
+            group["decision"]["chosen"]["backend"] for group in alone["groups"]
+        ]

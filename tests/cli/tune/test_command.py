@@ -114,7 +114,7 @@ def test_vllms_file_is_written_where_it_looks_for_it(engine, tmp_path):
 def test_explain_finds_the_file_that_was_written(engine, tmp_path):
     moectl("tune", "deepseek-v3", "--tp", "2", "--offline", "-m", "1", "--to", "vllm", tmp_path)
     words = moectl(
-        *("explain", "deepseek-v3", "--offline", "--gpu", "h200", "--tp", "2"),
+        *("explain", "deepseek-v3", "--offline", "--gpu", "h200", "--tp", "2", "-v"),
         *("--env", f"VLLM_TUNED_CONFIG_FOLDER={tmp_path}"),
     ).words
     assert f"is used (found in {tmp_path})" in words
@@ -210,7 +210,7 @@ def test_without_a_gpu():
     [
         ((), "tune takes either CKPT or --model"),
         (("x", "--model", "qwen3-30b"), "tune takes either CKPT or --model"),
-        (("--model", "qwen4"), "model 'qwen4' is not known"),
+        (("--model", "qwen4"), "no built-in model is called 'qwen4'"),
         (("--model", "qwen3-30b", "--budget", "soon"), "--budget takes a time such as 90s, 10m or 1h30m"),
         (("--model", "qwen3-30b", "-m", "0"), "token counts must be"),
         (("--model", "qwen3-30b", "--families", "huge"), "family 'huge' is not known"),
