@@ -76,7 +76,7 @@ def _backend_name(name: str, names: Iterable[str]) -> str:
         raise UsageError(
             f"backend {name!r} is not known: moectl's own backend is called {own}, and an engine's triton is "
             "another kernel",
-            hint=f"give {own}, or triton_kernels for the library that vLLM uses for MXFP4",
+            hint=f"give {own}, or triton_kernels for OpenAI's library",
         )
     return pick(name, names, "backend")
 

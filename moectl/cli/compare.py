@@ -9,7 +9,7 @@ import typer
 
 from ..bench.compare_runs import REGRESSIONS, UNCHANGED, VERDICTS
 from ..errors import ExitCode
-from .bench.output import Cell, RowFilter, grid, print_line
+from .bench.output import RowFilter, StyledText, grid, print_line
 from .options import framed, option
 from .output import Output, count
 from .text_blocks import TONES, terminal_width
@@ -87,7 +87,9 @@ def _draw(comparison: "RunComparison", summary: str, verbose: bool, console: Any
     console.print(text, style=TONES["strong"], markup=False, soft_wrap=True)
 
 
-def _cells(shown: "Sequence[CaseVerdict]", rows: "Sequence[BenchRow]", verbose: bool) -> "list[list[Cell]]":
+def _cells(
+    shown: "Sequence[CaseVerdict]", rows: "Sequence[BenchRow]", verbose: bool
+) -> "list[list[StyledText]]":
     """The table of cases: what identifies them and differs among `rows`, times, and verdicts."""
     from ..bench.row_tables import ROUTED, number
 
@@ -96,7 +98,7 @@ def _cells(shown: "Sequence[CaseVerdict]", rows: "Sequence[BenchRow]", verbose: 
         columns = [c for c in columns if c.title != "scheme"]
     named = [*(c.title for c in columns), "backend"]
     tactics = ("tactic",) if verbose and any(map(_tactics, shown)) else ()
-    lines: list[list[Cell]] = []
+    lines: list[list[StyledText]] = []
     for verdict in shown:
         times = [number(row.median_us if row else None, 4) for row in (verdict.before, verdict.after)]
         ratio = "-" if verdict.ratio is None else f"{verdict.ratio:.3f}"

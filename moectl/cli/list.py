@@ -2,18 +2,22 @@
 
 from collections.abc import Iterable
 from enum import Enum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .options import framed
-from .output import Output, count, size, table
+from .output import Output, count, gib, table
+
+if TYPE_CHECKING:
+    from ..oracle.backend import Backend
 
 EXAMPLES = (
     "moectl list models deepseek",
     "moectl list gpus --json",
     "moectl list variables removed",
     "moectl list formats nvfp4",
+    "moectl list backends cutlass",
     "moectl explain deepseek-v3 --gpu h200",
 )
 
@@ -22,6 +26,7 @@ class ListTopic(str, Enum):
     """What can be listed."""
 
     models = "models"
+    backends = "backends"
     gpus = "gpus"
     variables = "variables"
     layouts = "layouts"
@@ -40,9 +45,10 @@ def list_names(
 ) -> None:
     """List what moectl knows by name.
 
-    Models, GPUs, environment variables of engines, kernel layouts, portable formats.
+    Models, backends of engines, GPUs, environment variables of engines, kernel layouts, portable formats.
 
-    A model's name, with or without its organization, can be given as CKPT; a GPU to --gpu; an environment
+    A model's name, with or without its organization, can be given as CKPT; a backend to --backend and --why;
+    a GPU to --gpu; an environment
     variable that an engine reads for its experts to --env; a layout or a format to convert --to.
     """
     lowered = [word.casefold() for word in words or []]
@@ -61,6 +67,7 @@ def list_names(
 
 COLUMNS = {
     ListTopic.models: ("name", "experts", "layers", "config", "tensors"),
+    ListTopic.backends: ("name", "engine", "kernels", "formats", "archs"),
     ListTopic.gpus: ("name", "product", "arch", "memory", "bandwidth"),
     ListTopic.variables: ("name", "takes", "default", "status", "does", "instead"),
     ListTopic.layouts: ("name", "to", "act", "archs", "loaded_by", "kernels", "verified"),
@@ -84,6 +91,34 @@ def _models() -> Iterable[dict[str, Any]]:
             "revision": entry.revision,
             "note": entry.note,
         }
+
+
+def _backends() -> Iterable[dict[str, Any]]:
+    """Backends of every engine by the name that requests them, merged over formats."""
+    from ..oracle.registry import newest_engines
+
+    for engine in newest_engines():
+        by_name: dict[str, list[Backend]] = {}
+        for backend in engine.policy.backends():
+            by_name.setdefault(backend.name, []).append(backend)
+        for name, backends in by_name.items():
+            classes = [variant for backend in backends for variant in backend.variants]
+            kernels = (engine.kernel_name(variant.experts) or variant.experts for variant in classes)
+            archs = [arch for variant in classes for arch in variant.capability.arch or ("any",)]
+            formats = {
+                weight.split(" ")[0].rstrip("*")
+                for variant in classes
+                for support in variant.capability.formats or ()
+                for weight in support.weights
+            }
+            yield {
+                "name": name,
+                "engine": engine.name,
+                "kernels": "; ".join(dict.fromkeys(kernels)),
+                "formats": ", ".join(sorted(formats)) or "any",
+                "archs": ", ".join(dict.fromkeys(map(str, archs))),
+                "experts": list(dict.fromkeys(variant.experts for variant in classes)),
+            }
 
 
 def _gpus() -> Iterable[dict[str, Any]]:
@@ -150,6 +185,7 @@ def _formats() -> Iterable[dict[str, Any]]:
 
 LISTS = {
     ListTopic.models: _models,
+    ListTopic.backends: _backends,
     ListTopic.gpus: _gpus,
     ListTopic.variables: _variables,
     ListTopic.layouts: _layouts,
@@ -157,7 +193,7 @@ LISTS = {
 }
 
 
-SEARCHED = ("name", "product", "arch", "status", "does", "container", "to")
+SEARCHED = ("name", "product", "arch", "status", "does", "container", "to", "kernels", "formats")
 """Keys of a row in which words are searched."""
 
 
@@ -174,7 +210,7 @@ def _cell_text(key: str, value: Any) -> str:
     if value is None:
         return "unknown"
     if key == "memory":
-        return size(value)
+        return gib(value)
     if key == "config":
         return str(value).split(" (")[0].removeprefix("a public copy, ")
     return f"{value / 1e12:.3g} TB/s" if key == "bandwidth" else str(value)

@@ -132,7 +132,11 @@ SHARED = tuple(
     for name, default, declared in (
         ("json", False, option("--json", help="Print one JSON document.")),
         ("quiet", False, option("--quiet", "-q", help="Print the essential line only.")),
-        ("color", "auto", option("--color", help="auto, always or never; also NO_COLOR, FORCE_COLOR.")),
+        (
+            "color",
+            "auto",
+            option("--color", help="auto (default), always or never; also NO_COLOR.", show_default=False),
+        ),
         ("debug", False, option("--debug", help="Show tracebacks.", hidden=True)),
     )
 )
@@ -255,8 +259,8 @@ def framed(name: str) -> Callable[[Command], Command]:
         ) -> None:
             out = Output(name, as_json=json, quiet=quiet)
             try:
-                out.color = pick(color, COLORS, "choice of --color")
                 refuse_empty(context)
+                out.color = pick(color, COLORS, "choice of --color")
                 if CONTEXT.name in signature:
                     kwargs[CONTEXT.name] = context
                 arguments = {

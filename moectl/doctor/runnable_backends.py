@@ -68,7 +68,7 @@ def backend_statuses(
     merged: dict[str, list[ExpertsClass]] = {}
     lacking: dict[str, tuple[Verdict, ...]] = {}
     untried: set[str] = set()
-    for backend in _backends(policy):
+    for backend in policy.backends():
         if backend.untried(device):
             untried.add(backend.name)
         merged.setdefault(backend.name, []).extend(backend.variants)
@@ -89,12 +89,6 @@ def _missing(backend: Backend, libraries: Mapping[str, str]) -> list[str]:
     """Packages that moectl's runner of `backend` imports and that are not installed."""
     needed = RUNNERS[backend.runner].packages if backend.runner else ()
     return [name for name in needed if name not in libraries and package_folder(name) is None]
-
-
-def _backends(policy: Policy) -> list[Backend]:
-    """Every backend in the rows of `policy`, without repeats."""
-    backends = {id(backend): backend for row in policy.rows() for backend in row.backends()}
-    return sorted(backends.values(), key=lambda backend: (backend.name, backend.engine_name))
 
 
 def _status(

@@ -149,7 +149,7 @@ class Engine:
 
     @property
     def version(self) -> str:
-        """The version that its rules are of, such as ``0.33.0``; empty for an engine without a package."""
+        """The version that its rules are of; empty for an engine without a package."""
         return self.name.removeprefix(f"{self.family}-") if self.package else ""
 
     def other_version(self, installed: str) -> str:

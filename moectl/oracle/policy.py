@@ -10,7 +10,7 @@ from ..environment.variables import Variable
 from ..errors import UsageError
 from ..problem.moe_problem import MoEProblem
 from ..problem.schemes import WeightFormat
-from .backend import ANY, NameSet, WeightForm
+from .backend import ANY, Backend, NameSet, WeightForm
 from .route import Condition, Route
 
 
@@ -128,6 +128,11 @@ class Policy:
     def rows(self) -> tuple[Route, ...]:
         """Every route, including those used for certain requests only."""
         return tuple(row for route in self.routes for row in (route, *route.request_routes.values()))
+
+    def backends(self) -> tuple[Backend, ...]:
+        """Every backend of its routes, without repeats, by name."""
+        found = {id(backend): backend for row in self.rows() for backend in row.backends()}
+        return tuple(sorted(found.values(), key=lambda backend: (backend.name, backend.engine_name)))
 
     def requested_backends(self, name: str) -> frozenset[str]:
         """Names of the backends that the request `name` selects in any route, with their batched twins."""

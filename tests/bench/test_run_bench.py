@@ -396,7 +396,7 @@ def test_a_layer_that_cannot_be_cut_is_refused():
     settings = settings_of(models=("gpt-oss-20b",), tp=91)
     with pytest.raises(UsageError, match="tensor-parallel"):
         targets_of(settings, None, CPU)
-    with pytest.raises(UsageError, match="no model is called"):
+    with pytest.raises(UsageError, match="no built-in model is called"):
         targets_of(settings_of(models=("gpt-5",)), None, CPU)
 
 

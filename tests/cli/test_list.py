@@ -49,3 +49,19 @@ def test_formats_and_layouts_name_only_who_loads_them():
     for row in moectl("list", "layouts", "--json").document["layouts"]:
         assert row["loaded_by"] == "moectl run, bench, load_prepared" and row["kernels"]
     assert "loaded by" in moectl("list", "layouts", "marlin-int4").words
+
+
+def test_backends_have_the_names_that_request_them():
+    from moectl.oracle.registry import newest_engines
+
+    rows = moectl("list", "backends", "--json").document["backends"]
+    for engine in newest_engines():
+        names = {row["name"] for row in rows if row["engine"] == engine.name}
+        assert names == {backend.name for backend in engine.policy.backends()}
+        assert names & set(engine.policy.request_names())
+    marlin = next(row for row in rows if (row["name"], row["engine"]) == ("marlin", "vllm-0.33.0"))
+    assert (marlin["kernels"], "MarlinExperts" in marlin["experts"]) == ("Marlin", True)
+    assert {row["name"] for row in moectl("list", "backends", "deepgemm", "--json").document["backends"]} >= {
+        "deep_gemm",
+        "batched_deep_gemm",
+    }

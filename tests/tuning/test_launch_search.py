@@ -233,7 +233,7 @@ def test_layers_by_name_are_one_ranks_share_and_equal_ones_once() -> None:
     assert layer.problem.dims.intermediate == 384
     (spread,) = named_layers(["qwen3-30b"], Parallel(4, ep=True))
     assert spread.problem.local_experts == 32
-    with pytest.raises(UsageError, match="no model is called"):
+    with pytest.raises(UsageError, match="no built-in model is called"):
         named_layers(["gpt-5"], Parallel())
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 from ...dtypes import DTYPE_BITS
@@ -230,6 +231,10 @@ def built_in(name: str) -> CatalogueEntry:
 
 def weights_missing(name: str) -> Unavailable:
     """The error for a checkpoint `name` of which only config or headers are on this machine."""
+    if Path(name).exists():
+        return Unavailable(
+            f"the weights of {name} are not on this machine", hint="put its *.safetensors files there, too"
+        )
     entry = find_entry(name)
     instead = f"   (or, with random weights: moectl bench --model {short_name(entry.name)})" if entry else ""
     return Unavailable(f"the weights of {name} are not on this machine", hint=f"hf download {name}{instead}")

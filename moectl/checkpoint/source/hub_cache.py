@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,14 @@ class HeaderCache:
             replace_file(path, data)
         except OSError as error:
             self.refused = error.strerror or str(error)
+
+
+def may_be_cached(repo: str) -> bool:
+    """False when the Hub's cache has nothing of `repo`; found without importing the Hub's client."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    home = Path(os.environ.get("HF_HOME") or home)
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub"
+    return (Path(cache).expanduser() / _folder_name(repo)).is_dir()
 
 
 def _folder_name(repo: str) -> str:

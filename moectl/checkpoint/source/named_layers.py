@@ -31,7 +31,7 @@ def named_layer(text: str) -> tuple[str, MoEProblem]:
     problem = _published(entry)
     if colon:
         if format not in SCHEMES:
-            raise UsageError(f"no format is called {format!r}; there are {', '.join(SCHEMES)}")
+            raise UsageError(f"no format is called {format!r}", hint=f"give one of {', '.join(SCHEMES)}")
         problem = replace(problem, scheme=SCHEMES[format])
     return short_name(entry.name), problem
 

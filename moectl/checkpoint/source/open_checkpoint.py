@@ -17,6 +17,7 @@ from ..checkpoint import Checkpoint, Origin
 from ..config.user_assumptions import UserAssumptions
 from ..tensors.layer_groups import layer_groups
 from .catalogue import CatalogueEntry, find_entry, near_names, suggestion
+from .hub_cache import may_be_cached
 from .shards import (
     CONFIG,
     INDEX,
@@ -130,9 +131,11 @@ def _find(ref: str, token: str | None, offline: bool, allow_catalogue: bool) -> 
         return _open_id(match["repo"], match["revision"], token, offline, allow_catalogue)
     entry = find_entry(name) if allow_catalogue else None
     if entry is not None:
-        from .hub import cached_folder
+        folder = None
+        if may_be_cached(entry.name):
+            from .hub import cached_folder
 
-        folder = cached_folder(entry.name, None)
+            folder = cached_folder(entry.name, None)
         whole = folder is not None and _is_whole(folder)
         return _open_cached(folder, entry.name, "") if folder and whole else _open_entry(entry)
     raise CheckpointError(

@@ -213,7 +213,7 @@ LEGEND = "vs best: time of the best other backend over this one's, geometric mea
 MARK = "*"
 """What stands behind the backend that an engine would choose."""
 
-Cell = tuple[str, str]
+StyledText = tuple[str, str]
 """Text and its tone."""
 
 
@@ -270,11 +270,11 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def pivot_cells(pivot: "PivotTable", pick: str) -> list[list[Cell]]:
+def pivot_cells(pivot: "PivotTable", pick: str) -> list[list[StyledText]]:
     """The cells of a table; the first two columns are the backend and its ratio to the best other one."""
     from ...bench.row_tables import number
 
-    lines: list[list[Cell]] = [
+    lines: list[list[StyledText]] = [
         [("backend", "strong"), ("vs best", "strong"), ("roofline", "strong")]
         + [(f"M={tokens}" if i == 0 else str(tokens), "strong") for i, tokens in enumerate(pivot.tokens)]
     ]
@@ -285,7 +285,7 @@ def pivot_cells(pivot: "PivotTable", pick: str) -> list[list[Cell]]:
         partial = line.shared < len(pivot.tokens)
         ratio = "-" if line.ratio is None else f"{line.ratio:.2f}x{'?' if partial else ''}"
         share = "-" if line.roofline is None else f"{line.roofline:.0%}"
-        cells: list[Cell] = [(name, tone), (ratio, tone), (share, "")]
+        cells: list[StyledText] = [(name, tone), (ratio, tone), (share, "")]
         for tokens in pivot.tokens:
             row = line.rows.get(tokens)
             if row is None:
@@ -303,7 +303,7 @@ def pivot_cells(pivot: "PivotTable", pick: str) -> list[list[Cell]]:
     return lines
 
 
-def grid(lines: Sequence[Sequence[Cell]], width: int) -> list[list[Cell]]:
+def grid(lines: Sequence[Sequence[StyledText]], width: int) -> list[list[StyledText]]:
     """Aligned lines of at most `width` columns; what does not fit follows below, beside the first column.
 
     Columns are two blanks apart, or one if all of them fit only so.
@@ -319,7 +319,7 @@ def grid(lines: Sequence[Sequence[Cell]], width: int) -> list[list[Cell]]:
             used = 2 + widths[0]
         parts[-1].append(i)
         used += gap + widths[i]
-    out: list[list[Cell]] = []
+    out: list[list[StyledText]] = []
     for part in parts:
         for line in lines:
             first = f"  {line[0][0]:<{widths[0]}}"
@@ -329,7 +329,7 @@ def grid(lines: Sequence[Sequence[Cell]], width: int) -> list[list[Cell]]:
     return out
 
 
-def print_line(cells: Sequence[Cell], console: Any) -> None:
+def print_line(cells: Sequence[StyledText], console: Any) -> None:
     """Prints the cells of one line, each in its tone."""
     from rich.text import Text
 

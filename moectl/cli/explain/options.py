@@ -256,6 +256,7 @@ class AnswerOptions:
         str | None,
         option(
             "--why",
+            "--why-not",
             own=True,
             help="What would have to change for this backend to be chosen.",
             autocompletion=completed(backend_names),

@@ -368,3 +368,11 @@ def test_a_backend_that_was_never_run_on_such_a_device_is_told_so():
 def test_what_flashinfers_kernels_lack_is_said_in_its_own_sentence():
     said = "its bf16 x a16 kernels add no biases"
     assert sentence(Verdict("bias in FlashInfer", "scheme", said, "what its kernels compute", False)) == said
+
+
+def test_why_not_asks_the_same():
+    asked = (KIMI, "--gpu", "b200", "--tp", "8")
+    assert (
+        explain(*asked, "--why-not", "flashinfer_trtllm").stdout
+        == explain(*asked, "--why", "flashinfer_trtllm").stdout
+    )
