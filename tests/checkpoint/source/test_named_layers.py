@@ -82,6 +82,7 @@ def test_weights_in_the_hub_cache_are_found_by_any_name(
     (repo / "snapshots").mkdir()
     (repo / "snapshots" / commit).symlink_to(tiny_gpt_oss)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     found = open_checkpoint(name, offline=True)
     assert (found.origin.kind, found.origin.name) == ("cache", "openai/gpt-oss-20b")
     assert found.folder is not None and found.groups[0].problem.experts == 8
