@@ -18,6 +18,7 @@ from moectl.checkpoint.source.named_layers import named_layer
 from moectl.errors import UsageError
 from moectl.problem.published_layers import MODELS, SCHEMES
 from support.invoking import moectl
+from support.sampling import every_nth
 
 
 def test_layers_that_kernels_are_tuned_for_are_the_published_ones() -> None:
@@ -32,7 +33,7 @@ def test_layers_that_kernels_are_tuned_for_are_the_published_ones() -> None:
         assert (published == problem) is (name != "deepseek-v3")
 
 
-@pytest.mark.parametrize("model", model_names())
+@pytest.mark.parametrize("model", every_nth(model_names(), 4))
 def test_every_built_in_model_is_a_layer_in_its_published_format(model: str) -> None:
     name, problem = named_layer(model)
     entry = find_entry(name)
