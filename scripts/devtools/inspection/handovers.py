@@ -51,9 +51,9 @@ def early_handovers(code: SassCode) -> tuple[Handover, ...]:
         return ()
     # For each instruction the accesses that may precede it without a barrier, as a bit mask of indices.
     before = {0: 0}
-    todo = [0]
-    while todo:
-        index = todo.pop()
+    pending = [0]
+    while pending:
+        index = pending.pop()
         instruction, after = instructions[index], before[index]
         if instruction.op.startswith(BARRIER) and not instruction.guard:
             after = 0
@@ -63,7 +63,7 @@ def early_handovers(code: SassCode) -> tuple[Handover, ...]:
             previous = before.get(successor)
             if previous is None or after & ~previous:
                 before[successor] = after | (previous or 0)
-                todo.append(successor)
+                pending.append(successor)
     return tuple(
         Handover(str(instructions[index]), str(instructions[access]))
         for index, accesses in sorted(before.items())
