@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..errors import UsageError
@@ -224,12 +224,26 @@ def _without_transformers(loads: bool) -> frozenset[str]:
     return frozenset[str]() if loads else frozenset(("transformers",))
 
 
-def container_of(name: str, container: str | None) -> str:
-    """The requested `container` of format `name`, or its default; UsageError if it is not available."""
+def container_of(name: str, container: str | None, model_types: frozenset[str] = frozenset()) -> str:
+    """The requested `container` of format `name`; for None the first that an engine loads this model from.
+
+    Without such a one, the format's first. Raises UsageError if the requested one is not available.
+
+    Example:
+        >>> container_of("mxfp4", None), container_of("mxfp4", None, frozenset(("gpt_oss",)))
+        ('compressed-tensors', 'native')
+    """
     offered = PORTABLE[name].containers
-    chosen = container or next(iter(offered))
-    if chosen not in offered:
+    if container is None:
+        loaded = (each for each in offered if is_loaded(readers_of(name, each, model_types, fused=False)))
+        return next(loaded, next(iter(offered)))
+    if container not in offered:
         raise UsageError(
-            f"{name} is not written in a {chosen} container.", hint=f"Choose {' or '.join(offered)}."
+            f"{name} is not written in a {container} container.", hint=f"Choose {' or '.join(offered)}."
         )
-    return chosen
+    return container
+
+
+def is_loaded(readers: Iterable[LayoutReader]) -> bool:
+    """Whether one of `readers` builds the model, and does not only read its tensors."""
+    return any(reader.engine in ENGINES for reader in readers)

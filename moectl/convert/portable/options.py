@@ -19,7 +19,7 @@ class PortableOptions:
 
     Attributes:
         target: name in `PORTABLE`.
-        container: name in `CONTAINERS`; None for the format's first.
+        container: name in `CONTAINERS`; None for the first that an engine loads the model from.
         method: as in `Quantizer`; None for its default, or for ``gptq`` with `calibration`.
         rule: as in `Quantizer`; None for its default.
         calibration: a file with activations, as `Calibration` reads it: for the search or, with ``gptq``,

@@ -13,7 +13,7 @@ from ...files.safe_reading import file_sha256
 from ...files.safetensors_writer import plan_file
 from ...lazy_torch import Tensor
 from ...problem.moe_problem import MoEProblem
-from ...problem.portable_formats import ENGINES, NATIVE, PortableFormat, container_of, readers_of
+from ...problem.portable_formats import NATIVE, PortableFormat, container_of, is_loaded, readers_of
 from ...problem.schemes import BF16, ActFormat, Scheme, WeightFormat
 from ..canonical import CONCATENATED, canonical_shapes, gate_then_up, halves, has_input_scales
 from ..manifest.manifest_records import LayoutRecord
@@ -92,7 +92,8 @@ def plan_portable(
     """
     check_plannable(checkpoint)
     memory = default_memory() if max_memory is None else max_memory
-    container = container_of(options.target, options.container)
+    container = container_of(options.target, options.container, _model_types(checkpoint))
+    options = replace(options, container=container)
     storage, _ = options.format.containers[container]
     calibration = _calibration_source(options, activate)
     kept = kept_groups(checkpoint, options)
@@ -125,7 +126,7 @@ def plan_portable(
         container,
         document,
         _kinds(plans, kept),
-        any(reader.engine in ENGINES for reader in readers),
+        is_loaded(readers),
     )
     return ConversionPlan(
         checkpoint, record, RankShard(), (), tuple(layers), passthrough, experts_only, memory, finalizer

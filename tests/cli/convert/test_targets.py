@@ -47,6 +47,18 @@ def test_a_format_without_a_loader_is_announced_before_any_work(tmp_path):
     assert "no engine" not in native.stderr and "read by vLLM" in " ".join(native.stdout.split())
 
 
+def test_the_default_container_is_one_that_an_engine_loads_this_model_from(tmp_path):
+    def planned(model):
+        words = (model, tmp_path / "out", "--to", "mxfp4", "--dry-run", "--offline", "--json")
+        return moectl("convert", *words).document
+
+    own = planned("openai/gpt-oss-120b")
+    assert own["layout"].startswith("mxfp4 in native") and "vLLM mxfp4" in own["readers"]
+    # Its fused blocks, as they are in the source.
+    assert own["tensors_out"] == own["tensors_in"] == 36 * 6
+    assert planned("Qwen/Qwen3-30B-A3B")["layout"].startswith("mxfp4 in compressed-tensors")
+
+
 def test_a_layout_says_that_no_engine_loads_it(tmp_path):
     words = ("openai/gpt-oss-120b", tmp_path / "out", "--to", "marlin", "--dry-run", "--offline")
     ran = moectl("convert", *words)
