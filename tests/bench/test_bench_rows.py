@@ -259,10 +259,10 @@ def test_a_table_that_pastes_into_an_issue():
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in times.splitlines()]
     assert len({len(line) for line in lines}) == 1 and len({len(line) for line in times.splitlines()}) == 1
     head = lines[0]
-    assert "model" not in head and {"backend", "M", "us", "±", "error", "tactic"} <= set(head)
+    assert "model" not in head and {"backend", "M", "µs", "±", "error", "tactic"} <= set(head)
     first, _, failed = (dict(zip(head, line, strict=True)) for line in lines[2:])
-    assert first["us"] == "100.0" and first["±"] == "2.5" and first["of roofline"] == "50%"
-    assert failed["us"] == "-" and failed["no time because"] == "RuntimeError: a / b"
+    assert first["µs"] == "100.0" and first["±"] == "2.5" and first["of roofline"] == "50%"
+    assert failed["µs"] == "-" and failed["no time because"] == "RuntimeError: a / b"
     assert first["throttled"] == "power cap"
     assert "repack s" in costs and "0.250" in costs and "2.00" in costs
     assert "a CPU" in foot and "torch 2.11" in foot and "4000 GB/s" in foot
