@@ -42,7 +42,7 @@ class RowOutputOptions:
             help="File in the format of its suffix, instead of stdout; repeatable; .jsonl row by row.",
         ),
     ] = None
-    plot: Annotated[Path | None, option("--plot", help="Draw latency and roofline: .svg or .png.")] = None
+    plot: Annotated[Path | None, option("--plot", help="Draw latencies and ratios: .svg or .png.")] = None
 
     def output_of(self, as_json: bool) -> "RowOutput":
         """The outputs; UsageError for an unknown format, or one that contradicts ``--json``."""
@@ -148,8 +148,8 @@ class RowOutput:
         if self.plot is not None:
             from ...bench.plot import draw
 
-            draw(self.plot, about, rows)
-            out.note(f"wrote {self.plot}")
+            pictures = draw(self.plot, about, rows)
+            out.note(f"wrote {', '.join(map(str, pictures))}")
         if self.files:
             out.note(self._summary(rows))
         if self.stdout in ("md", "csv", "jsonl"):
