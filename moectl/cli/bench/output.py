@@ -260,7 +260,7 @@ def draw_summary(about: Mapping[str, Any], rows: "Sequence[BenchRow]", console: 
             refused |= pivot.refused
             if not pivot.lines:
                 continue
-            print_filled(f"{title(pivot.key)}, µs per layer", "strong", console)
+            print_filled(f"{title(pivot.key)} (µs)", "strong", console)
             pick = picks.get(pivot.key)
             for line in grid(pivot_cells(pivot, pick.backend if pick else ""), terminal_width()):
                 print_line(line, console)
@@ -303,10 +303,12 @@ def _legend(
 
     lines = [line for pivot in pivots for line in pivot.lines]
     partial = any(_partial(line, pivot) for pivot in pivots for line in pivot.lines)
+    text = "times of one MoE layer"
     if any(line.ratio for line in lines):
-        text = "vs best: speed-up over the fastest other backend, geometric mean over M"
+        text += "; vs best: speed-up over the fastest other backend, geometric mean over M"
         text += "; ?: over some M only" if partial else ""
         text += "; references do not count" if any(line.reference for line in lines) else ""
+    if lines:
         yield text, ""
     marked = {pivot.key for pivot in pivots for line in pivot.lines if _is_picked(line, picks.get(pivot.key))}
     if marked:

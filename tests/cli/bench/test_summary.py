@@ -77,7 +77,7 @@ def test_the_recorded_run_is_readable(monkeypatch, width):
     start = next(n for n, line in enumerate(lines) if line.startswith("gpt-oss-120b") and "uniform" in line)
     if width < 80:
         start += 1
-        assert lines[start] == "  routing, µs per layer"
+        assert lines[start] == "  routing (µs)"
     assert lines[start + 2].split()[:2] == ["moectl", "1.51x"]
     assert any(line.startswith("  triton_kernels *") for line in lines[start : start + 7])
     assert "* picked by vLLM 0.33.0 with its default packages" in lines
