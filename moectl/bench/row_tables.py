@@ -255,17 +255,26 @@ def brief(row: BenchRow) -> str:
     return "\t".join([*named, result_word(row)])
 
 
+def why_untimed(backend: str, reason: str) -> str:
+    """`reason` in one line, without the words that it begins with for every backend."""
+    text = " ".join(reason.split()).removeprefix("wrong result: ").removeprefix(f"backend {backend} ")
+    for beginning in ("does not support", "cannot serve"):
+        text = text.removeprefix(f"{beginning} this deployment: ")
+    return text
+
+
 def one_line(row: BenchRow, width: int | None = None) -> str:
     """A row for people, as it is printed when it has been measured.
 
-    Of a time's details those are left out that do not fit into `width` columns.
+    Details that do not fit into `width` columns are left out; tables and files have them.
     """
     where = " ".join(text for text in (row.model, row.layers, row.routing) if text != "-")
     if row.parallel != "1":
         where += f" {row.parallel}"
     head = f"{where} M={row.tokens:<4} {row.backend:<18} {result_word(row):>6}"
     if not row.timed:
-        return f"{head}  {_reason(row)}".rstrip()
+        line = f"{head}  {why_untimed(row.backend, row.reason)}".rstrip()
+        return line if width is None or len(line) <= width else f"{line[: width - 3]}..."
     if width is not None and len(head) + 3 > width:
         head = " ".join(head.split())
     line = f"{head} µs"

@@ -274,21 +274,23 @@ def draw_summary(about: Mapping[str, Any], rows: "Sequence[BenchRow]", console: 
 
 
 def _print_failures(pivot: "PivotTable", console: Any) -> None:
+    from ...bench.row_tables import why_untimed
+
     failed = {line.backend: row for line in pivot.lines for row in line.rows.values() if row.failed}
     for backend, row in failed.items():
         words = "wrong result" if row.ok is False else "failed"
-        reason = shortened(row.reason.removeprefix("wrong result: "))
+        reason = shortened(why_untimed(backend, row.reason))
         print_filled(f"{backend}, M={row.tokens}: {words}: {reason}", "wrong", console, "  ")
 
 
 def _print_refusals(key: "TableKey", refused: Mapping[str, str], console: Any) -> None:
     """Backends that do not support a layer, those with the same reason in one line."""
     from ...bench.pivot import layer_title
+    from ...bench.row_tables import why_untimed
 
     names: dict[str, list[str]] = {}
     for backend, reason in refused.items():
-        words = reason.removeprefix(f"backend {backend} ").partition("this deployment: ")[2] or reason
-        names.setdefault(shortened(words), []).append(backend)
+        names.setdefault(shortened(why_untimed(backend, reason)), []).append(backend)
     print_filled(f"Not supported on {layer_title(key)}:", "dim", console)
     for reason, backends in names.items():
         print_filled(f"{', '.join(backends)}: {reason}", "dim", console, "  ")
@@ -303,7 +305,7 @@ def _legend(
 
     lines = [line for pivot in pivots for line in pivot.lines]
     partial = any(_partial(line, pivot) for pivot in pivots for line in pivot.lines)
-    text = "times of one MoE layer"
+    text = "times are per MoE layer"
     if any(line.ratio for line in lines):
         text += "; vs best: speed-up over the fastest other backend, geometric mean over M"
         text += "; ?: over some M only" if partial else ""
@@ -318,7 +320,7 @@ def _legend(
     if noisy:
         worst = max(row.spread or 0 for row in noisy)
         text = f"~ noisy: interquartile range above {NOISY_SPREAD:.0%} of the median"
-        yield f"{text} (at most {worst:.0%}); repeat with nothing else running", "warning"
+        yield f"{text} (up to {worst:.0%}); repeat with nothing else running", "warning"
 
 
 def _partial(line: "BackendLine", pivot: "PivotTable") -> bool:

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,9 @@ def test_what_the_engine_picks_is_marked_or_said_to_be_missing(tmp_path, monkeyp
     assert ("* picked by" in text) == ("humming *" in text) == (pick == "humming")
 
 
+REFUSAL = f"does not support this deployment: {'no such GPU ' * 20}"
+
+
 def test_a_measured_row_fits_the_terminal():
     row = at("flashinfer_cutlass", 4096, 2491.0, model="gpt-oss-120b", layers="-", routing="experts:4")
     wide = one_line(row)
@@ -142,6 +146,9 @@ def test_a_measured_row_fits_the_terminal():
     assert wide.endswith("2% roofline")
     assert [len(one_line(row, width)) <= width for width in (56, 60, 70, 80, 100)] == [True] * 5
     assert one_line(row, 60) == "gpt-oss-120b experts:4 M=4096 flashinfer_cutlass   2491 µs"
+    refused = replace(row, median_us=None, refused=True, reason=f"backend {row.backend} {REFUSAL}")
+    assert one_line(refused).endswith(f"refused  {'no such GPU ' * 20}".rstrip())
+    assert len(one_line(refused, 80)) == 80 and one_line(refused, 80).endswith("...")
     assert one_line(row, 56) == "gpt-oss-120b experts:4 M=4096 flashinfer_cutlass 2491 µs"
     assert one_line(row, 80) == one_line(row, 100) == wide
 
@@ -197,17 +204,8 @@ def test_ctrl_c_prints_what_was_measured(tiny_gpt_oss):
     assert re.search(r"backend +roofline +M=1 +2 +3", rest) and "\n  torch (reference) " in rest
 
 
-@pytest.mark.parametrize("columns", [40, 80, 120])
-def test_progress_is_one_line_that_goes_away(columns):
-    """In a terminal of its own, what is left of a progress bar is nothing, and no line is ever wrapped."""
-    program = (
-        "from moectl.cli.output import Output\n"
-        "import time\n"
-        "with Output('convert').progress('converting') as progress:\n"
-        "    for n in range(1, 9):\n"
-        "        progress(n * 10**9, 8 * 10**9, f'layer {n}, a long name of what is worked on now')\n"
-        "        time.sleep(0.06)\n"
-    )
+def on_terminal(program: str, columns: int) -> str:
+    """What a program writes to a terminal of its own."""
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with os.fdopen(main, "rb", buffering=0) as screen:
@@ -220,10 +218,48 @@ def test_progress_is_one_line_that_goes_away(columns):
             while chunk := screen.read(65536):
                 written += chunk
         assert process.wait(timeout=60) == 0
-    text = written.decode()
+    return written.decode()
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_progress_is_one_line_that_goes_away(columns):
+    """In a terminal of its own, what is left of a progress bar is nothing, and no line is ever wrapped."""
+    program = (
+        "from moectl.cli.output import Output\n"
+        "import time\n"
+        "with Output('convert').progress('converting') as progress:\n"
+        "    for n in range(1, 9):\n"
+        "        progress(n * 10**9, 8 * 10**9, f'layer {n}, a long name of what is worked on now')\n"
+        "        time.sleep(0.06)\n"
+    )
+    text = on_terminal(program, columns)
     drawn = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", part) for part in re.split(r"[\r\n]+", text)]
     assert any("converting" in line for line in drawn) and max(map(len, drawn)) <= columns
     assert text.count("\n") <= 1 and "\x1b[2K" in text
+
+
+def test_rows_are_printed_above_the_progress_bar():
+    """Each row takes the place of the bar, which is drawn again below it: no bar is left between rows."""
+    program = (
+        "from moectl.cli.output import Output\n"
+        "import time\n"
+        "out = Output('bench')\n"
+        "with out.progress('measuring', unit='rows') as progress:\n"
+        "    for n in range(4):\n"
+        "        progress(n, 4, 'a case')\n"
+        "        time.sleep(0.15)\n"
+        "        out.draw(lambda console: console.print(f'row {n}', markup=False, soft_wrap=True))\n"
+        "out.draw(lambda console: console.print('the end'))\n"
+    )
+    lines = on_terminal(program, 60).replace("\r\n", "\n").split("\n")
+    rows = [line for line in lines if "row " in line]
+    assert len(rows) == 4 and "the end" in lines[-2]
+    # A line is what comes after its last erasure; the bar's end is a line that the next one erases.
+    left = [
+        re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", re.split(r"\x1b\[2K|\r", line)[-1]).strip() for line in lines
+    ]
+    assert left[:4] == ["row 0", "row 1", "row 2", "row 3"] and left[-2] == "the end"
+    assert len(left) == 7 and left[4].startswith("measuring") and "\x1b[1A\x1b[2K" in lines[5]
 
 
 def environment(**changes: str) -> dict[str, str]:
