@@ -1,5 +1,6 @@
 """Outputs in the documents are those that the commands print."""
 
+import html
 import importlib.util
 import re
 from importlib.machinery import SourceFileLoader
@@ -19,13 +20,42 @@ def refresher():
     return module
 
 
+REFRESHER = refresher()
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
 
 
-@pytest.mark.parametrize("document", refresher().DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", REFRESHER.DOCUMENTS, ids=lambda path: path.name)
 def test_outputs_are_those_of_today(document):
     text = document.read_text(encoding="utf-8")
     assert refresher().refreshed(text) == text, "run scripts/refresh_docs"
+
+
+@pytest.mark.parametrize("picture", REFRESHER.PICTURES, ids=lambda path: path.name)
+def test_pictures_of_terminals_are_those_of_today(picture):
+    command, columns = REFRESHER.PICTURES[picture]
+    now = REFRESHER.picture(command, columns)
+    assert now == picture.read_text(encoding="utf-8"), "run scripts/refresh_docs"
+    assert len(now) < 60_000 and "url(http" not in now
+    words = "".join(html.unescape(text) for text in re.findall(r"<text [^>]*>([^<]*)<", now))
+    assert command.split()[1] in words.replace("\xa0", " ").split()
+
+
+def test_plots_say_what_the_rows_say(tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = REFRESHER.plots(tmp_path)
+    assert len(drawn) == 4
+    for plot in drawn:
+        kept = REFRESHER.PLOT.with_name(plot.name).read_text(encoding="utf-8")
+        assert REFRESHER.words(plot.read_text(encoding="utf-8")) == REFRESHER.words(kept), (
+            "run scripts/refresh_docs"
+        )
+        assert any("speed-up of moectl" in text for text in REFRESHER.words(kept))
+
+
+def test_every_image_of_the_documents_is_shown():
+    texts = "".join(path.read_text(encoding="utf-8") for path in (*DOCUMENTS, ROOT / "README.md"))
+    for image in (ROOT / "docs" / "img").iterdir():
+        assert f"img/{image.name})" in texts, image.name
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

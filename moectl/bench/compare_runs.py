@@ -145,8 +145,10 @@ class RunComparison:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Number of cases by verdict."""
-        return Counter(verdict.word for verdict in self.verdicts)
+        """Number of cases by verdict: regressions first, then other changes."""
+        found = Counter(verdict.word for verdict in self.verdicts)
+        order = (*REGRESSIONS, *(word for word in VERDICTS if word not in UNCHANGED), *UNCHANGED)
+        return Counter({word: found[word] for word in dict.fromkeys(order) if found[word]})
 
 
 def compare(before: BenchRows, after: BenchRows, threshold: float = THRESHOLD) -> RunComparison:
@@ -180,18 +182,14 @@ def _notes(before: BenchRows, after: BenchRows, verdicts: Sequence[CaseVerdict])
         (v.before, v.after) for v in verdicts if v.before and v.after and v.before.timed and v.after.timed
     ]
     caches = sorted(
-        {
-            f"{_cache_state(a)} before, {_cache_state(b)} after"
-            for a, b in both
-            if _cache_state(a) != _cache_state(b)
-        }
+        {f"A {_cache_state(a)}, B {_cache_state(b)}" for a, b in both if _cache_state(a) != _cache_state(b)}
     )
-    notes += [f"caches were {text}" for text in caches]
-    for when, rows in (("before", [a for a, _ in both]), ("after", [b for _, b in both])):
+    notes += [f"caches differ: {text}" for text in caches]
+    for label, rows in (("A", [a for a, _ in both]), ("B", [b for _, b in both])):
         throttled = [row for row in rows if row.throttled]
         if throttled:
             notes.append(
-                f"clocks were throttled {when} in {len(throttled)} of {len(rows)} cases "
+                f"{label}: clocks throttled in {len(throttled)} of {len(rows)} cases "
                 f"({throttled[0].throttled})"
             )
     unknown = sum(verdict.word == "unknown" for verdict in verdicts)
@@ -219,14 +217,14 @@ def _software(about: Mapping[str, Any]) -> dict[str, Any]:
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The differences, a phrase each."""
     return [
-        f"{name} is {_recorded(new.get(name))}, was {_recorded(old.get(name))}"
+        f"{name} differs: A {_recorded(old.get(name))}, B {_recorded(new.get(name))}"
         for name in dict.fromkeys((*old, *new))
         if (new.get(name) or None) != (old.get(name) or None)
     ]
 
 
 def _recorded(value: Any) -> str:
-    return repr(value) if value else "not recorded"
+    return str(value) if value else "not recorded"
 
 
 def _cache_state(row: BenchRow) -> str:

@@ -1,8 +1,9 @@
-"""The backend that an engine would choose for a benched layer, by the name that it has in a bench."""
+"""What an engine would choose for a benched layer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import open_checkpoint
@@ -27,19 +28,37 @@ CHECKPOINTS = {
 """Built-in checkpoints of models that are benched by name: an engine's choice depends on the container."""
 
 
-def engine_picks(rows: Iterable[BenchRow], about: Mapping[str, Any]) -> tuple[str, dict[TableKey, str]]:
-    """The default engine, and the backend that it would choose for each table of `rows`.
+@dataclass(frozen=True)
+class EnginePick:
+    """What the default engine would choose for a layer.
 
-    A run's own record (`recorded_picks`) comes first, then the built-in checkpoint of the model. Tables are
-    left out that have neither, and those for which the engine takes a backend that no bench has.
+    Attributes:
+        backend: its name in a bench; empty if no bench has it.
+        title: the engine's name for it, and the field's where it says more; empty if an old file lacks it.
     """
+
+    backend: str
+    title: str = ""
+
+
+def engine_words() -> str:
+    """The default engine and its version: ``vLLM 0.33.0``."""
     engine = engine_named()
+    return f"{engine.title} {engine.version}".rstrip()
+
+
+def engine_picks(rows: Iterable[BenchRow], about: Mapping[str, Any]) -> dict[TableKey, EnginePick]:
+    """What the default engine would choose for each table of `rows`, with its default packages.
+
+    A run's own record (`recorded_picks`) comes first, then the built-in checkpoint of the model. Tables that
+    have neither are left out.
+    """
     recorded = _recorded(about)
     try:
         device = find_device(str(about.get("device", "")))
     except MoectlError:
         device = None
-    picks: dict[TableKey, str] = {}
+    picks: dict[TableKey, EnginePick] = {}
     for key in dict.fromkeys(map(table_key, rows)):
         model, _, scheme, parallel, _ = key
         if key[:4] in recorded:
@@ -49,47 +68,52 @@ def engine_picks(rows: Iterable[BenchRow], about: Mapping[str, Any]) -> tuple[st
         if device is None or checkpoint is None or parallel != "1":
             continue
         problem = open_checkpoint(checkpoint, offline=True).groups[0].problem
-        if str(problem.scheme) == scheme and (backend := picked(problem, device)):
-            picks[key] = backend
-    return engine.policy.name, picks
+        if str(problem.scheme) == scheme and (pick := picked(problem, device)):
+            picks[key] = pick
+    return picks
 
 
-def picked(problem: MoEProblem, device: Device) -> str:
-    """The bench's name of the backend that the default engine would choose; empty if a bench has none."""
+def picked(problem: MoEProblem, device: Device) -> EnginePick | None:
+    """What the default engine would choose for a layer on `device`; None if it supports none there."""
     try:
-        chosen = select(problem, device, packages_from("full"), engine_named().policy).chosen
+        decision = select(problem, device, packages_from("full"), engine_named().policy)
     except MoectlError:
-        return ""
+        return None
+    chosen = decision.chosen
     if chosen is None:
-        return ""
-    if chosen.backend.name in RUNNERS:
-        return chosen.backend.name
+        return None
+    name = chosen.backend.name
+    kernel = engine_named().kernel_name(chosen.variant.experts)
+    title = f"{name} ({kernel})" if kernel and kernel.lower() != name else name
+    if name in RUNNERS:
+        return EnginePick(name, title)
     facts = LAYOUTS.get(chosen.layout or "")
     own = [reader for reader in facts.readers if reader.engine == "moectl"] if facts else []
     readers = [name for reader in own for name in reader.backends]
-    return next((name for name in readers if not name.startswith("moectl")), "")
+    return EnginePick(next((name for name in readers if not name.startswith("moectl")), ""), title)
 
 
 RECORD = "engine_picks"
 """Key of a run's conditions with `recorded_picks`."""
 
 _PARTS = ("model", "layers", "scheme", "parallel")
+_FIELDS = ("backend", "title")
 
 
 def recorded_picks(targets: Iterable[BenchTarget], device: Device) -> list[dict[str, str]]:
     """The default engine's choices for the layers of checkpoints that are benched, as plain data."""
     picks = []
     for target in targets:
-        if target.model not in CHECKPOINTS and (name := picked(target.problem, device)):
+        if target.model not in CHECKPOINTS and (pick := picked(target.problem, device)):
             layer = (target.model, target.layers, str(target.problem.scheme), target.parallel)
-            picks.append({**dict(zip(_PARTS, layer, strict=True)), "backend": name})
+            picks.append({**dict(zip(_PARTS, layer, strict=True)), **asdict(pick)})
     return picks
 
 
-def _recorded(about: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
+def _recorded(about: Mapping[str, Any]) -> dict[tuple[str, ...], EnginePick]:
     rows = about.get(RECORD)
     return {
-        tuple(str(row.get(part)) for part in _PARTS): str(row.get("backend"))
+        tuple(str(row.get(part)) for part in _PARTS): EnginePick(*(str(row.get(n, "")) for n in _FIELDS))
         for row in (rows if isinstance(rows, list) else ())
         if isinstance(row, Mapping)
     }

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..kernels.registry import REFERENCES
 from .bench_rows import BenchRow
 
 TableKey = tuple[str, str, str, str, str]
-"""Model, layers, scheme, parallel and routing: the subject of one table or figure."""
+"""Model, layers, scheme, parallel and routing: the subject of one table; all but the last are its layer's."""
 
 
 def table_key(row: BenchRow) -> TableKey:
@@ -17,12 +18,22 @@ def table_key(row: BenchRow) -> TableKey:
     return row.model, row.layers, row.scheme, row.parallel, row.routing
 
 
-def title(key: TableKey) -> str:
-    """The title of a table or figure."""
-    model, layers, scheme, parallel, routing = key
+def scheme_words(scheme: str) -> str:
+    """A row's scheme for people: ``mxfp4 group 32, 16-bit activations``."""
+    return scheme.replace("a16 activations", "16-bit activations")
+
+
+def layer_title(key: TableKey) -> str:
+    """``gpt-oss-20b, mxfp4 group 32, 16-bit activations``."""
+    model, layers, scheme, parallel, _ = key
     where = "" if layers == "-" else f" layers {layers}"
     sharding = "" if parallel == "1" else f", {parallel}"
-    return f"{model}{where}, {scheme}, {routing}{sharding}"
+    return f"{model}{where}, {scheme_words(scheme)}{sharding}"
+
+
+def title(key: TableKey) -> str:
+    """The title of a table: its layer and routing."""
+    return f"{layer_title(key)}, {key[-1]} routing"
 
 
 def geometric_mean(numbers: Iterable[float]) -> float | None:
@@ -37,10 +48,11 @@ class BackendLine:
 
     Attributes:
         rows: its rows by tokens.
-        ratio: time of the fastest other backend over this one's, the geometric mean over tokens; above 1 for
-            what is faster than all others. None without a case that another has a time for, too.
+        ratio: its speed-up over the fastest other backend (`PivotTable.speedups`), the geometric mean over
+            tokens; None without a case that another has a time for, too, and for a reference.
         shared: number of cases in `ratio`.
         roofline: roofline time as a share of this backend's, the geometric mean over tokens.
+        reference: whether it is one of `REFERENCES`.
     """
 
     backend: str
@@ -48,6 +60,7 @@ class BackendLine:
     ratio: float | None
     shared: int
     roofline: float | None
+    reference: bool
 
 
 @dataclass(frozen=True)
@@ -56,10 +69,12 @@ class PivotTable:
 
     Attributes:
         tokens: ascending.
-        lines: one per backend that supports the layer, the best `ratio` first; then those without a ratio.
-        best: the fastest backend by tokens.
+        lines: one per backend that supports the layer, the best `ratio` first; then those without a ratio,
+            references last.
+        best: the fastest backend by tokens; references do not count.
         roofline_us: roofline time by tokens.
         refused: reasons of backends that do not support the layer.
+        times: microseconds by backend and tokens; only right results have a time.
     """
 
     key: TableKey
@@ -68,14 +83,35 @@ class PivotTable:
     best: Mapping[int, str]
     roofline_us: Mapping[int, float]
     refused: Mapping[str, str]
+    times: Mapping[str, Mapping[int, float]]
+
+    def speedups(self, backend: str, besides: Iterable[str] = ()) -> dict[int, float]:
+        """Time of the fastest other backend over that of `backend`, by tokens for which both have one.
+
+        Above 1 where `backend` is faster than all others. References and those `besides` do not count.
+        """
+        return _speedups(self.times, backend, besides)
 
 
 def pivot_tables(rows: Sequence[BenchRow]) -> list[PivotTable]:
-    """The tables of `rows`, in the order in which their first rows come."""
-    groups: dict[TableKey, list[BenchRow]] = {}
+    """The tables of `rows`, in the order in which their layers come first, those of a layer together."""
+    layers: dict[tuple[str, ...], dict[TableKey, list[BenchRow]]] = {}
     for row in rows:
-        groups.setdefault(table_key(row), []).append(row)
-    return [_pivot(key, group) for key, group in groups.items()]
+        key = table_key(row)
+        layers.setdefault(key[:-1], {}).setdefault(key, []).append(row)
+    return [_pivot(key, group) for tables in layers.values() for key, group in tables.items()]
+
+
+def _speedups(
+    times: Mapping[str, Mapping[int, float]], backend: str, besides: Iterable[str] = ()
+) -> dict[int, float]:
+    left_out = {backend, *REFERENCES, *besides}
+    ratios = {}
+    for tokens, us in times.get(backend, {}).items():
+        others = [them[tokens] for other, them in times.items() if other not in left_out and tokens in them]
+        if others:
+            ratios[tokens] = min(others) / us
+    return ratios
 
 
 def _pivot(key: TableKey, rows: Sequence[BenchRow]) -> PivotTable:
@@ -88,27 +124,22 @@ def _pivot(key: TableKey, rows: Sequence[BenchRow]) -> PivotTable:
         for name, own in by_backend.items()
     }
     tokens = tuple(sorted({row.tokens for row in rows if not row.refused}))
+    real = {name: own for name, own in times.items() if name not in REFERENCES}
     best = {
-        count: min((own[count], name) for name, own in times.items() if count in own)[1]
+        count: min(known)[1]
         for count in tokens
-        if any(count in own for own in times.values())
+        if (known := [(own[count], name) for name, own in real.items() if count in own])
     }
-    lines = [_line(name, by_backend[name], times) for name in by_backend]
-    lines.sort(key=lambda line: (line.ratio is None, -(line.ratio or 0.0)))
+    lines = []
+    for name, own in by_backend.items():
+        ratios = {} if name in REFERENCES else _speedups(times, name)
+        shares = [row.floor_percent / 100 for row in own.values() if row.timed and row.floor_percent]
+        mean, share = geometric_mean(ratios.values()), geometric_mean(shares)
+        lines.append(BackendLine(name, own, mean, len(ratios), share, name in REFERENCES))
+    lines.sort(key=lambda line: (line.reference, line.ratio is None, -(line.ratio or 0.0)))
     refused = {row.backend: row.reason for row in rows if row.refused and row.backend not in by_backend}
     floors = {row.tokens: row.floor_us for row in rows if row.floor_us}
-    return PivotTable(key, tokens, tuple(lines), best, floors, refused)
-
-
-def _line(name: str, rows: Mapping[int, BenchRow], times: Mapping[str, Mapping[int, float]]) -> BackendLine:
-    own = times[name]
-    ratios = []
-    for tokens, us in own.items():
-        others = [them[tokens] for other, them in times.items() if other != name and tokens in them]
-        if others:
-            ratios.append(min(others) / us)
-    shares = [row.floor_percent / 100 for row in rows.values() if row.timed and row.floor_percent]
-    return BackendLine(name, rows, geometric_mean(ratios), len(ratios), geometric_mean(shares))
+    return PivotTable(key, tokens, tuple(lines), best, floors, refused, times)
 
 
 def filtered(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .bench_rows import KEY_FIELDS, NOISY_SPREAD, BenchRow, PreparationCosts
+from .pivot import scheme_words
 from .read_rows import CONSTANT
 
 Facts = Mapping[str, Any]
@@ -58,7 +59,7 @@ def _plus_minus(row: BenchRow) -> str:
 LAYER = (
     TableColumn("model", lambda row: row.model, False, True),
     TableColumn("layers", lambda row: row.layers, False, True),
-    TableColumn("scheme", lambda row: row.scheme, False, True),
+    TableColumn("scheme", lambda row: scheme_words(row.scheme), False, True),
     TableColumn("parallel", lambda row: row.parallel, False, True),
 )
 """Columns that identify a row's layer."""
@@ -70,10 +71,10 @@ COLUMNS = (
     *ROUTED,
     TableColumn("backend", lambda row: row.backend, False),
     TableColumn("M", lambda row: str(row.tokens)),
-    TableColumn("us", lambda row: number(row.median_us, 4)),
+    TableColumn("µs", lambda row: number(row.median_us, 4)),
     TableColumn("±", _plus_minus),
     TableColumn("of roofline", lambda row: "-" if row.floor_percent is None else f"{row.floor_percent:.0f}%"),
-    TableColumn("roofline us", lambda row: number(row.floor_us, 4)),
+    TableColumn("roofline µs", lambda row: number(row.floor_us, 4)),
     TableColumn("bound", lambda row: row.bound or "-", False),
     TableColumn("GB/s", lambda row: number(row.gb_per_s, 4)),
     TableColumn("TFLOP/s", lambda row: number(row.tflop_per_s)),
@@ -250,18 +251,38 @@ def result_word(row: BenchRow) -> str:
 
 def brief(row: BenchRow) -> str:
     """Model, layers, scheme, parallel, routing, backend, tokens and `result_word`, separated by tabs."""
-    named = [column.text(row) for column in ROUTED]
-    return "\t".join([*named, row.backend, str(row.tokens), result_word(row)])
+    named = (row.model, row.layers, row.scheme, row.parallel, row.routing, row.backend, str(row.tokens))
+    return "\t".join([*named, result_word(row)])
 
 
-def one_line(row: BenchRow) -> str:
-    """A row for people, as it is printed when it has been measured."""
+def why_untimed(backend: str, reason: str) -> str:
+    """`reason` in one line, without the words that it begins with for every backend."""
+    text = " ".join(reason.split()).removeprefix("wrong result: ").removeprefix(f"backend {backend} ")
+    for beginning in ("does not support", "cannot serve"):
+        text = text.removeprefix(f"{beginning} this deployment: ")
+    return text
+
+
+def one_line(row: BenchRow, width: int | None = None) -> str:
+    """A row for people, as it is printed when it has been measured.
+
+    Details that do not fit into `width` columns are left out; tables and files have them.
+    """
     where = " ".join(text for text in (row.model, row.layers, row.routing) if text != "-")
-    head = f"{where}  M={row.tokens:<5} {row.backend:<18} {result_word(row):>8}"
+    if row.parallel != "1":
+        where += f" {row.parallel}"
+    head = f"{where} M={row.tokens:<4} {row.backend:<18} {result_word(row):>6}"
     if not row.timed:
-        return f"{head}  {_reason(row)}".rstrip()
-    share = "" if row.floor_percent is None else f"  {row.floor_percent:.0f}% of roofline"
-    return f"{head} us ±{_plus_minus(row)}{share}"
+        line = f"{head}  {why_untimed(row.backend, row.reason)}".rstrip()
+        return line if width is None or len(line) <= width else f"{line[: width - 3]}..."
+    if width is not None and len(head) + 3 > width:
+        head = " ".join(head.split())
+    line = f"{head} µs"
+    share = "" if row.floor_percent is None else f" {row.floor_percent:3.0f}% roofline"
+    for detail in (f" ±{_plus_minus(row):<4}", share):
+        if width is None or len(line) + len(detail) <= width:
+            line += detail
+    return line.rstrip()
 
 
 def machine_line(about: Facts, rows: Sequence[BenchRow]) -> str:

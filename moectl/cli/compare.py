@@ -1,6 +1,6 @@
 """`moectl compare`: two runs of `moectl bench`, compared case by case."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,10 +9,10 @@ import typer
 
 from ..bench.compare_runs import REGRESSIONS, UNCHANGED, VERDICTS
 from ..errors import ExitCode
-from .bench.output import RowFilter, StyledText, grid, print_line
+from .bench.output import RowFilter, StyledText, grid, print_filled, print_line, shortened
 from .options import framed, option
 from .output import Output, count
-from .text_blocks import TONES, terminal_width
+from .text_blocks import terminal_width
 
 if TYPE_CHECKING:
     from ..bench.bench_rows import BenchRow
@@ -72,25 +72,41 @@ def _draw(comparison: "RunComparison", summary: str, verbose: bool, console: Any
     if verbose:
         shown = (*shown, *(verdict for verdict in comparison.verdicts if verdict.word in UNCHANGED))
     if shown:
-        lines = _cells(shown, [verdict.row for verdict in comparison.verdicts], verbose)
-        for line in grid(lines, terminal_width()):
+        for line in _lines(shown, [verdict.row for verdict in comparison.verdicts], verbose):
             print_line(line, console)
     for verdict in shown:
         if verdict.row.reason and (verbose or verdict.word in REGRESSIONS):
             row = verdict.row
             where = f"{row.backend} on {row.model}, M={row.tokens}"
-            console.print(f"  {where}: {row.reason}", style=TONES["dim"], markup=False, soft_wrap=True)
+            print_filled(f"{where}: {shortened(row.reason)}", "dim", console, "  ")
     for note in comparison.notes:
-        console.print(f"note: {note}", style=TONES["warning"], markup=False, soft_wrap=True)
+        print_filled(f"note: {note}", "warning", console)
     mean = "" if comparison.ratio is None else f"; B/A {comparison.ratio:.3f}, geometric mean"
-    text = f"{count(len(comparison.verdicts), 'case')}: {summary}{mean}"
-    console.print(text, style=TONES["strong"], markup=False, soft_wrap=True)
+    print_filled(f"{count(len(comparison.verdicts), 'case')}: {summary}{mean}", "strong", console)
+
+
+def _lines(
+    shown: "Sequence[CaseVerdict]", rows: "Sequence[BenchRow]", verbose: bool
+) -> "Iterator[list[StyledText]]":
+    """The table of cases; where it is too wide, each case's numbers are below what identifies it."""
+    cells, named = _cells(shown, rows, verbose)
+    width = terminal_width()
+    lines = grid(cells, width)
+    if len(lines) == len(cells):
+        yield from lines
+        return
+    numbers = grid([line[named:] for line in cells], width)
+    yield numbers[0]
+    for i, line in enumerate(cells[1:], 1):
+        words = " ".join(" ".join(text for text, _ in line[:named]).split())
+        yield [(words, "")]
+        yield from numbers[i :: len(cells)]
 
 
 def _cells(
     shown: "Sequence[CaseVerdict]", rows: "Sequence[BenchRow]", verbose: bool
-) -> "list[list[StyledText]]":
-    """The table of cases: what identifies them and differs among `rows`, times, and verdicts."""
+) -> "tuple[list[list[StyledText]], int]":
+    """The table of cases and the number of its columns that identify them, of those that differ in `rows`."""
     from ..bench.row_tables import ROUTED, number
 
     columns = [c for c in ROUTED if len({c.text(row) for row in rows}) > 1]
@@ -106,13 +122,13 @@ def _cells(
         texts = (*identity, str(verdict.row.tokens), *times, ratio)
         word = (verdict.word, _TONES.get(verdict.word, ""))
         lines.append([*((text, "") for text in texts), word, *((_tactics(verdict), "dim") for _ in tactics)])
-    heads = (*named, "M", "A us", "B us", "B/A", "verdict", *tactics)
+    heads = (*named, "M", "A µs", "B µs", "B/A", "verdict", *tactics)
     lines.insert(0, [(head, "strong") for head in heads])
     for i in range(len(named)):
         widest = max(len(line[i][0]) for line in lines)
         for line in lines:
             line[i] = (f"{line[i][0]:<{widest}}", line[i][1])
-    return lines
+    return lines, len(named)
 
 
 def _tactics(verdict: Any) -> str:

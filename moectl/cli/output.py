@@ -42,6 +42,7 @@ class Output:
         self.as_json = as_json
         self.quiet = quiet
         self.color = color
+        self._bar: Any = None
         for stream in (sys.stdout, sys.stderr):
             spell_out(stream)
 
@@ -60,7 +61,8 @@ class Output:
         """Prints what `draw(console)` draws to stdout, in the form of text."""
         colored = uses_color(sys.stdout, self.color)
         if sys.stdout.isatty():
-            draw(_console(sys.stdout, colored))
+            # What is printed while there is a bar is the bar's console's to print, above it.
+            draw(self._bar or _console(sys.stdout, colored))
         else:
             drawn = io.StringIO()
             draw(_console(drawn, colored))
@@ -110,8 +112,13 @@ class Output:
             if self.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
                 yield _silent
             else:
-                with _bar(label, unit, uses_color(sys.stderr, self.color)) as update:
-                    yield update
+                console = _console(sys.stderr, uses_color(sys.stderr, self.color))
+                with _bar(label, unit, console) as update:
+                    self._bar = console
+                    try:
+                        yield update
+                    finally:
+                        self._bar = None
 
 
 def _silent(done: int, total: int, text: str = "") -> None:
@@ -119,7 +126,7 @@ def _silent(done: int, total: int, text: str = "") -> None:
 
 
 @contextmanager
-def _bar(label: str, unit: str, colored: bool) -> Iterator[Progress]:
+def _bar(label: str, unit: str, console: Any) -> Iterator[Progress]:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -131,7 +138,6 @@ def _bar(label: str, unit: str, colored: bool) -> Iterator[Progress]:
     from rich.progress import Progress as Bar
     from rich.table import Column
 
-    console = _console(sys.stderr, colored)
     # On a line that is too narrow for all of it, what is worked on is cut off first.
     columns: list[Any] = [TextColumn("{task.description}", table_column=Column(no_wrap=True))]
     columns += [BarColumn(bar_width=max(4, min(40, (console.width - 60) // 2)))] if console.width > 50 else []

@@ -53,6 +53,9 @@ RUNNERS: dict[str, RunnerEntry] = {
 }
 """Every backend that runs here. Other projects' packages are imported only when a layer is checked or run."""
 
+REFERENCES = ("torch", "emulation")
+"""Backends that show what is right, not what is fast: no comparison of times is with them."""
+
 ANY_LAYOUT = "torch"
 """The backend that supports every layout on every device."""
 

@@ -1,4 +1,4 @@
-"""Settings, files of rows, what survives a kill, tables and plots."""
+"""Settings, files of rows, what survives a kill, and tables."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ import io
 import json
 import math
 import re
-import sys
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import pytest
 
-from moectl.bench import plot
 from moectl.bench.bench_rows import NOISY_SPREAD, BenchRow, PreparationCosts
 from moectl.bench.journal import RowJournal, RunHeader
 from moectl.bench.read_rows import read_rows
 from moectl.bench.row_tables import as_csv, document, markdown, number
 from moectl.bench.settings import BenchSettings, parse_counts
 from moectl.errors import Unavailable, UsageError
-from support.bench_rows import FAILED, MACHINE, ROWS, row_of, run, settings_of, timed, write
+from support.bench_rows import FAILED, MACHINE, ROWS, row_of, run, settings_of, write
 
 COSTS = PreparationCosts(0.5, 0.25, 0.75, 0.125, 10**9, 10**9, 2 * 10**9)
 
@@ -259,10 +256,10 @@ def test_a_table_that_pastes_into_an_issue():
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in times.splitlines()]
     assert len({len(line) for line in lines}) == 1 and len({len(line) for line in times.splitlines()}) == 1
     head = lines[0]
-    assert "model" not in head and {"backend", "M", "us", "±", "error", "tactic"} <= set(head)
+    assert "model" not in head and {"backend", "M", "µs", "±", "error", "tactic"} <= set(head)
     first, _, failed = (dict(zip(head, line, strict=True)) for line in lines[2:])
-    assert first["us"] == "100.0" and first["±"] == "2.5" and first["of roofline"] == "50%"
-    assert failed["us"] == "-" and failed["no time because"] == "RuntimeError: a / b"
+    assert first["µs"] == "100.0" and first["±"] == "2.5" and first["of roofline"] == "50%"
+    assert failed["µs"] == "-" and failed["no time because"] == "RuntimeError: a / b"
     assert first["throttled"] == "power cap"
     assert "repack s" in costs and "0.250" in costs and "2.00" in costs
     assert "a CPU" in foot and "torch 2.11" in foot and "4000 GB/s" in foot
@@ -319,49 +316,6 @@ def test_noisy_times_are_reported(tmp_path):
     path.write_text(json.dumps(found))
     again = read_rows(path)
     assert again.about == MACHINE and document(again.about, again.rows)["unsteady"] == found["unsteady"]
-
-
-PLOTTED = [
-    timed(100 * 2**i / (1 + k), 2, tokens=4**i, backend=name, floor_us=20.0 * 2**i, flops=10 ** (6 + i))
-    for i in range(5)
-    for k, name in enumerate(("moectl", "torch"))
-]
-
-
-def test_plots_are_pictures(tmp_path):
-    pytest.importorskip("matplotlib")
-    svg, png = tmp_path / "a.svg", tmp_path / "a.png"
-    rows = [*PLOTTED, row_of(model="other"), FAILED]
-    for path in (svg, png):
-        plot.check_plot(path)
-        plot.draw(path, MACHINE, rows)
-    root = ElementTree.fromstring(svg.read_text())
-    assert root.tag.endswith("svg")
-    text = svg.read_text()
-    # Words are outlines, and are named in comments.
-    for word in (
-        "moectl",
-        "torch",
-        "roofline",
-        "arithmetic intensity",
-        "tokens \\(M\\)",
-        "tiny layers 0-3",
-        "other layers 0-3",
-    ):
-        assert re.search(f"<!-- [^>]*{word}", text), word
-    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and len(png.read_bytes()) > 10_000
-    plot.draw(tmp_path / "b.svg", MACHINE, rows)
-    assert (tmp_path / "b.svg").read_bytes() == svg.read_bytes()
-    with pytest.raises(UsageError, match="no row has a time"):
-        plot.draw(svg, MACHINE, [FAILED])
-
-
-def test_a_plot_without_matplotlib_or_of_another_kind_is_refused(monkeypatch, tmp_path):
-    with pytest.raises(UsageError, match="is not that of an image"):
-        plot.check_plot(tmp_path / "a.pdf")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(Unavailable, match=r"needs the package matplotlib.*pip install 'moectl\[plot\]'"):
-        plot.check_plot(tmp_path / "a.svg")
 
 
 def test_settings_are_plain_data():

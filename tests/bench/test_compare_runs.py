@@ -104,7 +104,7 @@ def test_the_same_run_from_other_files_is_not_another(tmp_path):
         notes = compare(*pair).notes
         assert not any("version" in note for note in notes), notes
     newer = replace(plain, about=about | {"versions": MACHINE["versions"] | {"torch": "2.12"}})
-    assert "version of torch is '2.12', was '2.11'" in compare(table, newer).notes
+    assert "version of torch differs: A 2.11, B 2.12" in compare(table, newer).notes
 
 
 def test_a_last_line_that_was_cut_off_is_noted(tmp_path):
@@ -121,7 +121,7 @@ def test_runs_that_differ_are_said_to():
     before, after = runs([timed(100, 1)], [timed(100, 1, caches="warm", throttled="power cap")])
     notes = compare(before, replace(after, about=MACHINE | {"device": "a GPU"})).notes
     assert notes == (
-        "device is 'a GPU', was 'a CPU'",
-        "caches were cold before, warm after",
-        "clocks were throttled after in 1 of 1 cases (power cap)",
+        "device differs: A a CPU, B a GPU",
+        "caches differ: A cold, B warm",
+        "B: clocks throttled in 1 of 1 cases (power cap)",
     )

@@ -230,7 +230,12 @@ def test_tables_compare_right_results_alone() -> None:
     ]
     about = {"device": "G", "versions": {"moectl": "1"}}
     text = tables.as_markdown(about, rows)
+    assert "### m, mxfp4 group 32, 16-bit activations, uniform routing" in text
     assert "| best peer / moectl | 1.25 | 4.00 | - | - |" in text
+    assert "| active experts | 4.00 | 4.00 | 4.00 | 4.00 |" in text
+    assert "| roofline | 10.0 | 10.0 | 10.0 | 10.0 |" in text
+    assert "| moectl_marlin | 15.0 | - | - | - |" in text, "shown, and no peer"
+    assert "| moectl | 20.0 | 10.0 | wrong | failed |" in text
     assert "| roofline / moectl | 0.50 | 1.00 | - | - |" in text
     assert "| marlin | 30.0 | wrong | 50.0 | 50.0 |" in text and "broke" in text
     assert "clocks throttled at M = 1" in text and "largest relative error 1.0e-03" in text
@@ -242,4 +247,5 @@ def test_tables_compare_right_results_alone() -> None:
     assert "over 1 cases with zipf:1.2 routing: 1.500; moectl is ahead in 1" in text
     assert f"over 3 cases: {(mean**2 * 1.5) ** (1 / 3):.3f}; moectl is ahead in 3" in text
     assert "nothing was timed (broke)" in tables.as_markdown({}, rows[-2:-1])
-    assert "broke" in tables.one_line(rows[-2]) and "20.0 us" in tables.one_line(rows[0])
+    refused = [row("moectl", 1, 5.0), row("marlin", 1, None, ok=None, refused=True, reason="no kernel")]
+    assert "- marlin: no kernel" in tables.as_markdown({}, refused)

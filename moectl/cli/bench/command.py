@@ -268,7 +268,8 @@ def _measure(
     from ...bench.run_metadata import machine_metadata, rates_of
     from ...bench.save_times import save_times
 
-    path, new, interrupted = shown.journal, [], False
+    path, interrupted = shown.journal, False
+    new: list[BenchRow] = []
     with ExitStack() as stack:
         journal = stack.enter_context(RowJournal.open(path, resume=actions.resume)) if path else None
         before = journal.before if journal else None
@@ -285,7 +286,7 @@ def _measure(
             for row in _measured(opened, frozenset(row.key for row in stored), journal, out):
                 new.append(row)
                 if shown.stdout == "table":
-                    print_row(row, out)
+                    print_row(row, new[:-1], out)
         except KeyboardInterrupt:
             interrupted = True
             out.warn(f"interrupted: {count(len(new), 'row')} measured")

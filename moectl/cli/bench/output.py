@@ -1,7 +1,11 @@
 """Outputs of a bench: rows on stdout in some format, in files by their suffixes, and as a plot."""
 
-from collections.abc import Mapping, Sequence
+import sys
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +18,8 @@ from ..text_blocks import TONES, terminal_width
 
 if TYPE_CHECKING:
     from ...bench.bench_rows import BenchRow
-    from ...bench.pivot import PivotTable
+    from ...bench.engine_pick import EnginePick
+    from ...bench.pivot import BackendLine, PivotTable, TableKey
 
 FORMATS = ("md", "csv", "json", "jsonl")
 READABLE = (".jsonl", ".json", ".csv")
@@ -37,7 +42,7 @@ class RowOutputOptions:
             help="File in the format of its suffix, instead of stdout; repeatable; .jsonl row by row.",
         ),
     ] = None
-    plot: Annotated[Path | None, option("--plot", help="Draw latency and roofline: .svg or .png.")] = None
+    plot: Annotated[Path | None, option("--plot", help="Draw latencies and ratios: .svg or .png.")] = None
 
     def output_of(self, as_json: bool) -> "RowOutput":
         """The outputs; UsageError for an unknown format, or one that contradicts ``--json``."""
@@ -143,8 +148,8 @@ class RowOutput:
         if self.plot is not None:
             from ...bench.plot import draw
 
-            draw(self.plot, about, rows)
-            out.note(f"wrote {self.plot}")
+            pictures = draw(self.plot, about, rows)
+            out.note(f"wrote {', '.join(map(str, pictures))}")
         if self.files:
             out.note(self._summary(rows))
         if self.stdout in ("md", "csv", "jsonl"):
@@ -208,8 +213,6 @@ def draw_table(about: Mapping[str, Any], rows: "Sequence[BenchRow]", console: An
         console.print(line, markup=False)
 
 
-LEGEND = "vs best: time of the best other backend over this one's, geometric mean"
-
 MARK = "*"
 """What stands behind the backend that an engine would choose."""
 
@@ -217,14 +220,23 @@ StyledText = tuple[str, str]
 """Text and its tone."""
 
 
-def print_row(row: "BenchRow", out: Output) -> None:
-    """Prints a row that has just been measured."""
+def print_row(row: "BenchRow", before: "Sequence[BenchRow]", out: Output) -> None:
+    """Prints a row that has just been measured, after those `before`.
+
+    That a backend does not support a layer is said once, unless quiet.
+    """
     from ...bench.row_tables import brief, one_line
 
     if out.quiet:
         out.text(brief(row))
-    else:
-        out.draw(lambda console: console.print(one_line(row), style=TONES[_tone(row)], **_AS_IT_IS))
+    elif not (row.refused and any(_same_refusal(row, other) for other in before)):
+        width = terminal_width() if sys.stdout.isatty() else None
+        out.draw(lambda console: console.print(one_line(row, width), style=TONES[_tone(row)], **_AS_IT_IS))
+
+
+def _same_refusal(row: "BenchRow", other: "BenchRow") -> bool:
+    parts = attrgetter("refused", "model", "layers", "scheme", "parallel", "backend")
+    return bool(parts(row) == parts(other))
 
 
 _AS_IT_IS: Mapping[str, Any] = {"markup": False, "soft_wrap": True}
@@ -235,63 +247,154 @@ def _tone(row: "BenchRow") -> str:
 
 
 def draw_summary(about: Mapping[str, Any], rows: "Sequence[BenchRow]", console: Any) -> None:
-    """Prints one table per layer and routing: backends down, tokens across; then the machine in a line."""
+    """Prints one table per layer and routing: backends down, tokens across; then what they mean."""
     from ...bench.engine_pick import engine_picks
     from ...bench.pivot import pivot_tables, title
-    from ...bench.row_tables import machine_line, noisy_rows
+    from ...bench.row_tables import machine_line
 
-    width = terminal_width()
-    engine, picks = engine_picks(rows, about)
-    for pivot in pivot_tables(rows):
-        print_line([(f"{title(pivot.key)}: us per layer", "strong")], console)
-        if pivot.lines:
-            for line in grid(pivot_cells(pivot, picks.get(pivot.key, "")), width):
+    picks = engine_picks(rows, about)
+    pivots = pivot_tables(rows)
+    for _, tables in groupby(pivots, lambda pivot: pivot.key[:-1]):
+        refused: dict[str, str] = {}
+        for pivot in tables:
+            refused |= pivot.refused
+            if not pivot.lines:
+                continue
+            print_filled(f"{title(pivot.key)} (µs)", "strong", console)
+            pick = picks.get(pivot.key)
+            for line in grid(pivot_cells(pivot, pick.backend if pick else ""), terminal_width()):
                 print_line(line, console)
-        for backend, reason in pivot.refused.items():
-            words = f"  {backend}: {reason.removeprefix(f'backend {backend} ')}"
-            print_line([(_cut(words, width), "dim")], console)
-        failed = {line.backend: row for line in pivot.lines for row in line.rows.values() if row.failed}
-        for backend, row in failed.items():
-            words = f"  {backend} M={row.tokens}: {'wrong result' if row.ok is False else 'failed'}"
-            print_line([(_cut(f"{words}: {row.reason}", width), "wrong")], console)
-        console.print()
-    print_line([(LEGEND, "")], console)
-    if picks:
-        print_line([(f"{MARK} what {engine} chooses here, with its default packages", "")], console)
-    if noisy := noisy_rows(rows):
-        text = f"~ noisy: quartiles up to {noisy[0].spread or 0:.0%} of the median apart"
-        print_line([(text, "warning")], console)
-    print_line([(machine_line(about, rows), "dim")], console)
+            _print_failures(pivot, console)
+            console.print()
+        if refused:
+            _print_refusals(pivot.key, refused, console)
+            console.print()
+    for text, tone in (*_legend(pivots, picks, about), (machine_line(about, rows), "dim")):
+        print_filled(text, tone, console)
 
 
-def _cut(text: str, width: int) -> str:
-    """`text` as one indented line of a terminal; -v and files have all of it."""
-    text, most = f"  {' '.join(text.split())}", max(width, 60)
+def _print_failures(pivot: "PivotTable", console: Any) -> None:
+    from ...bench.row_tables import why_untimed
+
+    failed = {line.backend: row for line in pivot.lines for row in line.rows.values() if row.failed}
+    for backend, row in failed.items():
+        words = "wrong result" if row.ok is False else "failed"
+        reason = shortened(why_untimed(backend, row.reason))
+        print_filled(f"{backend}, M={row.tokens}: {words}: {reason}", "wrong", console, "  ")
+
+
+def _print_refusals(key: "TableKey", refused: Mapping[str, str], console: Any) -> None:
+    """Backends that do not support a layer, those with the same reason in one line."""
+    from ...bench.pivot import layer_title
+    from ...bench.row_tables import why_untimed
+
+    names: dict[str, list[str]] = {}
+    for backend, reason in refused.items():
+        names.setdefault(shortened(why_untimed(backend, reason)), []).append(backend)
+    print_filled(f"Not supported on {layer_title(key)}:", "dim", console)
+    for reason, backends in names.items():
+        print_filled(f"{', '.join(backends)}: {reason}", "dim", console, "  ")
+
+
+def _legend(
+    pivots: "Sequence[PivotTable]", picks: "Mapping[TableKey, EnginePick]", about: Mapping[str, Any]
+) -> Iterator[StyledText]:
+    """What the tables' columns and marks mean, as far as they occur, and what an engine picks besides."""
+    from ...bench.bench_rows import NOISY_SPREAD
+    from ...bench.engine_pick import engine_words
+
+    lines = [line for pivot in pivots for line in pivot.lines]
+    partial = any(_partial(line, pivot) for pivot in pivots for line in pivot.lines)
+    text = "times are per MoE layer"
+    if any(line.ratio for line in lines):
+        text += "; vs best: speed-up over the fastest other backend, geometric mean over M"
+        text += "; ?: over some M only" if partial else ""
+        text += "; references do not count" if any(line.reference for line in lines) else ""
+    if lines:
+        yield text, ""
+    marked = {pivot.key for pivot in pivots for line in pivot.lines if _is_picked(line, picks.get(pivot.key))}
+    if marked:
+        yield f"{MARK} picked by {engine_words()} with its default packages", ""
+    yield from ((text, "warning") for text in _unmeasured_picks(pivots, picks, marked, about))
+    noisy = [row for line in lines for row in line.rows.values() if row.noisy]
+    if noisy:
+        worst = max(row.spread or 0 for row in noisy)
+        text = f"~ noisy: interquartile range above {NOISY_SPREAD:.0%} of the median"
+        yield f"{text} (up to {worst:.0%}); repeat with nothing else running", "warning"
+
+
+def _partial(line: "BackendLine", pivot: "PivotTable") -> bool:
+    return line.ratio is not None and line.shared < len(pivot.tokens)
+
+
+def _is_picked(line: "BackendLine", pick: "EnginePick | None") -> bool:
+    return pick is not None and line.backend == pick.backend
+
+
+def _unmeasured_picks(
+    pivots: "Sequence[PivotTable]",
+    picks: "Mapping[TableKey, EnginePick]",
+    marked: "Collection[TableKey]",
+    about: Mapping[str, Any],
+) -> Iterator[str]:
+    """A sentence on each backend that an engine would choose and that has no line in a layer's tables."""
+    from ...bench.engine_pick import engine_words
+
+    settings = about.get("settings")
+    asked = settings.get("backends") if isinstance(settings, Mapping) else None
+    layers = {key[:-1] for key in marked}
+    models: dict[EnginePick, dict[str, None]] = {}
+    for pivot in pivots:
+        pick = picks.get(pivot.key)
+        if pick and pivot.key[:-1] not in layers and pick.backend not in (asked or ()):
+            models.setdefault(pick, {})[pivot.key[0]] = None
+    for pick, names in models.items():
+        text = f"{engine_words()} picks {pick.title or pick.backend} for {', '.join(names)}: "
+        if not pick.backend:
+            yield text + "moectl cannot time it"
+        elif asked:
+            yield text + f"not timed, as --backend does not name {pick.backend}"
+        elif any(pick.backend in pivot.refused for pivot in pivots if pivot.key[0] in names):
+            yield text + f"{pick.backend} does not run here, see above"
+        else:
+            yield text + "not timed, as it is not installed here; install it, and run the bench again"
+
+
+def shortened(text: str, most: int = 300) -> str:
+    """`text` in one line of at most `most` characters; -v and files have all of it."""
+    text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def print_filled(text: str, tone: str, console: Any, indent: str = "") -> None:
+    """Prints `text` in lines that fit the terminal, the later ones indented further."""
+    width = max(terminal_width(), 40)
+    for line in textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "  "):
+        print_line([(line, tone)], console)
+
+
 def pivot_cells(pivot: "PivotTable", pick: str) -> list[list[StyledText]]:
-    """The cells of a table; the first two columns are the backend and its ratio to the best other one."""
+    """The cells of a table: backend, speed-up if there is any, share of the roofline, times."""
     from ...bench.row_tables import number
 
-    lines: list[list[StyledText]] = [
-        [("backend", "strong"), ("vs best", "strong"), ("roofline", "strong")]
-        + [(f"M={tokens}" if i == 0 else str(tokens), "strong") for i, tokens in enumerate(pivot.tokens)]
-    ]
+    compared = any(line.ratio for line in pivot.lines)
+    heads = ["backend", *(["vs best"] if compared else []), "roofline"]
+    heads += [f"M={tokens}" if i == 0 else str(tokens) for i, tokens in enumerate(pivot.tokens)]
+    lines: list[list[StyledText]] = [[(head, "strong") for head in heads]]
     leader = pivot.lines[0].backend if pivot.lines[0].ratio else ""
     for line in pivot.lines:
         name = f"{line.backend} {MARK}" if line.backend == pick else line.backend
+        name += " (reference)" if line.reference else ""
         tone = "good" if line.backend == leader else ""
-        partial = line.shared < len(pivot.tokens)
-        ratio = "-" if line.ratio is None else f"{line.ratio:.2f}x{'?' if partial else ''}"
+        ratio = "-" if line.ratio is None else f"{line.ratio:.2f}x{'?' if _partial(line, pivot) else ''}"
         share = "-" if line.roofline is None else f"{line.roofline:.0%}"
-        cells: list[StyledText] = [(name, tone), (ratio, tone), (share, "")]
+        cells: list[StyledText] = [(name, tone), *([(ratio, tone)] if compared else []), (share, "")]
         for tokens in pivot.tokens:
             row = line.rows.get(tokens)
             if row is None:
                 cells.append(("", ""))
             elif row.timed:
-                best = pivot.best.get(tokens) == line.backend
+                best = pivot.best.get(tokens) == line.backend and len(pivot.lines) > 1
                 shown = number(row.median_us) + ("~" if row.noisy else "")
                 cells.append((shown, "good" if best else "warning" if row.noisy else ""))
             else:
@@ -299,7 +402,7 @@ def pivot_cells(pivot: "PivotTable", pick: str) -> list[list[StyledText]]:
         lines.append(cells)
     if pivot.roofline_us:
         floors = [(number(pivot.roofline_us.get(tokens)), "dim") for tokens in pivot.tokens]
-        lines.append([("roofline", "dim"), ("", ""), ("", ""), *floors])
+        lines.append([("roofline", "dim"), *([("", "dim")] * (1 + compared)), *floors])
     return lines
 
 

@@ -50,7 +50,7 @@ def test_formats_of_stdout(tiny_gpt_oss):
         ["uniform", "M=1", "torch"],
         ["uniform", "M=3", "torch"],
     ], "rows as they come"
-    assert re.search(r"backend +vs best +roofline +M=1 +3\n  torch", table) and "repack s" not in text
+    assert re.search(r"backend +roofline +M=1 +3\n  torch \(reference\)", table) and "repack s" not in text
     details = moectl("bench", tiny_gpt_oss, *QUICK, "-v").stdout
     assert "repack s" in details and "not recorded: no NVIDIA GPU" in details and "active experts" in details
     brief = moectl("bench", tiny_gpt_oss, *QUICK, "-q").stdout.splitlines()
@@ -83,7 +83,7 @@ def test_files_are_written_resumed_shown_again_and_compared(tiny_gpt_oss, tmp_pa
         steady = json.loads(second) | {"median_us": us, "q1_us": us - 1, "q3_us": us + 1}
         path.write_text(head + first + json.dumps(steady) + "\n")
     done = moectl("compare", early, late, code=1)
-    assert "1 same, 1 slower" in done.stdout and "2.500" in done.stdout
+    assert "1 slower, 1 same" in done.stdout and "2.500" in done.stdout
     assert "1 faster" in moectl("compare", late, early).stdout
 
 
