@@ -32,7 +32,7 @@ SPARE = 16 << 20
 DONE, OTHER, MISSING = "complete", "other", "missing"
 """States of a library in the directory: as pinned; not fetched here, or another version; not there."""
 
-Progress = Callable[[int, int, str], None]
+FetchProgress = Callable[[int, int, str], None]
 
 
 def state_of(peer: PinnedPeer, folder: Path) -> str:
@@ -73,7 +73,7 @@ def fetch(
     *,
     index: str = "",
     allow_whole: bool = False,
-    progress: Progress = lambda done, total, text: None,
+    progress: FetchProgress = lambda done, total, text: None,
 ) -> int:
     """Puts the files of `peers` into `folder`, and returns the bytes transferred.
 
@@ -112,7 +112,7 @@ def fetch(
         return before
 
 
-def _report(progress: Progress, backend: str, before: int, total: int, received: int) -> None:
+def _report(progress: FetchProgress, backend: str, before: int, total: int, received: int) -> None:
     progress(before + received, max(before + received, total), backend)
 
 
