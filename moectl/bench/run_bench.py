@@ -69,6 +69,10 @@ class Bench:
         for number, target in enumerate(self.targets):
             stored, requested = target.experts.layout, self.settings.backends
             choice = choose_backends(target.problem, self.machine, requested, stored)
+            if self.settings.also:
+                also = choose_backends(target.problem, self.machine, self.settings.also, stored)
+                names = tuple(dict.fromkeys((*choice.names, *also.names)))
+                choice = replace(choice, names=names, refused={**choice.refused, **also.refused})
             self._choices[number] = choice
             errors = {**choice.refused, **errors}
             self._routings[number] = {name: self._routing(name, target) for name in self.settings.routings}

@@ -31,6 +31,7 @@ class BenchSettings:
         tokens: numbers of tokens of a call.
         routings: distributions as in `make_inputs`, ``trace:FILE`` or ``router``.
         backends: names; empty for every usable one.
+        also: names of backends in addition to these; one that cannot run is a row with the reason.
         layer: number of the only layer; None for the first of each group of identical layers.
         tp, ep: ranks that each expert is sliced over, and ranks that the experts are distributed over; the
             first rank is timed.
@@ -50,6 +51,7 @@ class BenchSettings:
     tokens: tuple[int, ...] = (1, 8, 64)
     routings: tuple[str, ...] = ("uniform",)
     backends: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
     layer: int | None = None
     tp: int = 1
     ep: int = 1
@@ -123,7 +125,7 @@ def check_routing(text: str) -> None:
         )
 
 
-EXTENDABLE = ("models", "tokens", "routings", "backends")
+EXTENDABLE = ("models", "tokens", "routings", "backends", "also")
 """Settings that a resumed run may extend; an empty list of backends stands for all of them."""
 
 FIXED_OPTIONS = {

@@ -1,23 +1,19 @@
-"""The user's cache directory, and atomic reads and updates of the JSON files in it."""
+"""Atomic reads and updates of the JSON files in the user's cache directory."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..environment import Device
+from ..environment.cache_folder import VARIABLE, cache_folder
 from ..errors import Unavailable
 from ..files.atomic import replace_file
-
-VARIABLE = "MOECTL_CACHE"
-"""Environment variable that overrides the platform's cache directory."""
 
 LARGEST = 64 << 20
 """Maximum size of a cache file, bytes."""
@@ -27,17 +23,6 @@ CacheDocument = dict[str, Any]
 
 class CacheWarning(UserWarning):
     """Warns that a cache file is ignored, and why. Nothing fails because of it."""
-
-
-def cache_folder(env: Mapping[str, str] | None = None) -> Path:
-    """The user's cache directory: `VARIABLE`, else ``moectl`` in the platform's cache directory."""
-    env = os.environ if env is None else env
-    if named := env.get(VARIABLE):
-        return Path(named).expanduser()
-    home = Path(env.get("HOME") or Path.home())
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "moectl"
-    return Path(env.get("XDG_CACHE_HOME") or home / ".cache") / "moectl"
 
 
 def device_key(device: Device) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Libraries unpacked in the directory ``MOECTL_PEERS`` instead of installed."""
+"""Libraries unpacked in a directory instead of installed: ``MOECTL_PEERS``, or that of `moectl peers`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from ..environment.cache_folder import cache_folder
 from ..environment.installed_packages import InstalledPackage, lacking, package_folder, source_version
 from ..errors import UsageError
 from .kernel_packages import KERNEL_PACKAGES, MARLIN_LIBRARY
@@ -48,11 +49,20 @@ LOCATIONS: Mapping[str, LibraryLocation] = {
 """Supported libraries by package name."""
 
 
+def default_folder(env: Mapping[str, str] | None = None) -> Path:
+    """The directory that is used without ``MOECTL_PEERS``; it may not exist."""
+    return cache_folder(env) / "peers"
+
+
 def peers_folder(env: Mapping[str, str] | None = None) -> Path | None:
-    """The directory ``MOECTL_PEERS``; None if it is not set, UsageError if it is not a directory."""
+    """The directory ``MOECTL_PEERS``, else the default one if it exists, else None.
+
+    Raises UsageError if ``MOECTL_PEERS`` is not a directory.
+    """
     named = (os.environ if env is None else env).get(VARIABLE, "")
     if not named:
-        return None
+        default = default_folder(env)
+        return default.resolve() if default.is_dir() else None
     folder = Path(named).expanduser()
     if not folder.is_dir():
         raise UsageError(
@@ -127,6 +137,10 @@ def _digest(files: tuple[Path, ...], folder: Path, stamps: tuple[tuple[int, int]
 
 def library_file(folder: Path | None) -> Path | None:
     """vLLM's library of MoE kernels in `folder`, else in an installed vLLM; None if there is none."""
+    return find_peer("vllm", folder) or installed_library()
+
+
+def installed_library() -> Path | None:
+    """The library of MoE kernels of an installed vLLM; None if there is none."""
     installed = package_folder("vllm")
-    files = sorted(installed.glob(MARLIN_LIBRARY)) if installed else []
-    return find_peer("vllm", folder) or next(iter(files), None)
+    return next(iter(sorted(installed.glob(MARLIN_LIBRARY))), None) if installed else None

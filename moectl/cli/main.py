@@ -19,6 +19,7 @@ from .explain.command import explain
 from .list import list_names
 from .options import ArgumentKeepingCommand
 from .output import drop_stdout, spell_out
+from .peers import peers
 from .run.command import run as run_layers
 from .synth import synth
 from .tune.command import tune
@@ -40,6 +41,7 @@ COMMANDS = (
     (bench, "bench"),
     (tune, "tune"),
     (compare, "compare"),
+    (peers, "peers"),
     (synth, "synth"),
     (list_names, "list"),
     (doctor, "doctor"),

@@ -26,6 +26,7 @@ from ..options import (
     typed_options,
 )
 from ..output import Output, count
+from ..peers import fetch_missing, peer_backends
 from .output import RowFilter, RowOutput, RowOutputOptions, print_row
 
 if TYPE_CHECKING:
@@ -35,16 +36,13 @@ if TYPE_CHECKING:
     from ...layer.layer_source import LayerSource
 
 EXAMPLES = (
+    "moectl bench --model gpt-oss-20b --with marlin,humming,triton_kernels",
     "moectl bench ./gpt-oss-20b -m 1,8,64-1024*4",
     "moectl bench ./prepared --backend moectl,torch --routing uniform,zipf:1.2 -o rows.jsonl",
     "moectl bench --model gpt-oss-20b,kimi-k2 -m 1-8192*4 -o rows.jsonl --resume --plot out.svg",
     "moectl bench --rows rows.jsonl --format md",
 )
-MORE = (
-    "Every result is checked against the reference first; a wrong one gets no time.",
-    "Calls run in CUDA graphs with several routings and copies of small layers, so that weights come from",
-    "memory; rounds of backends are interleaved; ± is half the distance between the rounds' quartiles.",
-)
+MORE = ("Weights come from memory, not caches; ± is half the distance between the rounds' quartiles.",)
 
 
 SETTINGS = RecordOptions(
@@ -61,9 +59,9 @@ SETTINGS = RecordOptions(
         kind=str,
         default="all",
     ),
-    layer=option("--layer", help="Layer number; default: the first of each group.", min=0),
+    layer=option("--layer", help="Layer number; default: first of a group.", min=0),
     tp=option("--tp", "--tp-size", help="Slices of each expert.", min=1),
-    ep=option("--ep", "--ep-size", help="Ranks that share the experts.", min=1),
+    ep=option("--ep", "--ep-size", help="Ranks that share experts.", min=1),
     device=DEVICE,
     routings=ParsedOption(
         option(
@@ -100,14 +98,14 @@ class ActionOptions:
         False
     )
     verbose: Annotated[bool, option("--verbose", "-v", help="Every row with its details.")] = False
-    jobs: Annotated[int, option("--jobs", help="Processes of --compile-only.", min=1, max=64)] = 1
+    jobs: Annotated[int, option("--jobs", help="Processes to compile in.", min=1, max=64)] = 1
 
 
 IGNORED = {
     "rows": (
         (
             *(name for name in SETTINGS.names if name not in ("tokens", "backends")),
-            *("activation", "offline"),
+            *("activation", "offline", "with_"),
             *(field.name for field in fields(ActionOptions) if field.name != "verbose"),
         ),
         "--rows shows existing rows",
@@ -138,6 +136,14 @@ def bench(
     rows: Annotated[
         list[Path] | None, option("--rows", own=True, help="Instead of CKPT: rows of an earlier bench.")
     ] = None,
+    with_: Annotated[
+        str,
+        option(
+            "--with",
+            own=True,
+            help="Also marlin, humming, triton_kernels, from PyPI if missing.",
+        ),
+    ] = "",
     *,
     measured: Annotated[Callable[..., BenchSettings], SETTINGS],
     activation: ActivationOption = None,
@@ -158,11 +164,13 @@ def bench(
         given = {name: typed[name] if typed_options(context, (name,)) else None for name in typed}
         wanted = RowFilter.of(model, given["backends"], given["tokens"])
         return _from_rows(rows, checkpoint, wanted, shown, actions.verbose, out)
-    settings = measured(checkpoint=checkpoint or "", models=_models(model))
+    also = peer_backends(with_)
+    settings = measured(checkpoint=checkpoint or "", models=_models(model), also=also)
     source = None
     if checkpoint:
         source = find_source(checkpoint, settings.layer, offline=offline, activation=activation)
     shown.check([*settings.files, *([checkpoint] if checkpoint else [])])
+    fetch_missing(also, offline=offline, out=out)
     if actions.compile_only:
         return _compile(settings, source, actions.jobs, out)
     if actions.resume and shown.journal is None:

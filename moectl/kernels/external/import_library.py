@@ -41,7 +41,9 @@ def package(name: str) -> ModuleType:
         if installed.wrong:
             raise Unavailable(unrelated_package(installed))
         if not installed.present:
-            raise Unavailable(f"{name} is neither in the directory {VARIABLE} nor installed")
+            raise Unavailable(
+                f"{name} is neither in the directory {VARIABLE} nor installed", hint=f"moectl peers {name}"
+            )
         if installed.module == name and name not in sys.modules:
             return _import_by_name(name)
         folder = Path(installed.path)
@@ -96,7 +98,8 @@ def marlin_operator() -> Any:
         file = library_file(peers_folder())
         if file is None:
             raise Unavailable(
-                f"the _moe_C library is neither in the directory {VARIABLE} nor part of an installed vLLM"
+                f"the _moe_C library is neither in the directory {VARIABLE} nor part of an installed vLLM",
+                hint="moectl peers marlin",
             )
         library = _decompress(file) if file.suffix == ".xz" else file
         try:

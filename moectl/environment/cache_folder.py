@@ -1,0 +1,22 @@
+"""The user's cache directory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+VARIABLE = "MOECTL_CACHE"
+"""Environment variable that overrides the platform's cache directory."""
+
+
+def cache_folder(env: Mapping[str, str] | None = None) -> Path:
+    """The user's cache directory: `VARIABLE`, else ``moectl`` in the platform's cache directory."""
+    env = os.environ if env is None else env
+    if named := env.get(VARIABLE):
+        return Path(named).expanduser()
+    home = Path(env.get("HOME") or Path.home())
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "moectl"
+    return Path(env.get("XDG_CACHE_HOME") or home / ".cache") / "moectl"
