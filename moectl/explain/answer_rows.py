@@ -31,7 +31,7 @@ def answer_row(
     one GPU with all layer groups, None if one of them has no answer.
     """
     decision = answer.decision if answer else None
-    chosen = decision.chosen if decision else None
+    chosen = decision.chosen if decision and decision.usable else None
     dims = decision.problem.dims if decision else None
     return {
         "checkpoint": checkpoint,

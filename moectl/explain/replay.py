@@ -20,7 +20,7 @@ from .assumed_machines import AssumedMachine
 from .decision_matrix import DecisionMatrix, MatrixCell
 from .explanation import Explanation, GroupExplanation, Question, explained
 
-MAX_BYTES = 64 << 20
+MAX_BYTES = 256 << 20
 """Maximum size of a document."""
 
 
