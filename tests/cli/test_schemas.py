@@ -104,6 +104,7 @@ def test_lists(kind):
 
 def test_the_machine():
     assert moectl("env", "--json").document["versions"]
+    assert moectl("peers", "--json").document["libraries"]
     assert moectl("doctor", "--json", code=None).document["software"]
 
 

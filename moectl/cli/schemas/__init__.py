@@ -11,7 +11,7 @@ from typing import Any
 from ... import SCHEMA_VERSION
 from .conversions import convert, synth, unconvert, verify
 from .decisions import explain
-from .machine import doctor, env, list_names
+from .machine import doctor, env, list_names, peers
 from .measurements import bench, compare, run, tune
 from .parts import ERROR, STRING, Schema, obj
 
@@ -26,6 +26,7 @@ DOCUMENTS: dict[str, Callable[[], Schema]] = {
     "bench": bench,
     "tune": tune,
     "compare": compare,
+    "peers": peers,
     "synth": synth,
     "list": list_names,
     "doctor": doctor,

@@ -120,6 +120,24 @@ def env() -> Schema:
     )
 
 
+def peers() -> Schema:
+    """Libraries of other kernels, and what was fetched of them."""
+    library = {
+        **dict.fromkeys(("name", "state", "project", "version", "wheel", "url", "sha256", "machine"), STRING),
+        "path": said(STRING, "Where it is; empty: not here."),
+        "cuda": said(STRING, "CUDA version that its torch needs; empty: any."),
+        **dict.fromkeys(("download_bytes", "unpacked_bytes", "files", "size"), INTEGER),
+    }
+    return obj(
+        {
+            "folder": STRING,
+            "fetched_bytes": INTEGER,
+            "seconds": {"type": "number"},
+            "libraries": array(obj(library)),
+        }
+    )
+
+
 def list_names() -> Schema:
     """Rows of one kind, under its name."""
     rows: dict[str, dict[str, Schema]] = {
