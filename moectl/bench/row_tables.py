@@ -239,7 +239,12 @@ def document(about: Facts, rows: Sequence[BenchRow]) -> dict[str, Any]:
         {**dict(zip(KEY_FIELDS, row.key, strict=True)), "spread": row.spread} for row in noisy_rows(rows)
     ]
     noisy = {"threshold": NOISY_SPREAD, "cells": cells}
-    return {**about, "unsteady": noisy, "rows": [row.to_json() for row in rows]}
+    own = {name: value for name, value in about.items() if name not in HEADER}
+    return {**own, "unsteady": noisy, "rows": [row.to_json() for row in rows]}
+
+
+HEADER = ("schema_version", "moectl", "command", "kind")
+"""What a file of rows says of itself; ``versions`` has the moectl that measured them."""
 
 
 def result_word(row: BenchRow) -> str:

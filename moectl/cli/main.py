@@ -21,6 +21,7 @@ from .options import ArgumentKeepingCommand
 from .output import drop_stdout, spell_out
 from .peers import peers
 from .run.command import run as run_layers
+from .schema import schema
 from .synth import synth
 from .tune.command import tune
 from .unconvert import unconvert
@@ -44,6 +45,7 @@ COMMANDS = (
     (peers, "peers"),
     (synth, "synth"),
     (list_names, "list"),
+    (schema, "schema"),
     (doctor, "doctor"),
     (env, "env"),
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
 from ..errors import UsageError
+from ..files.records import to_json
 from ..oracle.checks import Verdict
 
 Document = Mapping[str, Any]
@@ -91,7 +92,7 @@ class ExplanationDiff:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {**asdict(self), "chosen_otherwise": self.chosen_otherwise}
+        return {**to_json(self), "chosen_otherwise": self.chosen_otherwise}
 
 
 def diff(old: Document, new: Document) -> ExplanationDiff:

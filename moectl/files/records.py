@@ -29,8 +29,8 @@ def to_json(value: Any) -> Any:
         {'hidden': 2880, 'intermediate': 2880, 'padded_hidden': 2880, 'padded_intermediate': 2880}
     """
     kind: Any = type(value)
-    if _is_record(kind):
-        return {name: to_json(getattr(value, name)) for name in _kinds(kind)}
+    if is_record(kind):
+        return {name: to_json(getattr(value, name)) for name in field_kinds(kind)}
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -76,14 +76,14 @@ def _mismatch(where: str, expected: str, got: Any) -> _Mismatch:
 
 
 @cache
-def _is_record(kind: Any) -> bool:
+def is_record(kind: Any) -> bool:
     return is_dataclass(kind) or (
         isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
     )
 
 
 @cache
-def _kinds(record: Any) -> Mapping[str, Any]:
+def field_kinds(record: Any) -> Mapping[str, Any]:
     """The types of a record's fields, by name."""
     hints = get_type_hints(record)
     names = [field.name for field in fields(record)] if is_dataclass(record) else record._fields
@@ -105,7 +105,7 @@ def _required(record: Any) -> frozenset[str]:
 def _record(record: Any, data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise _mismatch(where, "an object", data)
-    kinds, required = _kinds(record), _required(record)
+    kinds, required = field_kinds(record), _required(record)
     missing, unknown = sorted(required - set(data)), sorted(set(data) - set(kinds))
     if missing or unknown:
         parts = [f"is incomplete: it lacks {', '.join(missing)}"] if missing else []
@@ -121,7 +121,7 @@ def _record(record: Any, data: Any, where: str) -> Any:
 def _value(kind: Any, data: Any, where: str) -> Any:
     if kind is Any:
         return data
-    if _is_record(kind):
+    if is_record(kind):
         return _record(kind, data, where)
     origin, args = get_origin(kind), get_args(kind)
     if origin is None:
@@ -191,7 +191,7 @@ def from_cells(
     """
     own: Any = record
     values: dict[str, Any] = {}
-    for name, kind in _kinds(own).items():
+    for name, kind in field_kinds(own).items():
         if is_dataclass(kind):
             nested: Any = kind
             values[name] = from_cells(nested, cells, where, what, refusal)

@@ -132,7 +132,7 @@ def test_diff_and_replay_read_its_documents(tmp_path: Path) -> None:
         ["quick", "QuickRunner"],
         ["steady", "SteadyRunner"],
     )
-    assert group["rules"][0]["verdicts"][0][0] == "switch ACME_QUICK"
+    assert group["rules"][0]["verdicts"][0]["question"] == "switch ACME_QUICK"
 
 
 def test_text_and_matrix_name_it() -> None:

@@ -7,6 +7,8 @@ from typer.testing import CliRunner
 
 from moectl.cli.main import app
 
+from .json_schemas import check
+
 
 @dataclass(frozen=True)
 class Done:
@@ -23,8 +25,10 @@ class Done:
 
     @property
     def document(self):
-        """The JSON document on stdout."""
-        return json.loads(self.stdout)
+        """The JSON document on stdout, which is as the command's schema says."""
+        document = json.loads(self.stdout)
+        check(document)
+        return document
 
 
 def moectl(*arguments, code=0, env=None):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moectl.errors import MoectlError
 from moectl.explain.explanation_diff import diff
-from moectl.explain.replay import replay, replay_matrix
+from moectl.explain.replay import replay, replay_matrices
 from support.invoking import moectl
 
 GPT, KIMI = "openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"
@@ -186,7 +186,7 @@ def test_a_damaged_document_ends_in_a_sentence(path, value):
 @given(st.sampled_from(GRID_PLACES), JUNK)
 def test_a_damaged_matrix_ends_in_a_sentence(path, value):
     try:
-        replay_matrix(changed(GRID, path, value))
+        replay_matrices(changed(GRID, path, value))
     except MoectlError as error:
         assert error.what
 
@@ -203,3 +203,22 @@ def test_a_document_of_another_version_is_refused(written):
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema_version": 3}))
     for options in (["--replay", path], [GPT, "--gpu", "h200", "--offline", "--diff", path]):
         assert "schema version 3, this moectl reads 1 or 2" in moectl("explain", *options, code=2).stderr
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("options", [[GPT, "--gpu", "h200"], [KIMI, "--gpu", "h100,t4", "--tp", "1,8"]])
+def test_documents_of_one_checkpoint_beside_its_weights_are_read(written, version, options):
+    path = written(*options)
+    now = json.loads(path.read_text())
+    origin = {**now["checkpoints"][0]}
+    old = {**now, "schema_version": version, "checkpoint": origin, "other_weight_bytes": 7 << 30}
+    origin.pop("other_weight_bytes")
+    del old["checkpoints"], old["errors"]
+    named = ("gpu", "arch", "tp", "dp", "layers", "refusal", "decision")
+    old["rows"] = [{name: row[name] for name in named} for row in now["rows"]]
+    path.write_text(json.dumps(old))
+    again = moectl("explain", "--replay", path, "--json").document
+    assert again["checkpoints"] == [{**origin, "other_weight_bytes": 7 << 30}]
+    assert [row["backend"] for row in again["rows"]] == [row["backend"] for row in now["rows"]]
+    if "groups" in now:
+        assert "Nothing: inputs" in moectl("explain", *options, "--offline", "--diff", path).words
