@@ -62,6 +62,11 @@ class MoectlError(Exception):
         stop = "." if more and not self.what.endswith((".", "?", "!")) else ""
         return " ".join([f"{self.what}{stop}", *more])
 
+    def to_json(self) -> dict[str, str | int]:
+        """Plain data: the three texts, empty ones too, and the exit code."""
+        texts = {"what": self.what, "reason": self.reason, "hint": self.hint}
+        return {**texts, "exit_code": int(self.exit_code)}
+
 
 class UsageError(MoectlError):
     """The arguments are invalid or contradict each other."""

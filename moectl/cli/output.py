@@ -87,13 +87,16 @@ class Output:
 
     def error(self, error: MoectlError) -> None:
         """Prints an error to stderr, and with --json also as a JSON document to stdout."""
+        self.complain(error)
+        if self.as_json:
+            self.text(self.json({"error": error.to_json()}))
+
+    def complain(self, error: MoectlError) -> None:
+        """Prints an error to stderr."""
         print(f"moectl: {self._styled('error:', RED)} {error.what}", file=sys.stderr)
         for line in (error.reason, error.hint and f"next: {error.hint}"):
             if line:
                 print(f"  {line}", file=sys.stderr)
-        if self.as_json:
-            explanation = {"what": error.what, "reason": error.reason, "hint": error.hint}
-            self.text(self.json({"error": {**explanation, "exit_code": int(error.exit_code)}}))
 
     def json(self, document: Mapping[str, Any], indent: int | None = 2) -> str:
         """`document` as JSON with its schema version; non-finite numbers become null."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import cycle
 from typing import Any
 
 from ..cache.backend_times import MeasuredTimes
-from ..checkpoint.checkpoint import LayerGroup, Origin
-from ..errors import NoBackend, UsageError
+from ..checkpoint.checkpoint import Checkpoint, LayerGroup, Origin
+from ..errors import MoectlError, NoBackend, UsageError
+from ..oracle.registry import engine_named
 from ..oracle.selection_inputs import SelectionInputs
 from ..problem.model_shape import UNKNOWN_MODEL, ModelShape
 from ..problem.moe_problem import MoEProblem, Parallel
+from .answer_rows import answer_row
 from .assumed_machines import AssumedMachine
 from .assumptions import assume
-from .explanation import Explanation, GroupExplanation, Question, explained, stage_bytes
+from .explanation import GroupExplanation, Question, checkpoint_json, explained, largest_stage
+from .rank_memory import RankMemory, other_weights, rank_memory
 
 
 @dataclass(frozen=True)
@@ -51,135 +56,108 @@ class MatrixCell:
             self.answer.decision.inputs.model if self.answer else UNKNOWN_MODEL,
         )
 
-    def to_json(self, question: Question) -> dict[str, Any]:
-        """One row of plain data, with the inputs of its decision."""
-        row: dict[str, Any] = {
-            "gpu": self.machine.key or self.machine.device.name,
-            "arch": self.machine.device.arch,
-            **asdict(self.parallel),
-            "layers": list(self.layers),
-            "usable": self.usable,
-            "refusal": self.refusal or None,
-            "decision": self.inputs(question).to_json(),
-        }
-        return row if self.answer is None else {**row, **answer_row(self.answer)}
-
-
-def answer_row(answer: GroupExplanation) -> dict[str, Any]:
-    """What a row says of the decision for its layers."""
-    decision, chosen = answer.decision, answer.decision.chosen
-    return {
-        "backend": chosen.backend.name if chosen else None,
-        "experts": chosen.variant.experts if chosen else None,
-        "monolithic": chosen.variant.monolithic if chosen else None,
-        "padded_hidden": decision.problem.dims.padded_hidden,
-        "padded_intermediate": decision.problem.dims.padded_intermediate,
-        "gates": [str(gate) for gate in decision.gates],
-        "error": str(decision.error) if decision.error else None,
-        "fallback": answer.fallback.kind if answer.fallback else None,
-        "bytes": answer.memory.padded * len(answer.layers),
-    }
-
-
-def explanation_rows(explanation: Explanation, gpu: str = "") -> list[dict[str, Any]]:
-    """The rows that a matrix of this one machine and deployment has; their decisions are those of the groups.
-
-    `gpu` is the device's name as requested.
-    """
-    device = explanation.device
-    return [
-        {
-            "gpu": gpu or device.name,
-            "arch": device.arch,
-            **asdict(explanation.parallel),
-            "layers": list(group.layers),
-            "usable": group.decision.usable,
-            "refusal": None,
-            **answer_row(group),
-            "fits": explanation.fits,
-        }
-        for group in explanation.groups
-    ]
-
 
 @dataclass(frozen=True)
 class DecisionMatrix:
-    """Cells by layer group, machine and deployment, in this order."""
+    """Cells of a checkpoint by layer group, machine and deployment, in this order.
+
+    `other_weights`: bytes of the model's weights that are no routed experts, None if they are not listed.
+    """
 
     origin: Origin
     question: Question
     machines: tuple[AssumedMachine, ...]
     parallels: tuple[Parallel, ...]
     cells: tuple[MatrixCell, ...]
+    other_weights: int | None = None
 
     @property
     def usable(self) -> bool:
         """True when some machine and deployment has a backend for every layer group."""
-        columns = len(self.machines) * len(self.parallels)
-        return any(all(cell.usable for cell in self.cells[i::columns]) for i in range(columns))
+        return any(all(cell.usable for cell in self.cells[i :: self.columns]) for i in range(self.columns))
 
     @property
     def clean(self) -> bool:
         """True when every cell has a backend, and none is a fallback."""
         return all(cell.usable and cell.answer and not cell.answer.fallback for cell in self.cells)
 
-    def expert_bytes(self, machine: AssumedMachine, parallel: Parallel) -> int:
-        """Bytes of every group's expert weights on one rank, as padded, without refused groups.
+    @property
+    def columns(self) -> int:
+        """Machines times deployments: every so many cells belong to one of them."""
+        return len(self.machines) * len(self.parallels)
 
-        With pipeline parallelism, of the stage that has the most.
-        """
-        return stage_bytes(
-            cell.answer
-            for cell in self.cells
-            if cell.answer and (cell.machine, cell.parallel) == (machine, parallel)
-        )
+    @cached_property
+    def memories(self) -> tuple[RankMemory | None, ...]:
+        """Memory of one GPU for each machine and deployment, None if some layer group is refused."""
+        share = engine_named(self.question.policy.name).memory_share
+        return tuple(self._memory(self.cells[i :: self.columns], share) for i in range(self.columns))
 
-    def fits(self, machine: AssumedMachine, parallel: Parallel) -> bool | None:
-        """False when the expert weights alone exceed the memory; None if that is unknown."""
-        memory = machine.device.memory_bytes
-        return self.expert_bytes(machine, parallel) <= memory if memory else None
+    def _memory(self, cells: Sequence[MatrixCell], share: float) -> RankMemory | None:
+        answers = [cell.answer for cell in cells if cell.answer]
+        if len(answers) < len(cells):
+            return None
+        layers = tuple((count, group.decision) for count, group in largest_stage(answers))
+        return rank_memory(layers, self.other_weights, cells[0].machine.device, share)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data: the inputs once, and a row for each cell."""
-        return {
-            "checkpoint": origin_json(self.origin),
-            "policy": self.question.policy.name,
-            "requested": self.question.backend,
-            "usable": self.usable,
-            "rows": [
-                {**cell.to_json(self.question), "fits": self.fits(cell.machine, cell.parallel)}
-                for cell in self.cells
-            ],
-        }
+    def rows(self) -> list[dict[str, Any]]:
+        """A row of plain data for each cell."""
+        return [
+            answer_row(
+                self.origin.name,
+                cell.machine.key,
+                cell.inputs(self.question),
+                cell.layers,
+                cell.answer,
+                cell.refusal,
+                memory,
+            )
+            for cell, memory in zip(self.cells, cycle(self.memories), strict=False)
+        ]
 
 
-def origin_json(origin: Origin) -> dict[str, Any]:
-    """Where a checkpoint was found, as plain data."""
+@dataclass(frozen=True)
+class Unopened:
+    """A checkpoint that could not be opened, as it was named, and why."""
+
+    name: str
+    error: MoectlError
+
+
+def matrix_document(
+    matrices: Sequence[DecisionMatrix], question: Question, unopened: Sequence[Unopened] = ()
+) -> dict[str, Any]:
+    """Plain data for a matrix of each checkpoint: the checkpoints once, and a row for each cell."""
     return {
-        "name": origin.name,
-        "source": origin.kind,
-        "revision": origin.revision,
-        "path": str(origin.path) if origin.path else None,
-        "note": origin.note,
+        "checkpoints": [checkpoint_json(matrix.origin, matrix.other_weights) for matrix in matrices],
+        "policy": question.policy.name,
+        "requested": question.backend,
+        "usable": bool(matrices) and not unopened and all(matrix.usable for matrix in matrices),
+        "errors": [{"checkpoint": item.name, **item.error.to_json()} for item in unopened],
+        "rows": [row for matrix in matrices for row in matrix.rows()],
     }
 
 
 def matrix(
-    origin: Origin,
-    groups: Sequence[LayerGroup],
+    checkpoint: Checkpoint,
     machines: Sequence[AssumedMachine],
     parallels: Sequence[Parallel],
     question: Question,
-    model: ModelShape,
 ) -> DecisionMatrix:
     """The decisions of `question` for every layer group, machine and deployment."""
     cells = [
-        _cell(group, machine, replace(question, parallel=parallel, others=()), model)
-        for group in groups
+        _cell(group, machine, replace(question, parallel=parallel, others=()), checkpoint.model)
+        for group in checkpoint.groups
         for machine in machines
         for parallel in parallels
     ]
-    return DecisionMatrix(origin, question, tuple(machines), tuple(parallels), tuple(cells))
+    return DecisionMatrix(
+        checkpoint.origin,
+        question,
+        tuple(machines),
+        tuple(parallels),
+        tuple(cells),
+        other_weights(checkpoint),
+    )
 
 
 def _cell(group: LayerGroup, machine: AssumedMachine, question: Question, model: ModelShape) -> MatrixCell:

@@ -20,6 +20,7 @@ from ..oracle.selection_inputs import SelectionInputs
 from ..problem.layer_ranges import ranges
 from ..problem.model_shape import ModelShape, pipeline_stages
 from ..problem.moe_problem import MoEProblem, Parallel
+from .answer_rows import answer_row
 from .assumptions import assume
 from .deployment import StepTimes, WeightMemory, memory_of, roofline_of
 from .fallback import Fallback, fallback_of
@@ -179,34 +180,47 @@ class Explanation:
 
     @property
     def fits(self) -> bool | None:
-        """False when the expert weights alone exceed the device's memory; None if that is unknown."""
-        memory = self.device.memory_bytes
-        return None if not memory else self.expert_bytes <= memory
+        """False when the known weights exceed the memory that the engine uses; None if that is unknown."""
+        return self.memory.fits
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, enough to repeat every decision."""
-        origin = self.origin
+    def to_json(self, gpu: str = "") -> dict[str, Any]:
+        """The document of ``moectl explain --json``, enough to repeat every decision.
+
+        `gpu` is the device's name as requested.
+        """
+        memory, requested = self.memory, [group.decision.inputs.requested for group in self.groups]
         return {
-            "checkpoint": {
-                "name": origin.name,
-                "source": origin.kind,
-                "revision": origin.revision,
-                "path": str(origin.path) if origin.path else None,
-                "note": origin.note,
-            },
+            "checkpoints": [checkpoint_json(self.origin, self.other_weights)],
+            "policy": self.policy,
+            "requested": requested[0] if requested else None,
+            "usable": self.usable,
+            "errors": [],
+            "rows": [
+                answer_row(self.origin.name, gpu, group.decision.inputs, group.layers, group, "", memory)
+                for group in self.groups
+            ],
             "device": to_json(self.device),
             "packages": {"versions": dict(self.packages.versions), "env": dict(self.packages.env)},
             "parallel": to_json(self.parallel),
-            "policy": self.policy,
-            "usable": self.usable,
             "stages": [[stage[0], stage[-1]] for stage in stages_of(self.groups)],
             "expert_bytes": self.expert_bytes,
             "loading_bytes": self.loading_bytes,
             "fits": self.fits,
-            "other_weight_bytes": self.other_weights,
-            "memory": self.memory.to_json(),
+            "memory": memory.to_json(),
             "groups": [group.to_json() for group in self.groups],
         }
+
+
+def checkpoint_json(origin: Origin, other_weights: int | None) -> dict[str, Any]:
+    """Where a checkpoint was found, and the bytes of its weights that are no routed experts."""
+    return {
+        "name": origin.name,
+        "source": origin.kind,
+        "revision": origin.revision,
+        "path": str(origin.path) if origin.path else None,
+        "note": origin.note,
+        "other_weight_bytes": other_weights,
+    }
 
 
 def explained(

@@ -72,15 +72,41 @@ def _layers(document: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def _origin(document: Mapping[str, Any]) -> Origin:
-    origin = _of(document, "checkpoint", dict)
-    path = origin.get("path")
+def _checkpoints(document: Mapping[str, Any]) -> dict[str, tuple[Origin, int | None]]:
+    """The checkpoints by name, each with the bytes of its other weights.
+
+    Older documents have one, with those bytes beside it, if at all.
+    """
+    if "checkpoints" in document:
+        listed = _objects(document, "checkpoints")
+    else:
+        listed = [
+            {"other_weight_bytes": document.get("other_weight_bytes"), **_of(document, "checkpoint", dict)}
+        ]
+    if not listed:
+        raise UsageError("the document has no checkpoints, so there is nothing to replay")
+    return {str(entry.get("name")): (_origin(entry), _other_weights(entry)) for entry in listed}
+
+
+def _origin(entry: Mapping[str, Any]) -> Origin:
+    path, revision = entry.get("path"), entry.get("revision")
     return Origin(
-        kind=str(origin.get("source")),
-        name=str(origin.get("name")),
-        revision=origin.get("revision"),
+        kind=str(entry.get("source")),
+        name=str(entry.get("name")),
+        revision=revision if isinstance(revision, str) else None,
         path=Path(path) if isinstance(path, str) else None,
-        note=str(origin.get("note") or ""),
+        note=str(entry.get("note") or ""),
+    )
+
+
+def _other_weights(entry: Mapping[str, Any]) -> int | None:
+    """The recorded bytes of other weights; None in documents without them."""
+    value = entry.get("other_weight_bytes")
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise UsageError(
+        f"the document's 'other_weight_bytes' must be a number of bytes or null, got {value!r}",
+        hint="make it again with moectl explain CKPT --json",
     )
 
 
@@ -128,25 +154,15 @@ def replay(document: Mapping[str, Any]) -> Explanation:
     if not groups:
         raise UsageError("the document has no layer groups, so there is nothing to replay")
     first = groups[0].decision.inputs
+    origin, other_weights = next(iter(_checkpoints(document).values()))
     return Explanation(
-        _origin(document),
+        origin,
         first.device,
         first.packages,
         first.problem.parallel,
         first.policy,
         tuple(groups),
-        _other_weights(document),
-    )
-
-
-def _other_weights(document: Mapping[str, Any]) -> int | None:
-    """The recorded bytes of other weights; None in documents without them."""
-    value = document.get("other_weight_bytes")
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
-    raise UsageError(
-        f"the document's 'other_weight_bytes' must be a number of bytes or null, got {value!r}",
-        hint="make it again with moectl explain CKPT --json",
+        other_weights,
     )
 
 
@@ -158,24 +174,46 @@ def requested_gpu(document: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-def replay_matrix(document: Mapping[str, Any]) -> DecisionMatrix:
-    """The matrix for the inputs in `document`, decided again; refused cells stay refused.
+def replay_matrices(document: Mapping[str, Any]) -> tuple[DecisionMatrix, ...]:
+    """A matrix for each checkpoint in `document`, decided again; refused cells stay refused.
 
     Raises UsageError when the document is incomplete.
     """
-    cells, recorded = [], []
+    checkpoints, rows = _checkpoints(document), _objects(document, "rows")
+    if not rows:
+        raise UsageError("the document has no rows, so there is nothing to replay")
     machines: dict[str, AssumedMachine] = {}
-    for row in _objects(document, "rows"):
-        layers, key = _layers(row), str(row.get("gpu"))
+    cells: dict[str, list[MatrixCell]] = {name: [] for name in checkpoints}
+    recorded = []
+    for row in rows:
+        name, key, layers = (
+            str(row.get("checkpoint", next(iter(checkpoints)))),
+            str(row.get("gpu")),
+            _layers(row),
+        )
+        if name not in cells:
+            raise UsageError(f"the document's row of {name!r} is of none of its 'checkpoints'")
         inputs = _inputs(_of(row, "decision", dict))
         recorded.append(inputs)
         machine = machines.setdefault(key, AssumedMachine(inputs.device, inputs.packages, key))
         refusal = str(row.get("refusal") or "")
         answer = None if refusal else explained(layers, inputs, {})
-        cells.append(MatrixCell(machine, inputs.problem.parallel, layers, answer, refusal, inputs.problem))
-    if not cells:
-        raise UsageError("the document has no rows, so there is nothing to replay")
-    parallels = tuple(dict.fromkeys(cell.parallel for cell in cells))
+        cells[name].append(
+            MatrixCell(machine, inputs.problem.parallel, layers, answer, refusal, inputs.problem)
+        )
+    parallels = tuple(dict.fromkeys(inputs.problem.parallel for inputs in recorded))
     first = recorded[0]
     question = Question(policy_named(first.policy), parallels[0], first.requested, first.allow_fallback)
-    return DecisionMatrix(_origin(document), question, tuple(machines.values()), parallels, tuple(cells))
+    matrices = []
+    for name, (origin, others) in checkpoints.items():
+        places = [(cell.machine, cell.parallel) for cell in cells[name]]
+        table = [(machine, parallel) for machine in machines.values() for parallel in parallels]
+        if not places or places != table * (len(places) // len(table)):
+            raise UsageError(
+                f"the document does not have {name} in every deployment on every GPU, in order",
+                hint="make it again with moectl explain CKPT --json",
+            )
+        matrices.append(
+            DecisionMatrix(origin, question, tuple(machines.values()), parallels, tuple(cells[name]), others)
+        )
+    return tuple(matrices)

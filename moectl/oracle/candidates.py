@@ -98,7 +98,7 @@ def _judged(
                 Candidate(
                     backend=backend,
                     variant=variant,
-                    rank=start + len(judged),
+                    rank=start + len(judged) + 1,
                     verdicts=(*judge(query, variant), *more),
                     dims=dims,
                     layout=backend.form(query).layout,
@@ -138,7 +138,7 @@ def _assigned(ask: SupportQuery, policy: Policy, route: Route) -> tuple[Candidat
             Candidate(
                 backend=row.backend,
                 variant=row.variant,
-                rank=len(assigned),
+                rank=len(assigned) + 1,
                 verdicts=verdicts,
                 dims=_dims(query, policy, route, row.backend),
                 layout=row.backend.form(query).layout,

@@ -45,7 +45,7 @@ class Failure:
 class Candidate:
     """One experts class with its verdicts.
 
-    `rank` counts from 0 in priority order. `dims` are the padded sizes it would get. `layout` is empty if
+    `rank` counts from 1 in priority order. `dims` are the padded sizes it would get. `layout` is empty if
     any will do. `engine_name` is the engine's own, for comparison. `assigned`: the engine takes it
     without checks.
     """

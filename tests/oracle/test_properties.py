@@ -143,7 +143,9 @@ def test_every_question_has_an_answer(
     assert decision.usable == (decision.chosen is not None and not decision.error and not decision.gates)
     assert decision.chosen is None or decision.chosen in decision.candidates
     assert decision.chosen is not None or decision.error
-    assert [candidate.rank for candidate in decision.candidates] == list(range(len(decision.candidates)))
+    assert [candidate.rank for candidate in decision.candidates] == list(
+        range(1, len(decision.candidates) + 1)
+    )
     for candidate in decision.candidates:
         assert all(v.wanted and v.offered for v in candidate.verdicts)
         assert candidate.dims.padded_hidden >= problem.dims.hidden

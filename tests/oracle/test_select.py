@@ -124,7 +124,7 @@ def test_a_request_that_cannot_serve_is_refused_with_its_reasons() -> None:
     assert chosen(relaxed)[0] == "marlin"
     assert relaxed.chosen in relaxed.candidates
     assert any("flashinfer_trtllm was requested" in note for note in relaxed.notes)
-    assert [c.rank for c in relaxed.candidates] == list(range(len(relaxed.candidates)))
+    assert [c.rank for c in relaxed.candidates] == list(range(1, len(relaxed.candidates) + 1))
 
 
 @pytest.mark.parametrize("name", ["flashinfer_trtllm_afp8", "no such backend", "deep_gemm"])

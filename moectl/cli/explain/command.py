@@ -1,19 +1,23 @@
 """`moectl explain`: which backend a checkpoint gets, and why the others are rejected."""
 
 import os
-from dataclasses import fields
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from ...errors import ExitCode, UsageError
+from ...errors import ExitCode, MoectlError, UsageError
 from ..options import framed, pick, typed_options
 from ..output import Output
-from .options import MOST_CELLS, AnswerOptions, DecisionOptions, ExplainedCheckpoint
+from .options import MOST_CELLS, AnswerOptions, DecisionOptions, ExplainedCheckpoints
 
 if TYPE_CHECKING:
+    from ...checkpoint import Checkpoint
     from ...explain.assumed_machines import AssumedMachine
+    from ...explain.decision_matrix import Unopened
     from .output import AnswerOutput
 
 EXAMPLES = (
@@ -32,13 +36,13 @@ INPUTS = (*(field.name for field in fields(DecisionOptions)), "measured")
 @framed("explain")
 def explain(
     context: typer.Context,
-    checkpoint: ExplainedCheckpoint = None,
+    checkpoints: ExplainedCheckpoints = None,
     *,
     options: DecisionOptions,
     answer: AnswerOptions,
     out: Output,
 ) -> ExitCode:
-    """Show which fused-MoE backend a checkpoint gets, and why.
+    """Show which fused-MoE backend a checkpoint gets, and why. Several make a table.
 
     Needs config and tensor headers alone: no weights, no GPU, no engine.
     """
@@ -46,21 +50,21 @@ def explain(
 
     answers = AnswerOutput(out, answer)
     if answer.replay is not None:
-        if checkpoint is not None:
+        if checkpoints:
             raise UsageError("--replay takes its inputs from the document", hint="omit CKPT")
         if recorded := typed_options(context, INPUTS):
             names = ", ".join(recorded)
             raise UsageError("--replay takes its inputs from the document", hint=f"omit {names}")
         return replayed(answer.replay, answer, answers)
-    if checkpoint is None:
+    if not checkpoints:
         raise UsageError("CKPT is missing", hint="moectl explain openai/gpt-oss-120b --gpu h200")
-    return answered(checkpoint, options, answer, answers)
+    return answered(list(dict.fromkeys(checkpoints)), options, answer, answers)
 
 
 def answered(
-    checkpoint: str, options: DecisionOptions, answer: AnswerOptions, answers: "AnswerOutput"
+    names: list[str], options: DecisionOptions, answer: AnswerOptions, answers: "AnswerOutput"
 ) -> ExitCode:
-    """Show the explanation of a checkpoint, a matrix, the answer to --why, or a --diff."""
+    """Show the explanation of a checkpoint, a matrix of some, the answer to --why, or a --diff."""
     from ...checkpoint import open_checkpoint
     from ...checkpoint.config.user_assumptions import parse_assumptions
     from ...explain import explain as explain_checkpoint
@@ -72,36 +76,73 @@ def answered(
     question = options.question(policy, parallels[0], others, measured=answer.measured is not False)
     backend = answer.why and pick(answer.why, policy.request_names(), "backend")
     machines = options.machines()
-    cells = len(machines) * len(parallels)
+    cells = len(names) * len(machines) * len(parallels)
     if cells > 1 and (answer.why or answer.diff):
         raise UsageError(
-            f"{'--why' if answer.why else '--diff'} takes one GPU and one deployment",
-            hint="give one value each to --gpu, --tp and --dp",
+            f"{'--why' if answer.why else '--diff'} takes one checkpoint, one GPU and one deployment",
+            hint="give one CKPT, and one value each to --gpu, --tp and --dp",
         )
     if cells > MOST_CELLS:
         raise UsageError(
-            f"a matrix has at most {MOST_CELLS} cells, this has {cells}", hint="use fewer GPUs or deployments"
+            f"a matrix has at most {MOST_CELLS} cells, this has {cells}",
+            hint="use fewer checkpoints, GPUs or deployments",
         )
     assumptions = parse_assumptions(options.activation, options.routing)
-    source = open_checkpoint(checkpoint, offline=answer.offline, assumptions=assumptions)
+
+    def opened(name: str) -> "Checkpoint":
+        return open_checkpoint(name, offline=answer.offline, assumptions=assumptions)
+
+    if len(names) > 1:
+        sources, unopened = opened_of(names, opened)
+        for item in unopened:
+            answers.out.complain(item.error)
+    else:
+        sources, unopened = [opened(names[0])], []
     answers.look_at(machines)
     for note in (*machine_notes(machines), *options.remarks(policy, parallels)):
         answers.out.note(note)
     if cells > 1:
-        return answers.matrix(
-            matrix(source.origin, source.groups, machines, parallels, question, source.model)
-        )
-    machine = machines[0]
+        matrices = [matrix(source, machines, parallels, question) for source in sources]
+        return answers.matrices(matrices, question, unopened, several=len(names) > 1)
+    (source,), (machine,) = sources, machines
     explanation = explain_checkpoint(source, machine.device, machine.packages, question)
     if backend:
         switches, stated = tuple(options.switches.items()), tuple(options.stated().items())
-        command = ExplainCommand(checkpoint, machine, question, switches, options.policy or "", stated)
+        command = ExplainCommand(names[0], machine, question, switches, options.policy or "", stated)
         return answers.why(explanation, command, backend)
     return (
         answers.diff(explanation, answer.diff)
         if answer.diff
         else answers.explanation(explanation, machine.key)
     )
+
+
+def opened_of(
+    names: list[str], opened: Callable[[str], "Checkpoint"]
+) -> "tuple[list[Checkpoint], list[Unopened]]":
+    """The checkpoints, each once and with a name of its own, and those that cannot be opened.
+
+    Different ones of one name, such as two revisions, have the names that the user gave.
+    """
+    from ...explain.decision_matrix import Unopened
+
+    sources: dict[str, Checkpoint] = {}
+    unopened = []
+    for name in names:
+        try:
+            source = opened(name)
+        except MoectlError as error:
+            unopened.append(Unopened(name, error))
+        else:
+            if all(source.origin != other.origin for other in sources.values()):
+                sources[name] = source
+    counts = Counter(source.origin.name for source in sources.values())
+    return [
+        source
+        if counts[source.origin.name] == 1
+        else replace(source, origin=replace(source.origin, name=name))
+        for name, source in sources.items()
+    ], unopened
 
 
 def machine_notes(machines: "tuple[AssumedMachine, ...]") -> list[str]:
@@ -120,7 +161,7 @@ def replayed(path: Path, answer: AnswerOptions, answers: "AnswerOutput") -> Exit
     """Decide the document at `path` again, and show the explanation or matrix."""
     from ...explain.assumed_machines import AssumedMachine
     from ...explain.explanation import Question
-    from ...explain.replay import read_document, replay, replay_matrix, requested_gpu
+    from ...explain.replay import read_document, replay, replay_matrices, requested_gpu
     from ...oracle.registry import policy_named
     from .command_line import ExplainCommand
 
@@ -128,8 +169,9 @@ def replayed(path: Path, answer: AnswerOptions, answers: "AnswerOutput") -> Exit
     answers.keep(document)
     if "groups" not in document:
         if answer.why or answer.diff:
-            raise UsageError("--why and --diff need a document of one GPU and one deployment")
-        return answers.matrix(replay_matrix(document))
+            raise UsageError("--why and --diff need a document of one checkpoint, GPU and deployment")
+        matrices = replay_matrices(document)
+        return answers.matrices(matrices, matrices[0].question, several=len(matrices) > 1)
     explanation = replay(document)
     if answer.why:
         first = explanation.groups[0].decision.inputs

@@ -62,12 +62,12 @@ def policy_names() -> list[str]:
 ALL = "all"
 
 MOST_CELLS = 2000
-"""Maximum decisions in one matrix."""
+"""Maximum cells of all matrices: checkpoints times GPUs times deployments."""
 
-ExplainedCheckpoint = Annotated[
-    str | None,
+ExplainedCheckpoints = Annotated[
+    list[str] | None,
     typer.Argument(
-        metavar="[CKPT]",
+        metavar="[CKPT]...",
         help="A directory, a config.json, a Hub id org/name[@revision], or a built-in model.",
         show_default=False,
     ),

@@ -1,25 +1,26 @@
 """Results of `moectl explain` in the requested format, with their exit codes."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import ExitCode
-from ...explain import Explanation
+from ...explain import Explanation, Question
 from ...explain.assumed_machines import AssumedMachine
 from ...explain.counterfactual import why
-from ...explain.decision_matrix import DecisionMatrix
+from ...explain.decision_matrix import DecisionMatrix, Unopened, matrix_document
 from ...explain.explanation_diff import diff
 from ...explain.replay import read_document
 from ...problem.layer_ranges import ranges
 from .. import text_blocks
 from ..output import Output
 from .command_line import ExplainCommand
+from .matrix_text import matrix_blocks, matrix_lines, several_blocks, several_lines
 from .options import AnswerOptions
 from .sections import document, measured_blocks, sections
 from .summary import summary_blocks
-from .text import difference_blocks, matrix_blocks, matrix_lines, why_blocks, why_document, why_lines
+from .text import difference_blocks, why_blocks, why_document, why_lines
 
 NOTHING_FOUND: Mapping[str, Any] = {
     "installed_engine": None,
@@ -82,12 +83,28 @@ class AnswerOutput:
         self.show(document(explanation, gpu), blocks, lines)
         return self.code(explanation)
 
-    def matrix(self, matrix: DecisionMatrix) -> ExitCode:
-        """Print the table; FOUND if no cell supports every layer or, with --strict, one is a fallback."""
+    def matrices(
+        self,
+        matrices: Sequence[DecisionMatrix],
+        question: Question,
+        unopened: Sequence[Unopened] = (),
+        several: bool = False,
+    ) -> ExitCode:
+        """Print the table, with `several` one of all checkpoints.
+
+        FOUND if some checkpoint has no cell that supports every layer or, with --strict, any cell is a
+        fallback; the highest code of `unopened` checkpoints if it is higher.
+        """
         width = 10_000 if self.markdown else text_blocks.terminal_width()
-        self.show(matrix.to_json(), matrix_blocks(matrix, width), matrix_lines(matrix))
-        passed = matrix.clean if self.strict else matrix.usable
-        return ExitCode.DONE if passed else ExitCode.FOUND
+        document = matrix_document(matrices, question, unopened)
+        if several:
+            self.show(document, several_blocks(matrices, width), several_lines(matrices))
+        else:
+            (matrix,) = matrices
+            self.show(document, matrix_blocks(matrix, width), matrix_lines(matrix))
+        passed = all(matrix.clean if self.strict else matrix.usable for matrix in matrices)
+        codes = [ExitCode.DONE if passed else ExitCode.FOUND, *(item.error.exit_code for item in unopened)]
+        return max(codes)
 
     def why(self, explanation: Explanation, command: ExplainCommand, name: str) -> ExitCode:
         """Print what would have to change; FOUND if nothing helps some layer."""

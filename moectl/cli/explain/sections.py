@@ -7,7 +7,7 @@ from typing import Any
 
 from ...environment import Device
 from ...explain import Explanation, GroupExplanation, OtherAnswer, StepTimes, WeightMemory, source_of
-from ...explain.decision_matrix import explanation_rows
+from ...explain.decision_words import fallback_words, refusals
 from ...explain.explanation import stages_of
 from ...explain.fallback import serves_request
 from ...oracle.backend import GROUPS, UNTRIED, Backend
@@ -20,7 +20,7 @@ from ...problem.moe_problem import MoEProblem, Parallel
 from ..output import duration, gib
 from ..text_blocks import Block, Heading, LabelledValues, TableBlock, TextLine
 from .environment import environment_blocks, environment_document, notes_of
-from .text import candidate_blocks, fallback_words, layers_line, refusals
+from .text import candidate_blocks, layers_line
 
 UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
 
@@ -47,9 +47,8 @@ def measured_blocks(explanation: Explanation) -> Iterator[Block]:
 
 
 def document(explanation: Explanation, gpu: str = "") -> dict[str, Any]:
-    """The explanation as one JSON document, with the rows of a matrix and the documents of its sections."""
-    rows = explanation_rows(explanation, gpu)
-    return {**explanation.to_json(), "rows": rows, "environment": environment_document(explanation)}
+    """The explanation as one JSON document; `gpu` is the device's name as requested."""
+    return {**explanation.to_json(gpu), "environment": environment_document(explanation)}
 
 
 def shape_words(problem: MoEProblem) -> str:

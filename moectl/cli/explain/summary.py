@@ -7,18 +7,17 @@ from collections.abc import Iterator
 
 from ...environment.variables import SET
 from ...explain import Explanation, GroupExplanation, RankMemory
-from ...explain.fallback import serves_request
+from ...explain.decision_words import fallback_words, reason_words, refusals, usual_name
 from ...explain.rank_memory import TENSOR_PARALLEL
 from ...oracle.backend import UNTRIED
 from ...oracle.decision import Candidate, Decision
 from ...oracle.registry import engine_named, policy_named
-from ...oracle.verdict_sentences import sentence
 from ...problem.layer_ranges import ranges
 from ...problem.schemes import A16, Scheme
-from ..output import count, gib
+from ..output import gib
 from ..text_blocks import Block, Heading, LabelledValues
 from .environment import finding_words, package_sentences, variables
-from .text import fallback_words, on_other_platforms, refusals, rows_of
+from .text import lacking, next_higher
 
 MOST_NAMES = 6
 """Other supported backends to name."""
@@ -93,14 +92,14 @@ def _choice(group: GroupExplanation, which: str) -> LabelledValues:
         return LabelledValues(
             (("backend", f"none for {which} ({formats})"), *reasons), tones={"backend": "wrong"}
         )
-    rejected = _next_higher(decision, chosen)
+    rejected = next_higher(decision, chosen)
     untried = f", {UNTRIED}" if chosen.backend.untried(decision.inputs.device) else ""
     return LabelledValues(
         (
             ("backend", f"{backend_title(decision, chosen)}, {which} ({formats}){untried}"),
             ("because", reason_words(decision)),
             ("fallback", fallback_words(group)),
-            ("not", f"{rejected.backend.name}: {_lacking(rejected)}" if rejected else ""),
+            ("not", f"{rejected.backend.name}: {lacking(rejected)}" if rejected else ""),
             ("also", _also(decision, chosen)),
         ),
         tones={"backend": "good", "fallback": "warning", "not": "dim"},
@@ -115,45 +114,8 @@ def format_words(scheme: Scheme) -> str:
 
 def backend_title(decision: Decision, candidate: Candidate) -> str:
     """``triton (OpenAI triton_kernels)``: the engine's name, and the field's where it says more."""
-    name = engine_named(decision.inputs.policy).kernel_name(candidate.variant.experts)
-    return f"{candidate.backend.name} ({name})" if name else candidate.backend.name
-
-
-def reason_words(decision: Decision) -> str:
-    """Why the chosen candidate was chosen, in one line."""
-    chosen = decision.chosen
-    assert chosen is not None
-    if chosen.assigned:
-        return "the engine's method for this format assigns it on this device without checking others"
-    if serves_request(decision, policy_named(decision.inputs.policy)):
-        return "requested by name; all checks pass"
-    if decision.ranking is not None:
-        return str(decision.ranking)
-    if any(candidate.rank < chosen.rank for candidate in decision.candidates):
-        return f"highest priority of those that pass all checks on {decision.inputs.device.arch}"
-    return "highest priority; all checks pass"
-
-
-def _next_higher(decision: Decision, chosen: Candidate) -> Candidate | None:
-    """The candidate of highest priority that was rejected before `chosen`, of another backend and kernel."""
-    for row in rows_of(decision):
-        if row.first.rank >= chosen.rank:
-            return None
-        # A usable one was slower by measured times, as the reason says.
-        if (
-            row.first.failed
-            and not on_other_platforms(row, decision)
-            and row.first.backend.name != chosen.backend.name
-        ):
-            return row.first
-    return None
-
-
-def _lacking(candidate: Candidate) -> str:
-    """The first failing check, and how many there are besides."""
-    sentences = list(dict.fromkeys(map(sentence, candidate.failed)))
-    more = f" (and {count(len(sentences) - 1, 'more check')} failed)" if len(sentences) > 1 else ""
-    return f"{sentences[0]}{more}"
+    name, usual = candidate.backend.name, usual_name(decision, candidate)
+    return name if usual == name else f"{name} ({usual})"
 
 
 def _also(decision: Decision, chosen: Candidate) -> str:

@@ -1,88 +1,26 @@
-"""The text of explanations, matrices, differences and counterfactuals."""
+"""The text of candidates, differences and counterfactuals."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
-from ...explain import GroupExplanation
 from ...explain.counterfactual import Counterfactual, Counterfactuals
-from ...explain.decision_matrix import DecisionMatrix, MatrixCell
 from ...explain.explanation_diff import ChoiceCause, ExplanationDiff, GroupDifference
 from ...oracle.backend import UNTRIED
 from ...oracle.checks import Verdict
 from ...oracle.decision import Candidate, Decision
-from ...oracle.registry import policy_named
 from ...oracle.verdict_sentences import reasons, sentence
 from ...problem.layer_ranges import ranges
-from ...problem.moe_problem import Parallel
-from ..text_blocks import Block, Heading, LabelledValues, Listing, ListingEntry, TableBlock, TextLine
+from ..output import count
+from ..text_blocks import Block, Heading, LabelledValues, Listing, ListingEntry, TextLine
 from .command_line import ExplainCommand
 
 
 def layers_line(layers: tuple[int, ...]) -> str:
     """``(0-27, 29-47): 47 x``, as engines print models."""
     return f"({ranges(layers)}): {len(layers)} x"
-
-
-CLOSEST = 3
-"""Candidates to name if no backend is supported."""
-
-
-def fallback_words(answer: GroupExplanation) -> str:
-    """Why there is no backend, or what the choice is a fallback from; empty if it is not a fallback."""
-    fallback, decision = answer.fallback, answer.decision
-    if fallback is None:
-        return ""
-    if fallback.kind == "none":
-        return failure(decision)
-    if fallback.kind == "request":
-        name = str(decision.inputs.requested)
-        requested = policy_named(decision.inputs.policy).requested_backends(name)
-        failing = [c for c in decision.candidates if c.failed and c.backend.name in requested]
-        nearest = min(failing, key=lambda c: len(c.failed), default=None)
-        return f"{name} was requested, but {_lacks(nearest) if nearest else 'is not what runs'}"
-    if fallback.kind == "emulation":
-        return "emulation dequantizes the weights and multiplies in 16 bits: slow"
-    assert fallback.candidate is not None
-    missing = ", and ".join(dict.fromkeys(sentence(verdict) for verdict in fallback.verdicts))
-    if fallback.kind == "method":
-        return (
-            f"{decision.method} replaces {fallback.method}, whose {fallback.candidate.backend.name} has "
-            f"higher priority and fits this GPU. {missing}"
-        )
-    return f"{fallback.candidate.backend.name} has higher priority and fits, but {missing}"
-
-
-def refusals(decision: Decision) -> Iterator[str]:
-    """Why `decision` has no backend, in sentences; for a request, the failed checks of its nearest class."""
-    yield from map(str, decision.gates)
-    requested = decision.inputs.requested if decision.chosen is None and not decision.gates else None
-    if requested and decision.candidates:
-        nearest = min(decision.candidates, key=lambda c: len(c.failed))
-        yield f"{requested} was requested by name, but it {_lacks(nearest)}"
-    elif decision.error:
-        yield decision.error
-
-
-def _lacks(candidate: Candidate) -> str:
-    return ", and ".join(dict.fromkeys(map(sentence, candidate.failed)))
-
-
-def failure(decision: Decision) -> str:
-    """Why there is no backend: the engine's refusals, or the nearest candidates with their reasons."""
-    if decision.gates:
-        return "; ".join(map(str, decision.gates))
-    if decision.chosen is not None:
-        return f"{decision.chosen.backend.name} would be chosen, but {decision.error}"
-    near = [c for c in decision.candidates if "arch" not in c.reasons()]
-    near = sorted(near, key=lambda c: len(c.failed))[:CLOSEST]
-    if not near:
-        return f"no candidate of {decision.route} supports {decision.inputs.device.arch}"
-    sentences = (f"{c.backend.name} {_lacks(c)}" for c in near)
-    return ". ".join(dict.fromkeys(sentences))
 
 
 LATER = "supported, lower priority"
@@ -103,8 +41,8 @@ class CandidateRow:
 
     @property
     def rank(self) -> str:
-        """Ranks in the priority order, counted from 1."""
-        ranks = [candidate.rank + 1 for candidate in self.candidates]
+        """Ranks in the priority order."""
+        ranks = [candidate.rank for candidate in self.candidates]
         return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
     @property
@@ -157,6 +95,28 @@ def on_other_platforms(row: CandidateRow, decision: Decision) -> bool:
     )
 
 
+def next_higher(decision: Decision, chosen: Candidate) -> Candidate | None:
+    """The candidate of highest priority that was rejected before `chosen`, of another backend and kernel."""
+    for row in rows_of(decision):
+        if row.first.rank >= chosen.rank:
+            return None
+        # A usable one was slower by measured times, as the reason says.
+        if (
+            row.first.failed
+            and not on_other_platforms(row, decision)
+            and row.first.backend.name != chosen.backend.name
+        ):
+            return row.first
+    return None
+
+
+def lacking(candidate: Candidate) -> str:
+    """The first failing check, and how many there are besides."""
+    sentences = list(dict.fromkeys(map(sentence, candidate.failed)))
+    more = f" (and {count(len(sentences) - 1, 'more check')} failed)" if len(sentences) > 1 else ""
+    return f"{sentences[0]}{more}"
+
+
 def candidate_listing(rows: Iterable[CandidateRow]) -> Listing:
     """`rows` with their reasons."""
     return Listing(
@@ -170,131 +130,6 @@ def candidate_listing(rows: Iterable[CandidateRow]) -> Listing:
 def candidate_blocks(decision: Decision) -> Iterator[Listing]:
     """The candidates in priority order."""
     yield candidate_listing(rows_of(decision))
-
-
-class _Footnotes:
-    """Footnotes by text, numbered in order of use."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-
-    def mark(self, text: str) -> str:
-        return f"[{self.numbers.setdefault(text, len(self.numbers) + 1)}]"
-
-    def listing(self) -> Iterator[Block]:
-        if self.numbers:
-            yield Listing(tuple(ListingEntry(f"[{number}]", text) for text, number in self.numbers.items()))
-
-
-def matrix_blocks(matrix: DecisionMatrix, width: int) -> Iterator[Block]:
-    """A table per layer group; groups with the same cells share one."""
-    yield Heading(f"{matrix.origin.name} under {matrix.question.policy.name}", 1)
-    notes, legend = _Footnotes(), set[str]()
-    size = len(matrix.machines) * len(matrix.parallels)
-    tables: dict[tuple[tuple[str, ...], ...], list[int]] = {}
-    for start in range(0, len(matrix.cells), size):
-        cells = matrix.cells[start : start + size]
-        rows = _rows(matrix, cells, notes, legend)
-        tables.setdefault(rows, []).extend(cells[0].layers)
-    for rows, layers in tables.items():
-        yield Heading(f"layers {layers_line(tuple(layers))}", 3)
-        yield from _table(matrix, rows, width)
-    for mark, meaning in _LEGEND.items():
-        if mark in legend:
-            yield TextLine(f"{mark}: {meaning}.")
-    yield from notes.listing()
-
-
-_LEGEND = {
-    "mono": "routing fused in the kernel; the others take top-k ids and weights",
-    "!": "the expert weights alone exceed the memory of one GPU",
-    "none": "no backend supports this",
-}
-
-
-def _rows(
-    matrix: DecisionMatrix, cells: Sequence[MatrixCell], notes: _Footnotes, legend: set[str]
-) -> tuple[tuple[str, ...], ...]:
-    """GPUs with a cell for each deployment; adjacent GPUs with equal cells share a row."""
-    deployments = len(matrix.parallels)
-    rows = []
-    for number, machine in enumerate(matrix.machines):
-        row = tuple(
-            _cell(matrix, cell, notes, legend)
-            for cell in cells[number * deployments : (number + 1) * deployments]
-        )
-        rows.append((machine.device.arch, row, machine.key or machine.device.name))
-    return tuple(
-        (", ".join(name for _, _, name in same), arch, *row)
-        for (arch, row), same in groupby(rows, key=lambda item: (item[0], item[1]))
-    )
-
-
-def _cell(matrix: DecisionMatrix, cell: MatrixCell, notes: _Footnotes, legend: set[str]) -> str:
-    over = matrix.fits(cell.machine, cell.parallel) is False
-    marks = ["!"] if over else []
-    if cell.answer is None:
-        text, reason = "none", cell.refusal
-    else:
-        text, reason = (
-            _backend_name(cell.answer),
-            ". ".join(filter(None, (fallback_words(cell.answer), *cell.answer.decision.cut))),
-        )
-    legend |= {mark for mark in (*marks, *text.split(" ")) if mark in _LEGEND}
-    return " ".join([text, *marks, *([notes.mark(reason)] if reason else [])])
-
-
-def _backend_name(answer: GroupExplanation) -> str:
-    chosen = answer.decision.chosen
-    if chosen is None or not answer.decision.usable:
-        return "none"
-    return f"{chosen.backend.name}{' mono' if chosen.variant.monolithic else ''}"
-
-
-def parallel_name(parallel: Parallel) -> str:
-    """``TP 4``, ``TP 8 PP 2``, ``TP 1 DP 8 EP``."""
-    dp = f" DP {parallel.dp}" if parallel.dp > 1 else ""
-    pp = f" PP {parallel.pp}" if parallel.pp > 1 else ""
-    return f"TP {parallel.tp}{pp}{dp}{' EP' if parallel.ep else ''}"
-
-
-def _table(matrix: DecisionMatrix, rows: Sequence[tuple[str, ...]], width: int) -> Iterator[Block]:
-    """A table if it fits into `width`, otherwise a list with equal deployments merged."""
-    names = tuple(parallel_name(parallel) for parallel in matrix.parallels)
-    columns = ("GPU", "arch", *names)
-    needed = 2 + sum(2 + max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns)))
-    if needed <= width:
-        yield TableBlock(columns, tuple(rows))
-        return
-    yield Listing(
-        tuple(
-            ListingEntry("", f"{arch}: {gpus}", _merged_deployments(names, cells))
-            for gpus, arch, *cells in rows
-        )
-    )
-
-
-def _merged_deployments(names: Sequence[str], cells: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    merged = []
-    for text, same in groupby(zip(names, cells, strict=True), key=lambda pair: pair[1]):
-        labels = [name for name, _ in same]
-        merged.append((labels[0] if len(labels) == 1 else f"{labels[0]} to {labels[-1]}", text))
-    return tuple(merged)
-
-
-def matrix_lines(matrix: DecisionMatrix) -> list[str]:
-    """One line per cell: GPU, deployment, layers, backend."""
-    return [
-        "\t".join(
-            (
-                cell.machine.key or cell.machine.device.name,
-                parallel_name(cell.parallel),
-                ranges(cell.layers),
-                _backend_name(cell.answer).split(" ")[0] if cell.answer else "none",
-            )
-        )
-        for cell in matrix.cells
-    ]
 
 
 Answers = tuple[tuple[tuple[int, ...], Counterfactuals], ...]

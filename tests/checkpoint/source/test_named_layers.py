@@ -55,7 +55,7 @@ def test_formats_by_name_and_unknown_names() -> None:
 def test_explain_takes_the_names_of_bench() -> None:
     for short, model in SHORT_NAMES.items():
         answer = moectl("explain", short, "--gpu", "h200", "--offline", "--json").document
-        assert answer["checkpoint"]["name"] == model
+        assert answer["checkpoints"][0]["name"] == model
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])

@@ -59,4 +59,4 @@ def test_explaining_a_large_model_from_its_headers(
     print(f"{model}: {seconds:.2f} s, {megabytes:.0f} MB, {len(index['weight_map'])} tensors")
     assert seconds < SECONDS
     assert megabytes < MEGABYTES
-    assert runs[0][2]["checkpoint"]["source"] == "folder"
+    assert runs[0][2]["checkpoints"][0]["source"] == "folder"

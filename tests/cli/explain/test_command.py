@@ -45,7 +45,7 @@ def test_winners(model, options, experts, monolithic, padded):
     assert (chosen["experts"], chosen["monolithic"]) == (experts, monolithic)
     dims = decision["inputs"]["problem"]["dims"]
     assert (dims["padded_hidden"], dims["padded_intermediate"]) == padded
-    assert document["checkpoint"]["source"] == "catalogue"
+    assert document["checkpoints"][0]["source"] == "catalogue"
     for candidate in decision["candidates"]:
         assert candidate["usable"] == (not candidate["reasons"]) or candidate["assigned"]
         assert set(candidate["reasons"]) <= {"arch", "package", "scheme", "shape", "parallel", "policy"}

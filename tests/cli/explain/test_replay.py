@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moectl.errors import MoectlError
 from moectl.explain.explanation_diff import diff
-from moectl.explain.replay import replay, replay_matrix
+from moectl.explain.replay import replay, replay_matrices
 from support.invoking import moectl
 
 GPT, KIMI = "openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"
@@ -186,7 +186,7 @@ def test_a_damaged_document_ends_in_a_sentence(path, value):
 @given(st.sampled_from(GRID_PLACES), JUNK)
 def test_a_damaged_matrix_ends_in_a_sentence(path, value):
     try:
-        replay_matrix(changed(GRID, path, value))
+        replay_matrices(changed(GRID, path, value))
     except MoectlError as error:
         assert error.what
 

@@ -69,7 +69,10 @@ def test_other_weights_of_a_folder_are_counted(tiny_gpt_oss):
     document = explain(tiny_gpt_oss, "--gpu", "h200", "--json").document
     files = sum(path.stat().st_size for path in tiny_gpt_oss.glob("*.safetensors"))
     memory = document["memory"]
-    assert 0 < memory["other_bytes"] < files and memory["other_bytes"] == document["other_weight_bytes"]
+    assert (
+        0 < memory["other_bytes"] < files
+        and memory["other_bytes"] == document["checkpoints"][0]["other_weight_bytes"]
+    )
     assert memory["left_bytes"] == memory["usable_bytes"] - memory["expert_bytes"] - memory["other_bytes"]
     assert "+ other weights" in explain(tiny_gpt_oss, "--gpu", "h200").words
     assert explain(GPT, "--gpu", "h200", "--json").document["memory"]["other_bytes"] is None
@@ -262,7 +265,7 @@ def test_assumptions_are_said_to_be_assumed(options, value):
         (["--tp", "1,x"], "--tp takes positive numbers"),
         (["--why", "marlni"], "Did you mean marlin"),
         (["--gpu", "h200,h2000"], "h2000"),
-        (["--gpu", "h100,h200", "--why", "marlin"], "--why takes one GPU"),
+        (["--gpu", "h100,h200", "--why", "marlin"], "--why takes one checkpoint, one GPU"),
         (["--diff", "/no/such/file"], "cannot be read"),
     ],
 )

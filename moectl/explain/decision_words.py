@@ -1,0 +1,105 @@
+"""Decisions in sentences: why one was made, what it is a fallback from, why there is no backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..oracle.decision import Candidate, Decision
+from ..oracle.registry import engine_named, policy_named
+from ..oracle.verdict_sentences import sentence
+from .fallback import serves_request
+
+if TYPE_CHECKING:
+    from .explanation import GroupExplanation
+
+
+def usual_name(decision: Decision, candidate: Candidate) -> str:
+    """What the field calls the candidate's kernels; the engine's name of the backend if that says it."""
+    name = engine_named(decision.inputs.policy).kernel_name(candidate.variant.experts)
+    return name or candidate.backend.name
+
+
+def because(decision: Decision) -> str:
+    """The one reason for the choice, or for none."""
+    return reason_words(decision) if decision.usable else "; ".join(refusals(decision))
+
+
+def remark(answer: GroupExplanation) -> str:
+    """What a table says of an answer below it: no backend, a fallback, or shards that cut across blocks."""
+    return ". ".join(filter(None, (fallback_words(answer), *answer.decision.cut)))
+
+
+def reason_words(decision: Decision) -> str:
+    """Why the chosen candidate was chosen, in one line."""
+    chosen = decision.chosen
+    assert chosen is not None
+    if chosen.assigned:
+        return "the engine's method for this format assigns it on this device without checking others"
+    if serves_request(decision, policy_named(decision.inputs.policy)):
+        return "requested by name; all checks pass"
+    if decision.ranking is not None:
+        return str(decision.ranking)
+    if any(candidate.rank < chosen.rank for candidate in decision.candidates):
+        return f"highest priority of those that pass all checks on {decision.inputs.device.arch}"
+    return "highest priority; all checks pass"
+
+
+CLOSEST = 3
+"""Candidates to name if no backend is supported."""
+
+
+def fallback_words(answer: GroupExplanation) -> str:
+    """Why there is no backend, or what the choice is a fallback from; empty if it is not a fallback."""
+    fallback, decision = answer.fallback, answer.decision
+    if fallback is None:
+        return ""
+    if fallback.kind == "none":
+        return failure(decision)
+    if fallback.kind == "request":
+        name = str(decision.inputs.requested)
+        requested = policy_named(decision.inputs.policy).requested_backends(name)
+        failing = [c for c in decision.candidates if c.failed and c.backend.name in requested]
+        nearest = min(failing, key=lambda c: len(c.failed), default=None)
+        return f"{name} was requested, but {_lacks(nearest) if nearest else 'is not what runs'}"
+    if fallback.kind == "emulation":
+        return "emulation dequantizes the weights and multiplies in 16 bits: slow"
+    assert fallback.candidate is not None
+    missing = ", and ".join(dict.fromkeys(sentence(verdict) for verdict in fallback.verdicts))
+    if fallback.kind == "method":
+        return (
+            f"{decision.method} replaces {fallback.method}, whose {fallback.candidate.backend.name} has "
+            f"higher priority and fits this GPU. {missing}"
+        )
+    return f"{fallback.candidate.backend.name} has higher priority and fits, but {missing}"
+
+
+def refusals(decision: Decision) -> Iterator[str]:
+    """Why `decision` has no backend, in sentences; for a request, the failed checks of its nearest class."""
+    yield from map(str, decision.gates)
+    requested = decision.inputs.requested if decision.chosen is None and not decision.gates else None
+    if requested and decision.candidates:
+        nearest = min(decision.candidates, key=lambda c: len(c.failed))
+        yield f"{requested} was requested by name, but it {_lacks(nearest)}"
+    elif decision.error:
+        yield decision.error
+
+
+def _lacks(candidate: Candidate) -> str:
+    return ", and ".join(dict.fromkeys(map(sentence, candidate.failed)))
+
+
+def failure(decision: Decision) -> str:
+    """Why there is no backend: the engine's refusals, or the nearest candidates with their reasons."""
+    if decision.gates:
+        return "; ".join(map(str, decision.gates))
+    if decision.chosen is not None:
+        return f"{decision.chosen.backend.name} would be chosen, but {decision.error}"
+    if decision.error and any(c.usable for c in decision.candidates):
+        return decision.error
+    near = [c for c in decision.candidates if "arch" not in c.reasons()]
+    near = sorted(near, key=lambda c: len(c.failed))[:CLOSEST]
+    if not near:
+        return f"no candidate of {decision.route} supports {decision.inputs.device.arch}"
+    sentences = (f"{c.backend.name} {_lacks(c)}" for c in near)
+    return ". ".join(dict.fromkeys(sentences))
