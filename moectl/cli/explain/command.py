@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
-    "moectl explain moonshotai/Kimi-K2-Thinking --gpu h100,b200 --tp 1,2,4,8",
+    "moectl explain gpt-oss-120b moonshotai/Kimi-K2-Thinking --gpu h100,b200 --tp 4,8",
     "moectl explain openai/gpt-oss-120b --gpu h200 --why flashinfer_trtllm",
     "moectl explain ./ckpt --dp 8 --ep --all2all deepep_low_latency --json > a.json",
     "moectl explain --replay a.json    moectl explain ./ckpt --diff a.json",
@@ -42,7 +42,7 @@ def explain(
     answer: AnswerOptions,
     out: Output,
 ) -> ExitCode:
-    """Show which fused-MoE backend a checkpoint gets, and why. Several make a table.
+    """Show which fused-MoE backend checkpoints get, and why.
 
     Needs config and tensor headers alone: no weights, no GPU, no engine.
     """
@@ -93,9 +93,7 @@ def answered(
         return open_checkpoint(name, offline=answer.offline, assumptions=assumptions)
 
     if len(names) > 1:
-        sources, unopened = opened_of(names, opened)
-        for item in unopened:
-            answers.out.complain(item.error)
+        sources, unopened = opened_of(names, opened, answers.out)
     else:
         sources, unopened = [opened(names[0])], []
     answers.look_at(machines)
@@ -118,11 +116,12 @@ def answered(
 
 
 def opened_of(
-    names: list[str], opened: Callable[[str], "Checkpoint"]
+    names: list[str], opened: Callable[[str], "Checkpoint"], out: Output
 ) -> "tuple[list[Checkpoint], list[Unopened]]":
     """The checkpoints, each once and with a name of its own, and those that cannot be opened.
 
-    Different ones of one name, such as two revisions, have the names that the user gave.
+    Different ones of one name, such as two revisions, have the names that the user gave. Errors and
+    repetitions are printed.
     """
     from ...explain.decision_matrix import Unopened
 
@@ -133,8 +132,13 @@ def opened_of(
             source = opened(name)
         except MoectlError as error:
             unopened.append(Unopened(name, error))
+            out.complain(error)
         else:
-            if all(source.origin != other.origin for other in sources.values()):
+            place = replace(source.origin, note="")
+            known = [given for given, other in sources.items() if replace(other.origin, note="") == place]
+            if known:
+                out.note(f"{name} and {known[0]} are the same checkpoint")
+            else:
                 sources[name] = source
     counts = Counter(source.origin.name for source in sources.values())
     return [

@@ -164,7 +164,7 @@ def several_blocks(matrices: Sequence[DecisionMatrix], width: int) -> Iterator[B
         for texts, layers in merged.items():
             table.append((matrix.origin.name, ranges(layers) if len(merged) > 1 else "all", texts))
     if alone:
-        names: tuple[str, ...] = ("backend", "experts", "fits")
+        names: tuple[str, ...] = ("backend", "experts/GPU", "fits")
     else:
         names = tuple(
             " ".join([*([gpu] if len(gpus) > 1 else []), *([tp] if len(deployments) > 1 else [])])
@@ -175,7 +175,7 @@ def several_blocks(matrices: Sequence[DecisionMatrix], width: int) -> Iterator[B
     columns = ("checkpoint", *(("layers",) if by_layers else ()), *names)
     rows = tuple((name, *((layers,) if by_layers else ()), *texts) for name, layers, texts in table)
     if _fits_into(columns, rows, width):
-        yield TableBlock(columns, rows, right=frozenset({"experts"}))
+        yield TableBlock(columns, rows, right=frozenset({"experts/GPU"}))
     else:
         yield Listing(
             tuple(

@@ -67,8 +67,8 @@ MOST_CELLS = 2000
 ExplainedCheckpoints = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[CKPT]...",
-        help="A directory, a config.json, a Hub id org/name[@revision], or a built-in model.",
+        metavar="CKPT",
+        help="Directories, config.json files, Hub ids org/name[@revision], built-in models.",
         show_default=False,
     ),
 ]
