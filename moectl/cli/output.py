@@ -18,6 +18,7 @@ from ..errors import MoectlError
 
 if TYPE_CHECKING:
     from ..convert.manifest.progress_log import Progress
+    from .text_blocks import Table
 
 COLORS = ("auto", "always", "never")
 """Choices of ``--color``."""
@@ -64,7 +65,8 @@ class Output:
         else:
             drawn = io.StringIO()
             draw(_console(drawn, colored))
-            self.text("\n".join(line.rstrip() for line in drawn.getvalue().splitlines()))
+            lines = drawn.getvalue().lstrip("\n").splitlines()
+            self.text("\n".join(line.rstrip() for line in lines))
 
     def text(self, text: str) -> None:
         """Prints text that is already formatted to stdout."""
@@ -172,21 +174,16 @@ def drop_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) -> Any:
-    """An empty rich table with these columns; those named in `right` are right-aligned."""
-    from rich import box
-    from rich.table import Table
+def table(
+    *columns: str, title: str | None = None, right: Sequence[str] = (), optional: tuple[str, ...] = ()
+) -> Table:
+    """An empty table with these columns; those named in `right` are right-aligned.
 
-    empty = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD if sys.stdout.isatty() else box.MARKDOWN,
-        pad_edge=not sys.stdout.isatty(),
-    )
-    for column in columns:
-        empty.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return empty
+    A terminal that is too narrow leaves out those named in `optional`, the first of them first.
+    """
+    from .text_blocks import Table
+
+    return Table(columns, title or "", right, optional, piped=not sys.stdout.isatty())
 
 
 def size(nbytes: float) -> str:
