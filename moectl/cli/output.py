@@ -187,7 +187,7 @@ def table(
 
 
 def size(nbytes: float) -> str:
-    """Bytes in decimal units with three significant digits: ``1.69 GB``."""
+    """Bytes of files and disks in decimal units with three significant digits: ``1.69 GB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 999.5:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
@@ -196,9 +196,13 @@ def size(nbytes: float) -> str:
 
 
 def gib(nbytes: float) -> str:
-    """Bytes of GPU memory in GiB, as nvidia-smi and engines count: ``56.8 GiB``."""
+    """Bytes of memory in binary units, as nvidia-smi and engines count: ``56.8 GiB``, ``24 MiB``."""
     value = nbytes / 2**30
-    return f"{value:.0f} GiB" if abs(value) >= 99.95 else f"{value:.3g} GiB"
+    for unit in ("GiB", "MiB"):
+        if abs(value) >= 0.0995:
+            return f"{value:.0f} {unit}" if abs(value) >= 99.95 else f"{value:.3g} {unit}"
+        value *= 1024
+    return f"{value:.3g} KiB"
 
 
 def duration(seconds: float) -> str:

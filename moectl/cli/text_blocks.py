@@ -15,10 +15,11 @@ WIDEST = 100
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """The heading of a section; `level` 1 is the highest."""
+    """The heading of a section; `level` 1 is the highest, `tone` one of `TONES`."""
 
     text: str
     level: int = 2
+    tone: str = "strong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,16 @@ class LabelledValues:
 
 @dataclass(frozen=True, slots=True)
 class ListingEntry:
-    """One entry of a `Listing`: a mark such as its number, a head, and labelled lines below."""
+    """One entry of a `Listing`: a mark such as its number, a head, and labelled lines below.
+
+    `tone` is that of its head, one of `TONES`; by default `strong` decides.
+    """
 
     mark: str
     head: str
     lines: tuple[tuple[str, str], ...] = ()
     strong: bool = False
+    tone: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +164,7 @@ def _joined(blocks: Iterable[Block]) -> Iterable[Block]:
 
 
 def _heading_text(block: Heading, room: int) -> Iterable[tuple[str, str]]:
-    return ((line, "strong") for line in wrap(block.text, room, rest="  "))
+    return ((line, block.tone) for line in wrap(block.text, room, rest="  "))
 
 
 def _line_text(block: TextLine, room: int) -> Iterable[tuple[str, str]]:
@@ -175,7 +180,7 @@ def _listing_text(block: Listing, room: int) -> Iterable[tuple[str, str]]:
     wide = max((len(entry.mark) for entry in block.entries), default=0)
     for entry in block.entries:
         for line in wrap(entry.head, room, f"  {entry.mark:>{wide}}  "):
-            yield line, "strong" if entry.strong else ""
+            yield line, entry.tone or ("strong" if entry.strong else "")
         yield from labelled(entry.lines, room, wide + 6)
 
 
@@ -200,7 +205,8 @@ def markdown(blocks: Iterable[Block]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """`text` with markdown and HTML characters escaped."""
+    """`text` with markdown and HTML characters escaped, and without no-break spaces."""
+    text = text.replace("\u00a0", " ")
     for mark in "\\`*<|":
         text = text.replace(mark, f"\\{mark}" if mark != "<" else "&lt;")
     return text
