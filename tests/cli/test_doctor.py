@@ -191,7 +191,8 @@ def test_the_text_fits_a_terminal_with_problems_first(bench):
     assert marlin.split() == ["marlin", "-", "yes", "yes", "yes", "yes", "yes", "yes"]
     torch = next(line for line in lines if line.startswith("  torch  ") and "yes" in line)
     assert torch.split()[1:] == ["yes"] * 7
-    assert "  marlin (moectl)                 not installed: vllm" in lines
+    (wanting,) = (line.split() for line in lines if line.startswith("  marlin (moectl)"))
+    assert wanting[-3:] == ["not", "installed:", "vllm"]
     assert max(map(len, shown(report, True))) <= 100 and len(shown(report, True)) > len(lines)
 
 
