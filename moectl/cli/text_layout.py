@@ -13,8 +13,8 @@ from unicodedata import east_asian_width
 GAP = 2
 """Blanks between the columns of a table."""
 
-MOST_LINES = 4
-"""Lines of one row beyond which a table is arranged in another way."""
+FEW_LINES, MOST_LINES = 3, 8
+"""Lines of one row beyond which an optional column is left out, and a table becomes labelled lines."""
 
 _NUMBER = re.compile(r"\d (?:[kMGT]?B|[KMGT]iB|[um]?s|TB/s|[a-z0-9]+ TFLOP/s)\b")
 """A number and its unit, which stay on one line."""
@@ -93,7 +93,8 @@ class Grid:
         grid = self
         for dropped in range(len(self.optional) + 1):
             grid = self._without(self.optional[:dropped])
-            widths = grid._widths(width - indent)
+            most = FEW_LINES if dropped < len(self.optional) else MOST_LINES
+            widths = grid._widths(width - indent, most)
             if widths is not None:
                 yield from grid._drawn(widths, indent)
                 if dropped:
@@ -130,25 +131,22 @@ class Grid:
             self.right,
         )
 
-    def _widths(self, room: int) -> list[int] | None:
-        """Widths of the columns at which the table fits into `room`; None if there are none."""
+    def _widths(self, room: int, most: int) -> list[int] | None:
+        """Widths of the columns at which rows of at most `most` lines fit into `room`; None without any."""
         room -= GAP * (len(self.columns) - 1)
         columns = [[name, *(row[i][0] for row in self.rows)] for i, name in enumerate(self.columns)]
         widths = [max(map(text_width, column)) for column in columns]
         least = [max(_longest_word(text) for text in column) for column in columns]
         if sum(least) > room:
             return None
-        while (excess := sum(widths) - room) > 0:
-            # The widest column that can be narrower, down to the next widest.
-            open_columns = [i for i, width in enumerate(widths) if width > least[i]]
-            widest = max(open_columns, key=lambda i: widths[i])
-            others = [widths[i] for i in open_columns if widths[i] < widths[widest]]
-            step = max(1, widths[widest] - max([*others, least[widest]]))
-            widths[widest] -= min(excess, step)
+        while sum(widths) > room:
+            # The widest column that can be narrower.
+            widest = max((i for i, width in enumerate(widths) if width > least[i]), key=widths.__getitem__)
+            widths[widest] -= 1
         lines = (
             len(wrap(text, width)) for column, width in zip(columns, widths, strict=True) for text in column
         )
-        return widths if max(lines, default=0) <= MOST_LINES else None
+        return widths if max(lines, default=0) <= most else None
 
     def _drawn(self, widths: Sequence[int], indent: int) -> Iterator[tuple[Segment, ...]]:
         head = tuple((name, "strong") for name in self.columns)

@@ -1,6 +1,5 @@
 """Weights on one GPU below a matrix, and the smallest TP that fits."""
 
-
 from support.invoking import moectl
 
 KIMI, GPT = "moonshotai/Kimi-K2-Thinking", "openai/gpt-oss-120b"
