@@ -197,12 +197,11 @@ def size(nbytes: float) -> str:
 
 def gib(nbytes: float) -> str:
     """Bytes of memory in binary units, as nvidia-smi and engines count: ``56.8 GiB``, ``24 MiB``."""
-    value = nbytes / 2**30
-    for unit in ("GiB", "MiB"):
-        if abs(value) >= 0.0995:
-            return f"{value:.0f} {unit}" if abs(value) >= 99.95 else f"{value:.3g} {unit}"
-        value *= 1024
-    return f"{value:.3g} KiB"
+    value, unit = nbytes / 2**30, "GiB"
+    for smaller in ("MiB", "KiB"):
+        if abs(value) < 0.9995:
+            value, unit = value * 1024, smaller
+    return f"{value:.0f} {unit}" if abs(value) >= 99.95 else f"{value:.3g} {unit}"
 
 
 def duration(seconds: float) -> str:
