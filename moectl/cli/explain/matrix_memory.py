@@ -27,14 +27,14 @@ def memory_blocks(matrix: DecisionMatrix) -> Iterator[Block]:
         return
     engine = engine_named(matrix.question.policy.name)
     share = (
-        f", in {engine.memory_share:.2g} of its memory ({engine.memory_option})"
+        f"; {engine.title} fills {engine.memory_share:.2g} of its memory ({engine.memory_option})"
         if engine.memory_option
         else ""
     )
     note = "" if matrix.other_weights is not None else "other weights are not listed here, and not counted"
-    yield Heading("weights per GPU", 3)
+    yield Heading(f"weights per GPU{share}", 3)
     yield LabelledValues(
-        (*rows, *(("fits", f"{line}{share}") for line in fits), ("note", note)), strong=frozenset({"fits"})
+        (*rows, *(("fits", line) for line in fits), ("note", note)), strong=frozenset({"fits"})
     )
 
 
