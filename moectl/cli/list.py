@@ -59,6 +59,7 @@ def list_names(
             headings = [HEADINGS.get(key, key.replace("_", " ")) for key in COLUMNS[kind]]
             dropped = tuple(HEADINGS.get(key, key.replace("_", " ")) for key in OPTIONAL[kind])
             listing = table(*headings, right=("experts", "params"), optional=dropped)
+            listing.first = True
             for row in rows:
                 listing.add_row(*(_cell_text(key, row) for key in COLUMNS[kind]))
             console.print(listing)

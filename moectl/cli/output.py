@@ -65,8 +65,7 @@ class Output:
         else:
             drawn = io.StringIO()
             draw(_console(drawn, colored))
-            lines = drawn.getvalue().lstrip("\n").splitlines()
-            self.text("\n".join(line.rstrip() for line in lines))
+            self.text("\n".join(line.rstrip() for line in drawn.getvalue().splitlines()))
 
     def text(self, text: str) -> None:
         """Prints text that is already formatted to stdout."""

@@ -254,8 +254,10 @@ _MARKDOWN: dict[type, Any] = {
 class Table:
     """A table that a rich console prints: as wide as it is, or in markdown if `piped`.
 
-    `title` stands above it; for the rest see `Grid`.
+    `title` stands above it; `first` if nothing is printed before it. For the rest see `Grid`.
     """
+
+    first = False
 
     def __init__(
         self,
@@ -277,14 +279,14 @@ class Table:
         self.rows.append(tuple((cell, "") if isinstance(cell, str) else cell for cell in cells))
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """The lines, with a blank one before and after."""
+        """The lines, with a blank one before, unless it is `first`, and after."""
         from rich.text import Text
 
         grid = Grid(self.columns, tuple(self.rows), self.right, self.optional)
         lines: Iterable[tuple[Segment, ...]] = (
             (((line, ""),) for line in grid.markdown()) if self.piped else grid.lines(options.max_width)
         )
-        yield Text()
+        yield from [] if self.first else [Text()]
         if self.title:
             yield Text(self.title, TONES["strong"])
             yield from [Text()] if self.piped else []
