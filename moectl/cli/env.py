@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from .doctor import gpu_lines
+from ..files.records import to_json
+from .doctor import gpu_lines, software_words, system_words, torch_words
 from .options import framed, option
-from .output import Output
+from .output import Output, count, gib
 
 if TYPE_CHECKING:
     from ..doctor import DoctorReport
@@ -51,7 +52,7 @@ def env(
     *,
     out: Output,
 ) -> None:
-    """Print versions, GPUs and packages for a bug report."""
+    """Print the system, GPUs, versions and packages for a bug report."""
     from ..doctor import examine
 
     report = examine(os.environ)
@@ -66,18 +67,26 @@ def env(
 
 def environment_document(report: "DoctorReport", environ: Mapping[str, str], paths: bool) -> dict[str, Any]:
     """What is printed as plain data; without `paths` nothing in it identifies a user or a host."""
-    software, device = report.software, report.device
+    from ..environment.gpu_links import link_words
+
+    software, host = report.software, report.host
     variables = {finding.name: finding.value for finding in report.variables if finding.does}
     variables |= {name: environ[name] for name in SHOWN if name in environ}
     return {
         "versions": {"moectl": software.moectl, "python": software.python, **software.libraries},
-        "system": software.system,
+        "system": system_words(report),
+        "host": to_json(host),
+        "torch": torch_words(report),
         "torch_built_for": software.torch_built or None,
+        "torch_libraries": dict(software.torch_libraries),
+        "cuda_toolkit": software.cuda_toolkit or None,
+        "software": software_words(report),
         "gpus": gpu_lines(report),
+        "gpu_links": link_words(report.links) or None,
         "driver": report.driver or None,
         "driver_cuda": report.driver_cuda or None,
         "cores": report.jobs.cores,
-        "memory_bytes": device.memory_bytes if device and device.platform == "cpu" else None,
+        "memory_bytes": host.memory_bytes,
         "packages": {
             package.name: {
                 "version": package.version or None,
@@ -109,22 +118,31 @@ def _clean(text: str, paths: bool) -> str:
 
 def document_lines(document: dict[str, Any]) -> Iterator[str]:
     """`document` in lines of ``name: value``."""
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    yield f"versions: {versions}"
-    yield f"system: {document['system']}, {document['cores']} cores"
-    yield f"torch built for: {document['torch_built_for'] or 'not installed'}"
+    host = document["host"]
+    yield f"software: {', '.join(document['software'])}"
+    yield f"python: {document['versions']['python']}"
+    yield f"torch: {document['torch']}"
+    yield f"system: {document['system']}"
+    memory = gib(host["memory_bytes"]) if host["memory_bytes"] else "unknown amount"
+    yield f"CPU: {host['cpu']}, {count(document['cores'], 'core')}, {memory} of RAM"
     if not document["gpus"]:
-        yield "GPUs: none"
+        yield "GPU: none"
     for line in document["gpus"]:
-        yield f"GPU {line}"
+        yield f"GPU: {line}"
+    if document["gpu_links"]:
+        yield f"GPU links: {document['gpu_links']}"
     if document["driver"]:
-        cuda = f", CUDA up to {document['driver_cuda']}" if document["driver_cuda"] else ""
+        cuda = f", supports CUDA up to {document['driver_cuda']}" if document["driver_cuda"] else ""
         yield f"driver: {document['driver']}{cuda}"
+    if document["cuda_toolkit"]:
+        yield f"CUDA toolkit: {document['cuda_toolkit']} (nvcc)"
     for name, package in document["packages"].items():
-        state = " (a different package of that name)" if package["unrelated_package"] else ""
-        lacks = f", lacks {', '.join(package['lacks'])}" if package["lacks"] else ""
-        where = f", {package['path']}" if package["path"] else ""
-        yield f"package {name}: {package['version'] or 'found'}{state}{lacks}{where}"
+        state = ["a different package of that name"] if package["unrelated_package"] else []
+        state += [f"lacks {', '.join(package['lacks'])}"] if package["lacks"] else []
+        state += [package["path"]] if package["path"] else []
+        if state:
+            version = f" {package['version']}" if package["version"] else ""
+            yield f"package {name}{version}: {', '.join(state)}"
     for name, value in document["variables"].items():
         yield f"variable {name}={value}"
     for name in document["unknown_variables"]:

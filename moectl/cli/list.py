@@ -56,35 +56,85 @@ def list_names(
 
     def draw(console: Any) -> None:
         if rows:
-            listing = table(*(key.replace("_", " ") for key in COLUMNS[kind]))
+            headings = [HEADINGS.get(key, key.replace("_", " ")) for key in COLUMNS[kind]]
+            dropped = tuple(HEADINGS.get(key, key.replace("_", " ")) for key in OPTIONAL[kind])
+            listing = table(*headings, right=("experts", "params"), optional=dropped)
+            listing.first = True
             for row in rows:
-                listing.add_row(*(_cell_text(key, row[key]) for key in COLUMNS[kind]))
+                listing.add_row(*(_cell_text(key, row) for key in COLUMNS[kind]))
             console.print(listing)
-        console.print(count(len(rows), kind.value.removesuffix("s")), markup=False)
+        console.print(
+            f"{count(len(rows), kind.value.removesuffix('s'))}{NEXT[kind] if rows else ''}", markup=False
+        )
 
     out.result({"kind": kind.value, kind.value: rows}, draw, [row["name"] for row in rows])
 
 
 COLUMNS = {
-    ListTopic.models: ("name", "experts", "layers", "config", "tensors"),
+    ListTopic.models: ("name", "format", "params", "experts", "layers"),
     ListTopic.backends: ("name", "engine", "kernels", "formats", "archs"),
     ListTopic.gpus: ("name", "product", "arch", "memory", "bandwidth"),
-    ListTopic.variables: ("name", "takes", "default", "status", "does", "instead"),
-    ListTopic.layouts: ("name", "to", "act", "archs", "loaded_by", "kernels", "verified"),
-    ListTopic.formats: ("name", "container", "weights", "activations", "readers", "not_for"),
+    ListTopic.variables: ("name", "takes", "default", "does"),
+    ListTopic.layouts: ("name", "to", "act", "archs", "kernels", "verified"),
+    ListTopic.formats: ("name", "container", "weights", "activations", "readers"),
 }
 """Keys of a row that tables show."""
 
+OPTIONAL: dict[ListTopic, tuple[str, ...]] = {
+    **dict.fromkeys(ListTopic, ()),
+    ListTopic.models: ("layers", "experts"),
+    ListTopic.backends: ("kernels", "archs"),
+    ListTopic.variables: ("default", "takes"),
+    ListTopic.layouts: ("archs", "act", "verified", "to"),
+    ListTopic.formats: ("activations", "weights"),
+}
+"""Those that a narrow terminal leaves out, the first of them first."""
+
+HEADINGS = {
+    "to": "convert --to",
+    "act": "activations",
+    "readers": "loaded by",
+    "does": "effect",
+    "takes": "values",
+    "archs": "devices",
+}
+"""Headings of columns, where they are not the key."""
+
+NEXT = {
+    ListTopic.models: "; params are those of routed experts. Every command takes these names, with or "
+    "without the organization",
+    ListTopic.backends: "; --backend and --why take these names",
+    ListTopic.gpus: "; --gpu takes these names, the product's, and architectures such as sm90",
+    ListTopic.variables: "; --env NAME=VALUE tries one",
+    ListTopic.layouts: "; loaded by moectl run, bench and load_prepared, and by no engine yet",
+    ListTopic.formats: "; convert --to takes these names, --container chooses among containers",
+}
+"""What the names are for."""
+
+UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
+
 
 def _models() -> Iterable[dict[str, Any]]:
-    from ..checkpoint.source.catalogue import model_names, read_entry, spell_layers
+    from ..checkpoint.source.catalogue import SHORT_NAMES, model_names, read_entry, spell_layers
+    from ..checkpoint.source.named_layers import declared_layer
 
+    short = {model: name for name, model in SHORT_NAMES.items()}
     for name in model_names():
         entry = read_entry(name)
+        problem = declared_layer(entry)
         config, tensors = entry.provenance.removeprefix("config: ").split("; tensors: ", 1)
+        matrices = 3 if problem.activation.gated else 2
+        elements = matrices * problem.dims.hidden * problem.dims.intermediate
         yield {
             "name": name,
+            "short_name": short.get(name),
+            "format": str(problem.scheme.weight),
+            "activations": str(problem.scheme.act),
+            "params": elements * problem.experts * len(entry.layers),
             "experts": entry.experts,
+            "top_k": problem.top_k,
+            "hidden": problem.dims.hidden,
+            "intermediate": problem.dims.intermediate,
             "layers": spell_layers(entry.layers),
             "config": config,
             "tensors": tensors,
@@ -104,7 +154,7 @@ def _backends() -> Iterable[dict[str, Any]]:
         for name, backends in by_name.items():
             classes = [variant for backend in backends for variant in backend.variants]
             kernels = (engine.kernel_name(variant.experts) or variant.experts for variant in classes)
-            archs = [arch for variant in classes for arch in variant.capability.arch or ("any",)]
+            archs = [str(arch) for variant in classes for arch in variant.capability.arch or ("any",)]
             formats = {
                 weight.split(" ")[0].rstrip("*")
                 for variant in classes
@@ -116,9 +166,16 @@ def _backends() -> Iterable[dict[str, Any]]:
                 "engine": engine.name,
                 "kernels": "; ".join(dict.fromkeys(kernels)),
                 "formats": ", ".join(sorted(formats)) or "any",
-                "archs": ", ".join(dict.fromkeys(map(str, archs))),
+                "archs": ", ".join(_broadest(archs)),
                 "experts": list(dict.fromkeys(variant.experts for variant in classes)),
             }
+
+
+def _broadest(archs: Iterable[str]) -> list[str]:
+    """Each architecture once, without those of a platform that is there as a whole."""
+    names = dict.fromkeys(name for arch in archs for name in arch.split("/"))
+    covered = tuple(start for whole, start in (("cuda", "sm"), ("rocm", "gfx")) if whole in names)
+    return [name for name in names if not (covered and name.startswith(covered))]
 
 
 def _gpus() -> Iterable[dict[str, Any]]:
@@ -193,7 +250,19 @@ LISTS = {
 }
 
 
-SEARCHED = ("name", "product", "arch", "status", "does", "container", "to", "kernels", "formats")
+SEARCHED = (
+    "name",
+    "short_name",
+    "format",
+    "product",
+    "arch",
+    "status",
+    "does",
+    "container",
+    "to",
+    "kernels",
+    "formats",
+)
 """Keys of a row in which words are searched."""
 
 
@@ -206,11 +275,27 @@ def _search_text(row: dict[str, Any]) -> str:
     ).casefold()
 
 
-def _cell_text(key: str, value: Any) -> str:
+def _cell_text(key: str, row: dict[str, Any]) -> str:
+    from ..environment.variables import REMOVED
+
+    value = row[key]
     if value is None:
         return "unknown"
     if key == "memory":
         return gib(value)
-    if key == "config":
-        return str(value).split(" (")[0].removeprefix("a public copy, ")
-    return f"{value / 1e12:.3g} TB/s" if key == "bandwidth" else str(value)
+    if key == "bandwidth":
+        return f"{value / 1e12:.3g} TB/s"
+    if key == "params":
+        return next(f"{value / unit:.3g}{letter}" for unit, letter in UNITS if value >= unit)
+    if key == "format":
+        # The group size of these formats is part of them.
+        return str(value).removesuffix(" group 32" if value.startswith("mx") else " group 16")
+    if key == "name" and row.get("short_name"):
+        return f"{value} ({row['short_name']})"
+    if row.get("status") == REMOVED and key in ("takes", "default"):
+        return ""
+    if row.get("status") == REMOVED and key == "does":
+        return f"removed ({value}){f': use {instead}' if (instead := row['instead']) else ''}"
+    if key == "readers" and row["not_for"]:
+        return f"{value}; not for {row['not_for']}"
+    return str(value)

@@ -18,6 +18,7 @@ from ..errors import MoectlError
 
 if TYPE_CHECKING:
     from ..convert.manifest.progress_log import Progress
+    from .text_blocks import Table
 
 COLORS = ("auto", "always", "never")
 """Choices of ``--color``."""
@@ -178,25 +179,20 @@ def drop_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) -> Any:
-    """An empty rich table with these columns; those named in `right` are right-aligned."""
-    from rich import box
-    from rich.table import Table
+def table(
+    *columns: str, title: str | None = None, right: Sequence[str] = (), optional: tuple[str, ...] = ()
+) -> Table:
+    """An empty table with these columns; those named in `right` are right-aligned.
 
-    empty = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD if sys.stdout.isatty() else box.MARKDOWN,
-        pad_edge=not sys.stdout.isatty(),
-    )
-    for column in columns:
-        empty.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return empty
+    A terminal that is too narrow leaves out those named in `optional`, the first of them first.
+    """
+    from .text_blocks import Table
+
+    return Table(columns, title or "", right, optional, piped=not sys.stdout.isatty())
 
 
 def size(nbytes: float) -> str:
-    """Bytes in decimal units with three significant digits: ``1.69 GB``."""
+    """Bytes of files and disks in decimal units with three significant digits: ``1.69 GB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 999.5:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
@@ -205,9 +201,12 @@ def size(nbytes: float) -> str:
 
 
 def gib(nbytes: float) -> str:
-    """Bytes of GPU memory in GiB, as nvidia-smi and engines count: ``56.8 GiB``."""
-    value = nbytes / 2**30
-    return f"{value:.0f} GiB" if abs(value) >= 99.95 else f"{value:.3g} GiB"
+    """Bytes of memory in binary units, as nvidia-smi and engines count: ``56.8 GiB``, ``24 MiB``."""
+    value, unit = nbytes / 2**30, "GiB"
+    for smaller in ("MiB", "KiB"):
+        if abs(value) < 0.9995:
+            value, unit = value * 1024, smaller
+    return f"{value:.0f} {unit}" if abs(value) >= 99.95 else f"{value:.3g} {unit}"
 
 
 def duration(seconds: float) -> str:

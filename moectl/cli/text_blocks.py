@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
+
+from .text_layout import Grid, Segment, labelled, wrap
 
 WIDEST = 100
 """Widest lines of prose, in columns."""
@@ -16,10 +15,11 @@ WIDEST = 100
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """The heading of a section; `level` 1 is the highest."""
+    """The heading of a section; `level` 1 is the highest, `tone` one of `TONES`."""
 
     text: str
     level: int = 2
+    tone: str = "strong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,16 @@ class LabelledValues:
 
 @dataclass(frozen=True, slots=True)
 class ListingEntry:
-    """One entry of a `Listing`: a mark such as its number, a head, and labelled lines below."""
+    """One entry of a `Listing`: a mark such as its number, a head, and labelled lines below.
+
+    `tone` is that of its head, one of `TONES`; by default `strong` decides.
+    """
 
     mark: str
     head: str
     lines: tuple[tuple[str, str], ...] = ()
     strong: bool = False
+    tone: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +66,22 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class TableBlock:
-    """A table; columns named in `right` are right-aligned."""
+    """A table; columns named in `right` are right-aligned, those in `optional` left out if it is too wide.
+
+    `tones` are those of columns, each one of `TONES`.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     right: frozenset[str] = frozenset()
+    optional: tuple[str, ...] = ()
+    tones: Mapping[str, str] = field(default_factory=dict)
+
+    def grid(self) -> Grid:
+        """Its cells with their tones."""
+        tones = [self.tones.get(name, "") for name in self.columns]
+        rows = tuple(tuple(zip(row, tones, strict=True)) for row in self.rows)
+        return Grid(self.columns, rows, self.right, self.optional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +111,41 @@ def terminal_width() -> int:
 
 
 def draw(blocks: Iterable[Block], console: Any, width: int | None = None) -> None:
-    """Prints `blocks` to a rich `console`, prose wrapped to `width` (default: the terminal's)."""
-    for text, tone in text_lines(blocks, width or terminal_width()):
-        console.print(text, style=TONES[tone], markup=False, soft_wrap=True)
+    """Prints `blocks` to a rich `console`, fitted to `width` (default: the terminal's)."""
+    for line in styled_lines(blocks, width or terminal_width()):
+        print_segments(line, console)
 
 
-def text_lines(blocks: Iterable[Block], width: int) -> Iterable[tuple[str, str]]:
-    """Yields (line, tone); prose fits into `width`, long words and tables may exceed it."""
-    room = max(40, min(width, WIDEST))
+def print_segments(line: Iterable[Segment], console: Any) -> None:
+    """Prints one line to a rich `console` as it is."""
+    from rich.text import Text
+
+    styled = ((text, TONES[tone]) for text, tone in line)
+    console.print(Text.assemble(*styled), soft_wrap=True)
+
+
+def text_lines(blocks: Iterable[Block], width: int) -> Iterator[tuple[str, str]]:
+    """Yields (line, tone), of a line in several tones the first; longer words than `width` exceed it."""
+    for line in styled_lines(blocks, width):
+        tone = next((tone for _, tone in line if tone), "")
+        yield "".join(text for text, _ in line), tone
+
+
+def styled_lines(blocks: Iterable[Block], width: int) -> Iterator[tuple[Segment, ...]]:
+    """Yields lines as sequences of segments: prose of at most `WIDEST`, tables of `width` columns."""
+    width = max(40, width)
     first = True
     for block in _joined(blocks):
         if isinstance(block, Heading) and not first:
-            yield "", ""
+            yield ()
         first = False
-        yield from _TEXT[type(block)](block, room)
+        if isinstance(block, TableBlock):
+            yield from block.grid().lines(width, 2)
+        elif isinstance(block, Details):
+            yield ()
+            yield from styled_lines(block.blocks, width)
+        else:
+            yield from ((line,) for line in _TEXT[type(block)](block, min(width, WIDEST)))
 
 
 def _joined(blocks: Iterable[Block]) -> Iterable[Block]:
@@ -127,76 +163,25 @@ def _joined(blocks: Iterable[Block]) -> Iterable[Block]:
         yield before
 
 
-def _wrap(text: str, room: int, first: str = "", rest: str | None = None) -> list[str]:
-    """`text` in lines of `room` columns; `first` opens the first line, `rest` (or blanks) the others."""
-    lines = textwrap.wrap(
-        _NUMBER.sub(lambda found: found[0].replace(" ", "\u00a0"), text),
-        room,
-        initial_indent=first,
-        subsequent_indent=" " * len(first) if rest is None else rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [line.replace("\u00a0", " ") for line in lines] or [first.rstrip()]
-
-
-_NUMBER = re.compile(r"\d (?:[kMGT]?B|[um]?s|TB/s|[a-z0-9]+ TFLOP/s)\b")
-"""A number and its unit, which stay on one line."""
-
-
 def _heading_text(block: Heading, room: int) -> Iterable[tuple[str, str]]:
-    return ((line, "strong") for line in _wrap(block.text, room, rest="  "))
+    return ((line, block.tone) for line in wrap(block.text, room, rest="  "))
 
 
 def _line_text(block: TextLine, room: int) -> Iterable[tuple[str, str]]:
     tone = block.tone or ("strong" if block.strong else "")
-    return ((line, tone) for line in _wrap(block.text, room, "  "))
-
-
-def _labelled(
-    rows: Sequence[tuple[str, str]], room: int, indent: int, tones: Mapping[str, str] = MappingProxyType({})
-) -> Iterable[tuple[str, str]]:
-    shown = [(label, value) for label, value in rows if value]
-    wide = max((len(label) for label, _ in shown), default=0)
-    before = ""
-    for label, value in shown:
-        # A repeated label is printed once.
-        named = "" if label == before else label
-        before = label
-        for line in _wrap(value, room, f"{'':{indent}}{named:<{wide}}  "):
-            yield line, tones.get(label, "")
+    return ((line, tone) for line in wrap(block.text, room, "  "))
 
 
 def _facts_text(block: LabelledValues, room: int) -> Iterable[tuple[str, str]]:
-    return _labelled(block.rows, room, 2, {**dict.fromkeys(block.strong, "strong"), **block.tones})
+    return labelled(block.rows, room, 2, {**dict.fromkeys(block.strong, "strong"), **block.tones})
 
 
 def _listing_text(block: Listing, room: int) -> Iterable[tuple[str, str]]:
     wide = max((len(entry.mark) for entry in block.entries), default=0)
     for entry in block.entries:
-        for line in _wrap(entry.head, room, f"  {entry.mark:>{wide}}  "):
-            yield line, "strong" if entry.strong else ""
-        yield from _labelled(entry.lines, room, wide + 6)
-
-
-def _grid_text(block: TableBlock, room: int) -> Iterable[tuple[str, str]]:
-    wide = [max(len(cells[i]) for cells in (block.columns, *block.rows)) for i in range(len(block.columns))]
-
-    def line(cells: Sequence[str]) -> str:
-        aligned = (
-            f"{cell:>{w}}" if name in block.right else f"{cell:<{w}}"
-            for name, cell, w in zip(block.columns, cells, wide, strict=True)
-        )
-        return "  " + "  ".join(aligned).rstrip()
-
-    yield line(block.columns), "strong"
-    for row in block.rows:
-        yield line(row), ""
-
-
-def _details_text(block: Details, room: int) -> Iterable[tuple[str, str]]:
-    yield "", ""
-    yield from text_lines(block.blocks, room)
+        for line in wrap(entry.head, room, f"  {entry.mark:>{wide}}  "):
+            yield line, entry.tone or ("strong" if entry.strong else "")
+        yield from labelled(entry.lines, room, wide + 6)
 
 
 _TEXT: dict[type, Any] = {
@@ -204,8 +189,6 @@ _TEXT: dict[type, Any] = {
     TextLine: _line_text,
     LabelledValues: _facts_text,
     Listing: _listing_text,
-    TableBlock: _grid_text,
-    Details: _details_text,
 }
 
 
@@ -222,7 +205,8 @@ def markdown(blocks: Iterable[Block]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """`text` with markdown and HTML characters escaped."""
+    """`text` with markdown and HTML characters escaped, and without no-break spaces."""
+    text = text.replace("\u00a0", " ")
     for mark in "\\`*<|":
         text = text.replace(mark, f"\\{mark}" if mark != "<" else "&lt;")
     return text
@@ -265,3 +249,48 @@ _MARKDOWN: dict[type, Any] = {
     TableBlock: _grid_markdown,
     Details: _details_markdown,
 }
+
+
+class Table:
+    """A table that a rich console prints: as wide as it is, or in markdown if `piped`.
+
+    `title` stands above it; `first` if nothing is printed before it. For the rest see `Grid`.
+    """
+
+    first = False
+
+    def __init__(
+        self,
+        columns: tuple[str, ...],
+        title: str = "",
+        right: Iterable[str] = (),
+        optional: tuple[str, ...] = (),
+        piped: bool = False,
+    ) -> None:
+        self.columns = columns
+        self.title = title
+        self.right = frozenset(right)
+        self.optional = optional
+        self.piped = piped
+        self.rows: list[tuple[Segment, ...]] = []
+
+    def add_row(self, *cells: str | Segment) -> None:
+        """Adds a row of as many cells as columns; a cell is text, or text and its tone."""
+        self.rows.append(tuple((cell, "") if isinstance(cell, str) else cell for cell in cells))
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """The lines, with a blank one before, unless it is `first`, and after."""
+        from rich.text import Text
+
+        grid = Grid(self.columns, tuple(self.rows), self.right, self.optional)
+        lines: Iterable[tuple[Segment, ...]] = (
+            (((line, ""),) for line in grid.markdown()) if self.piped else grid.lines(options.max_width)
+        )
+        yield from [] if self.first else [Text()]
+        if self.title:
+            yield Text(self.title, TONES["strong"])
+            yield from [Text()] if self.piped else []
+        for line in lines:
+            styled = ((text, TONES[tone]) for text, tone in line)
+            yield Text.assemble(*styled, no_wrap=True, overflow="ignore")
+        yield Text()

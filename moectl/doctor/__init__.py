@@ -8,12 +8,15 @@ from dataclasses import replace
 from ..capabilities.unpacked_libraries import find_peers, peers_folder
 from ..environment import Device, detect_cpu
 from ..environment.detection import find_gpus, first_usable
+from ..environment.gpu_links import gpu_links
 from ..environment.gpus import VISIBILITY, Gpu, visible_gpus
+from ..environment.host import find_host
 from ..environment.installed_packages import InstalledPackage, find_all, package_folder
 from ..environment.nvidia import DriverFailure, NvidiaAnswer
 from ..environment.nvidia_smi import driver_cuda
 from ..environment.package_probes import TOOLS
 from ..environment.packages import packages_of
+from ..environment.python_environments import PythonEnvironment
 from ..errors import Unavailable, UsageError
 from ..oracle.registry import engine_variables, known_packages, newest_engines
 from .doctor_report import NOTE, PROBLEM, WARNING, DoctorRemark, DoctorReport
@@ -29,19 +32,21 @@ LIBRARIES_TRIED = ("torch", "triton")
 """Libraries that a deep check imports in addition to the optional packages and the engines."""
 
 
-def examine(env: Mapping[str, str], *, deep: bool = False) -> DoctorReport:
-    """Examines this machine for a process with the environment `env`.
+def examine(
+    env: Mapping[str, str], *, deep: bool = False, where: PythonEnvironment | None = None
+) -> DoctorReport:
+    """Examines this machine for a process with the environment `env`, in this Python environment or `where`.
 
     No package is imported, except NVIDIA's bindings of NVML. With `deep`, every installed package is
     imported, and torch is queried for its devices, in subprocesses.
     """
     gpus, driver, failure = _gpus()
     visible, refused = _visible(gpus, env)
-    peers, peers_refused = _peers(env)
-    probed = (*find_all(known_packages()), *peers)
+    peers, peers_refused = _peers(env) if where is None else ((), "")
+    probed = (*find_all(known_packages(), where), *peers)
     packages = packages_of(probed, engine_variables(env))
     device = _device(visible) if not (failure or refused) else None
-    installed = installed_software()
+    installed = installed_software(where)
     report = DoctorReport(
         software=installed,
         gpus=gpus,
@@ -60,11 +65,13 @@ def examine(env: Mapping[str, str], *, deep: bool = False) -> DoctorReport:
             status
             for engine in newest_engines()
             if device is not None
-            for status in backend_statuses(engine.policy, device, packages, installed.libraries)
+            for status in backend_statuses(engine.policy, device, packages, installed.libraries, where)
         ),
-        imports=_imports(probed) if deep else {},
-        torch_view=torch_view() if deep else None,
+        imports=_imports(probed, where) if deep else {},
+        torch_view=torch_view(where) if deep and package_folder("torch", where) else None,
         peers_refused=peers_refused,
+        host=find_host(env),
+        links=gpu_links() if sum(gpu.device.platform == "cuda" for gpu in gpus) > 1 else {},
     )
     return replace(report, remarks=remarks_on(report, packages))
 
@@ -107,9 +114,9 @@ def _hiding(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> dict[str, str]:
     return {name: env[name] for name in (*names, ORDER) if name in env}
 
 
-def _imports(packages: tuple[InstalledPackage, ...]) -> dict[str, str]:
+def _imports(packages: tuple[InstalledPackage, ...], where: PythonEnvironment | None) -> dict[str, str]:
     """Why each installed package cannot be imported, by name; empty for one that can."""
     modules = {item.name: item.module for item in packages if item.present and item.name not in TOOLS}
     engines = tuple(engine.package for engine in newest_engines() if engine.package)
-    modules |= {name: name for name in (*LIBRARIES_TRIED, *engines) if package_folder(name)}
-    return {name: try_import(module) for name, module in modules.items()}
+    modules |= {name: name for name in (*LIBRARIES_TRIED, *engines) if package_folder(name, where)}
+    return {name: try_import(module, where) for name, module in modules.items()}

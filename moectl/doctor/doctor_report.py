@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..environment import Device
+from ..environment.gpu_links import Links
 from ..environment.gpus import Gpu
+from ..environment.host import Host
 from ..environment.installed_packages import InstalledPackage
 from ..environment.variables import SET, VariableFinding
 from ..files.records import to_json
@@ -47,6 +49,8 @@ class DoctorReport:
         imports: with a deep check, why a package cannot be imported, by name; empty for one that can.
         torch_view: with a deep check, the devices that torch reports.
         peers_refused: why the directory of unpacked libraries could not be used.
+        host: the machine around the GPUs.
+        links: how pairs of NVIDIA GPUs are connected.
     """
 
     software: Software
@@ -59,6 +63,7 @@ class DoctorReport:
     packages: tuple[InstalledPackage, ...]
     caches: tuple[KernelCache, ...]
     jobs: CompilerJobs
+    host: Host
     variables: tuple[VariableFinding, ...]
     backends: tuple[BackendStatus, ...]
     imports: Mapping[str, str] = field(default_factory=dict)
@@ -66,6 +71,7 @@ class DoctorReport:
     peers_refused: str = ""
     driver_failure: str = ""
     driver_warnings: tuple[str, ...] = ()
+    links: Links = field(default_factory=dict)
     remarks: tuple[DoctorRemark, ...] = ()
 
     @property
@@ -96,6 +102,8 @@ class DoctorReport:
             "software": to_json(self.software),
             "driver": self.driver,
             "driver_cuda": self.driver_cuda,
+            "host": to_json(self.host),
+            "links": {f"{one}-{other}": name for (one, other), name in self.links.items()},
             "gpus": [_gpu_json(gpu, gpu in self.shown) for gpu in self.gpus],
             "hidden_by": dict(self.hidden_by),
             "refused": self.refused or None,

@@ -67,7 +67,7 @@ def _gpus(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
 def _torch(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
     software = report.software
     if not software.torch_built:
-        yield DoctorRemark(PROBLEM, "torch", "torch is not installed", "pip install torch")
+        yield _without_torch(report)
         return
     device = report.device
     platform = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}.get(device.platform, "") if device else ""
@@ -87,6 +87,21 @@ def _torch(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
             f"{software.torch_cuda}",
             "update the driver, or install a build of torch for an older CUDA",
         )
+
+
+def _without_torch(report: DoctorReport) -> DoctorRemark:
+    """A problem where an engine is installed, which needs torch; else moectl is installed without `run`."""
+    for engine in newest_engines():
+        if engine.package and report.engine_version(engine) is not None:
+            says = f"torch is not installed, and {engine.title} cannot run without it"
+            return DoctorRemark(PROBLEM, "torch", says, "pip install torch")
+    return DoctorRemark(
+        NOTE,
+        "torch",
+        "torch is not installed: explain, list, compare, convert --dry-run and doctor work without it; run, "
+        "bench, tune and convert need it",
+        "pip install 'moectl[run]'",
+    )
 
 
 def _newer(built: str, driver: str) -> bool:
@@ -192,7 +207,7 @@ def _caches(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
             yield DoctorRemark(
                 PROBLEM,
                 "caches",
-                f"{cache.free / 1e9:.2g} GB are free for {cache.name}'s kernels in {cache.path}",
+                f"{cache.free / 1e9:.2g} GB of disk are free for {cache.name}'s kernels in {cache.path}",
                 f"make room, or set {cache.variable}",
             )
         if cache.remote and cache.there:

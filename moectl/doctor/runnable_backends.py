@@ -8,6 +8,7 @@ from typing import Any
 
 from ..environment import Device, Packages
 from ..environment.installed_packages import package_folder
+from ..environment.python_environments import PythonEnvironment
 from ..kernels.registry import RUNNERS
 from ..oracle.backend import Backend, ExpertsClass
 from ..oracle.checks import Verdict, formats_on, judge_machine
@@ -59,11 +60,15 @@ class BackendStatus:
 
 
 def backend_statuses(
-    policy: Policy, device: Device, packages: Packages, libraries: Mapping[str, str]
+    policy: Policy,
+    device: Device,
+    packages: Packages,
+    libraries: Mapping[str, str],
+    where: PythonEnvironment | None = None,
 ) -> tuple[BackendStatus, ...]:
     """Every backend of `policy` on `device`: runnable ones first, those for other devices last.
 
-    `libraries` are the versions of other installed packages.
+    `libraries` are the versions of other packages that are installed here, or in `where`.
     """
     merged: dict[str, list[ExpertsClass]] = {}
     lacking: dict[str, tuple[Verdict, ...]] = {}
@@ -74,7 +79,7 @@ def backend_statuses(
         merged.setdefault(backend.name, []).extend(backend.variants)
         lacking[backend.name] = tuple(
             Verdict(f"package {name}", "package", name, "not installed", False)
-            for name in _missing(backend, libraries)
+            for name in _missing(backend, libraries, where)
         )
     statuses = [
         replace(
@@ -85,10 +90,10 @@ def backend_statuses(
     return tuple(sorted(statuses, key=lambda status: (not status.runs, status.elsewhere, status.name)))
 
 
-def _missing(backend: Backend, libraries: Mapping[str, str]) -> list[str]:
+def _missing(backend: Backend, libraries: Mapping[str, str], where: PythonEnvironment | None) -> list[str]:
     """Packages that moectl's runner of `backend` imports and that are not installed."""
     needed = RUNNERS[backend.runner].packages if backend.runner else ()
-    return [name for name in needed if name not in libraries and package_folder(name) is None]
+    return [name for name in needed if name not in libraries and package_folder(name, where) is None]
 
 
 def _status(

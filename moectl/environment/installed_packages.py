@@ -145,6 +145,15 @@ def distribution_version(distribution: str, module: str = "", where: PythonEnvir
     return _metadata_version(distribution, where) or (source_version(folder) if folder else "")
 
 
+def distribution_requirements(distribution: str, where: PythonEnvironment | None = None) -> tuple[str, ...]:
+    """The requirements in a distribution's metadata; empty without it."""
+    found = _distribution(distribution, where)
+    try:
+        return tuple(found.requires or ()) if found else ()
+    except (KeyError, ValueError):
+        return ()
+
+
 def _version(probe: Probe, module: str, folder: Path, where: PythonEnvironment | None) -> str:
     if "." in module:
         # A copy bundled with an engine has no metadata; the distribution's describes another copy.
@@ -154,12 +163,19 @@ def _version(probe: Probe, module: str, folder: Path, where: PythonEnvironment |
 
 
 def _metadata_version(distribution: str, where: PythonEnvironment | None) -> str:
-    path = sys.path if where is None else list(where.folders)
+    found = _distribution(distribution, where)
     try:
-        found = next(iter(importlib.metadata.distributions(name=distribution, path=path)), None)
         return (found.version if found else "") or ""
     except (KeyError, ValueError):
         return ""
+
+
+def _distribution(name: str, where: PythonEnvironment | None) -> importlib.metadata.Distribution | None:
+    path = sys.path if where is None else list(where.folders)
+    try:
+        return next(iter(importlib.metadata.distributions(name=name, path=path)), None)
+    except (KeyError, ValueError):
+        return None
 
 
 def source_version(folder: Path) -> str:

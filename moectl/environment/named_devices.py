@@ -96,6 +96,17 @@ def spellings(key: str) -> tuple[str, ...]:
     return (*row["aliases"], *row["names"])
 
 
+def nominal_memory(name: str) -> int:
+    """The gigabytes that a GPU is sold with, by any of its names; 0 if it is not in the table.
+
+    Example:
+        >>> nominal_memory("NVIDIA H200")
+        141
+    """
+    key = known_names().get(squeeze(name))
+    return int(_table()["gpus"][key]["memory_gib"]) if key else 0
+
+
 def _scaled(figure: float | None) -> float:
     """A figure in tera-units converted to units, rounded; 0 if unknown."""
     return float(round((figure or 0) * 1e12))

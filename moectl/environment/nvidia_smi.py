@@ -49,6 +49,14 @@ def driver_cuda() -> str:
     return match[1] if match else ""
 
 
+def topology() -> str:
+    """How GPUs are connected, as ``nvidia-smi topo -m`` prints it; empty if it is not installed.
+
+    NoAnswer if it does not end in time.
+    """
+    return (_nvidia_smi("topo", "-m") or ("", ""))[0]
+
+
 def _gpu(row: list[str], slices: Mapping[str, tuple[ListedSlice, ...]]) -> ListedGpu:
     index, uuid, name, mebibytes, capability, _, mig = row
     memory = int(mebibytes) << 20 if mebibytes.isdigit() else 0

@@ -29,11 +29,14 @@ class PythonEnvironment:
         name: the path that the user gave.
         folders: directories of its packages, in the order in which it searches them.
         programs: directory of its programs.
+        interpreter: path of its Python; `version`: its version as far as it is known without running it.
     """
 
     name: str
     folders: tuple[str, ...]
     programs: str
+    interpreter: str = ""
+    version: str = ""
 
 
 def python_environment(path: str | Path) -> PythonEnvironment:
@@ -64,7 +67,13 @@ def python_environment(path: str | Path) -> PythonEnvironment:
             f"--python {path}: no site-packages directory was found under {prefix}",
             hint="give the interpreter of the environment that has the engine",
         )
-    return PythonEnvironment(str(path), tuple(dict.fromkeys(_with_linked(own))), str(interpreter.parent))
+    return PythonEnvironment(
+        str(path),
+        tuple(dict.fromkeys(_with_linked(own))),
+        str(interpreter.parent),
+        str(interpreter),
+        settings.get("version") or settings.get("version_info") or _version(interpreter, settings),
+    )
 
 
 def _interpreter(given: Path) -> Path | None:

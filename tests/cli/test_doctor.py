@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from moectl.cli.doctor import against
+from moectl.cli.doctor import against, drawn
 from moectl.cli.env import HIDDEN, document_lines, environment_document, shown_value
+from moectl.cli.text_blocks import text_lines
 from moectl.doctor import examine
 from moectl.doctor.runnable_backends import BackendStatus
 from moectl.oracle.checks import Verdict
@@ -23,8 +24,10 @@ def quiet_environment(monkeypatch):
 
 def test_the_report_has_every_part():
     done = moectl("doctor", code=1, env={"VLLM_MXFP4_USE_MARLIN": "1"})
-    for part in ("problem", "machine", "backends of vllm-0.33.0", "backends of moectl", "compiled kernels"):
+    for part in ("problem", "machine", "backends of vllm-0.33.0 that run on", "backends of moectl that run"):
         assert part in done.stdout, part
+    assert "compiled kernels" not in done.stdout
+    assert "caches of compiled kernels" in moectl("doctor", "-v", code=1, env={"VLLM_QQ": "1"}).stdout
     assert "use --moe-backend marlin" in " ".join(done.stdout.split())
 
 
@@ -48,7 +51,7 @@ def test_markdown_and_verbose_are_longer():
     long = moectl("doctor", "--md", "-v", code=1, env={"VLLM_QQ": "1"}).stdout
     assert plain.startswith("## ")
     assert len(long) > len(plain)
-    assert "-v lists" not in long
+    assert "-v: every backend" in plain and "-v:" not in long
 
 
 def test_a_package_that_is_not_there_is_one_reason():
@@ -94,7 +97,9 @@ def test_neither_command_imports_torch():
 
 def test_the_block_can_be_pasted():
     text = moectl("env", env={"VLLM_USE_DEEP_GEMM": "0"}).stdout
-    assert text.startswith("```text\nversions: moectl ")
+    assert text.startswith("```text\nsoftware: moectl ")
+    for part in ("python: 3.", "torch: ", "system: ", "kernel ", "CPU: ", " of RAM", "GPU: none"):
+        assert part in text, part
     assert text.rstrip().endswith("```")
     assert "variable VLLM_USE_DEEP_GEMM=0" in text
 
@@ -138,4 +143,89 @@ def test_values_that_tell_too_much_are_hidden(name, value, shown):
 def test_a_wrong_folder_of_libraries_is_reported():
     done = moectl("doctor", code=1, env={"MOECTL_PEERS": "/no/such/folder"})
     assert "MOECTL_PEERS must name a folder with unpacked libraries, got '/no/such/folder'" in done.words
-    assert "compiled kernels" in done.stdout
+    assert "backends of moectl" in done.stdout
+
+
+H200 = "{0}, GPU-{0}{0}{0}{0}, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled"
+H100 = "{0}, GPU-{0}{0}{0}{0}, NVIDIA H100 80GB HBM3, 81559, 9.0, 580.95.05, Disabled"
+TOPOLOGY = "  GPU0 GPU1 GPU2\nGPU0 X NV18 SYS\nGPU1 NV18 X SYS\nGPU2 SYS SYS X"
+
+
+def test_a_box_of_gpus_is_described_in_two_lines(bench):
+    bench.gpus("\n".join([H200.format(0), H200.format(1), H100.format(2)]), topology=TOPOLOGY)
+    bench.file("etc/os-release", 'PRETTY_NAME="Ubuntu 24.04.3 LTS"')
+    bench.file(".dockerenv")
+    bench.package("sglang", "sglang", "0.5.23")
+    bench.package("triton_kernels", "triton-kernels", "1.0.0")
+    bench.file("triton_kernels/matmul_ogs.py")
+    report = examine(bench.env(HF_TOKEN="hf_aaaa"))
+    lines = list(document_lines(environment_document(report, bench.env(HF_TOKEN="hf_aaaa"), False)))
+    assert "GPU: 0-1: 2x NVIDIA H200, sm90, 140 GiB (sold as 141 GB)" in lines
+    assert "GPU: 2: NVIDIA H100 80GB HBM3, sm90, 79.6 GiB" in lines
+    (links,) = (line for line in lines if line.startswith("GPU links"))
+    assert links.startswith("GPU links: NV18 (18 NVLinks): 0-1; SYS")
+    assert any(
+        line.startswith("system: Ubuntu 24.04.3 LTS, kernel ") and "in Docker" in line for line in lines
+    )
+    assert "sglang 0.5.23" in lines[0] and "triton_kernels" in lines[0]
+    assert "driver: 580.95.05, supports CUDA up to 13.0" in lines
+    assert "hf_aaaa" not in "".join(lines)
+
+
+def shown(report, verbose=False):
+    return [line for line, _ in text_lines(drawn(report, verbose), 80)]
+
+
+def test_the_text_fits_a_terminal_with_problems_first(bench):
+    bench.gpus("\n".join(H200.format(i) for i in range(8)))
+    bench.package("torch", "torch", "2.13.0")
+    bench.package("triton", "triton", "3.6.0")
+    bench.file("torch/version.py", "cuda = None\n")
+    report = examine(bench.env())
+    lines = shown(report)
+    assert lines[0] == "1 problem" and max(map(len, lines)) <= 80 and len(lines) < 50
+    assert "  GPUs      8x NVIDIA H200, sm90, 140 GiB (sold as 141 GB)" in lines
+    head = next(line for line in lines if line.startswith("  backend "))
+    assert head.split() == ["backend", "bf16", "fp8", "int4", "int8", "mxfp4", "mxfp8", "nvfp4"]
+    marlin = next(line for line in lines if line.startswith("  marlin "))
+    assert marlin.split() == ["marlin", "-", "yes", "yes", "yes", "yes", "yes", "yes"]
+    torch = next(line for line in lines if line.startswith("  torch  ") and "yes" in line)
+    assert torch.split()[1:] == ["yes"] * 7
+    (wanting,) = (line.split() for line in lines if line.startswith("  marlin (moectl)"))
+    assert wanting[-3:] == ["not", "installed:", "vllm"]
+    assert max(map(len, shown(report, True))) <= 100 and len(shown(report, True)) > len(lines)
+
+
+def test_tones_tell_problems_from_notes(bench):
+    bench.gpus(H200.format(0))
+    blocks = dict(text_lines(drawn(examine(bench.env(CUDA_VISIBLE_DEVICES="7"))), 80))
+    assert blocks["1 problem"] == "wrong"
+    (problem,) = (tone for line, tone in blocks.items() if "asks for GPU '7'" in line)
+    assert problem == "wrong"
+    assert dict(text_lines(drawn(examine(bench.env())), 80))["no problems"] == "good"
+
+
+def test_a_core_install_is_told_what_works(bench):
+    text = " ".join(" ".join(shown(examine(bench.env()))).split())
+    assert text.startswith("no problems")
+    assert "torch is not installed: explain, list, compare, convert --dry-run and doctor work" in text
+    assert "fix pip install 'moectl[run]'" in text
+
+
+def test_another_environment_that_is_none_is_an_error():
+    done = moectl("doctor", "--python", "/no/such/python", code=2)
+    assert "--python /no/such/python: there is no such file or directory" in done.stderr
+
+
+def test_another_environment_is_looked_into(tmp_path):
+    site = tmp_path / "lib" / "python3.12" / "site-packages"
+    (site / "vllm").mkdir(parents=True)
+    (site / "vllm-0.29.0.dist-info").mkdir()
+    (site / "vllm-0.29.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.29.0\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").symlink_to(sys.executable)
+    (tmp_path / "pyvenv.cfg").write_text("version = 3.12.9\n")
+    document = moectl("doctor", "--json", "--python", str(tmp_path), code=1).document
+    assert document["software"]["environment"] == str(tmp_path)
+    assert document["engines"][0]["installed"] == "0.29.0"
+    assert "vLLM cannot run without it" in document["remarks"][0]["says"]

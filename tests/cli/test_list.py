@@ -1,8 +1,20 @@
 """`moectl list`: names of models and GPUs."""
 
-from moectl.checkpoint.source.catalogue import model_names
+import importlib
+import io
+
+import pytest
+from rich.console import Console
+
+from moectl.checkpoint.source.catalogue import SHORT_NAMES, built_in, model_names
+from moectl.checkpoint.source.named_layers import declared_layer, named_layer
+from moectl.cli.output import Output
+from moectl.cli.text_blocks import Table
 from moectl.environment.named_devices import find_device, gpu_names
 from support.invoking import moectl
+from support.sampling import every_nth
+
+list_command = importlib.import_module("moectl.cli.list")
 
 
 def test_models():
@@ -13,8 +25,10 @@ def test_models():
 
 
 def test_words_narrow_the_list():
+    named = [name for name in model_names() if "DeepSeek" in name and "NVFP4" in name]
     assert moectl("list", "models", "deepseek", "NVFP4", "-q").stdout.split() == [
-        name for name in model_names() if "DeepSeek" in name and "NVFP4" in name
+        "nvidia/DeepSeek-R1-0528-FP4",
+        *named,
     ]
     assert moectl("list", "models", "no such model").words == "0 models"
     assert moectl("list", "gpus", "sm103", "-q").stdout.split() == ["b300", "gb300"]
@@ -65,3 +79,61 @@ def test_backends_have_the_names_that_request_them():
         "deep_gemm",
         "batched_deep_gemm",
     }
+
+
+def on_terminal(topic, width, monkeypatch):
+    """The lines that a terminal of this width shows."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=width)
+
+    def table(*columns, **others):
+        return Table(columns, **others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(list_command, "table", table)
+        patch.setattr(Output, "draw", lambda self, draw: draw(console))
+        moectl("list", topic)
+    return stream.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("topic", [topic.value for topic in list_command.ListTopic])
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_word_is_broken_at_usual_widths(topic, width, monkeypatch):
+    lines = on_terminal(topic, width, monkeypatch)
+    assert max(map(len, lines)) <= width
+    shown = set(" ".join(lines).split())
+    assert {row["name"] for row in moectl("list", topic, "--json").document[topic]} <= shown
+    assert lines[0].startswith("name  ")
+
+
+def test_models_have_short_names_formats_and_parameters(monkeypatch):
+    rows = {row["name"]: row for row in moectl("list", "models", "--json").document["models"]}
+    kimi = rows["moonshotai/Kimi-K2-Thinking"]
+    assert (kimi["short_name"], kimi["format"], kimi["top_k"]) == ("kimi-k2", "int4 group 32", 8)
+    assert kimi["params"] == 3 * 7168 * 2048 * 384 * 60
+    assert rows["nvidia/DeepSeek-R1-0528-FP4"]["format"] == "nvfp4 group 16"
+    assert {row["short_name"] for row in rows.values()} - {None} == set(SHORT_NAMES)
+    words = moectl("list", "models", "kimi-k2").words
+    assert "moonshotai/Kimi-K2-Thinking (kimi-k2) | int4 group 32 | 1.01T" in words
+    assert moectl("list", "models", "nvfp4", "-q").stdout.count("\n") > 10
+
+
+@pytest.mark.parametrize("name", every_nth(model_names(), 8))
+def test_the_listed_format_is_that_of_the_layers(name):
+    problem, listed = named_layer(name)[1], declared_layer(built_in(name))
+    assert (listed.scheme.weight, listed.dims) == (problem.scheme.weight, problem.dims)
+    assert (listed.experts, listed.top_k) == (problem.experts, problem.top_k)
+
+
+def test_removed_variables_say_what_replaced_them():
+    words = moectl("list", "variables", "MXFP4_USE_MARLIN").words
+    assert "removed (Marlin for MXFP4 experts): use --moe-backend marlin" in words
+    assert "0 or 1" not in words
+
+
+def test_a_platform_covers_its_architectures():
+    rows = moectl("list", "backends", "--json").document["backends"]
+    triton = next(row for row in rows if (row["name"], row["engine"]) == ("triton", "vllm-0.33.0"))
+    assert triton["archs"] == "cuda, rocm, xpu"
+    own = {row["name"]: row["kernels"] for row in rows if row["engine"] == "moectl"}
+    assert own["humming"] == "Humming" and own["moectl"] == "moectl's own Triton kernels"

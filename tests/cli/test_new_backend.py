@@ -81,7 +81,7 @@ def status(libraries: dict[str, str]) -> BackendStatus:
 
 
 def test_doctor_knows_what_it_needs(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_torch(name: str) -> Path | None:
+    def without_torch(name: str, where: object = None) -> Path | None:
         return None if name == "torch" else installed_packages.package_folder(name)
 
     monkeypatch.setattr(runnable_backends, "package_folder", without_torch)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moectl.cli.output import Output, count, duration, size, table
+from moectl.cli.output import Output, count, duration, gib, size, table
 from moectl.errors import CheckpointError, Unavailable
 
 
@@ -31,6 +31,21 @@ def test_numbers_that_are_not_finite_are_null_in_json():
 )
 def test_size(nbytes, text):
     assert size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (143771 << 20, "140 GiB"),
+        (24 << 30, "24 GiB"),
+        (int(1.25 * 2**30), "1.25 GiB"),
+        (500 << 20, "500 MiB"),
+        (3 << 18, "768 KiB"),
+        (0, "0 KiB"),
+    ],
+)
+def test_memory_is_in_binary_units(nbytes, text):
+    assert gib(nbytes) == text
 
 
 def draw(console):

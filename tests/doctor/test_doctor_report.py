@@ -14,8 +14,9 @@ from moectl.capabilities.unpacked_libraries import find_peers
 from moectl.doctor import NOTE, PROBLEM, WARNING, DoctorReport, examine, kernel_caches
 from moectl.doctor.kernel_caches import JOB_BYTES, find_jobs
 from moectl.doctor.problems import remarks_on
-from moectl.doctor.software import torch_build, try_import
+from moectl.doctor.software import cuda_toolkit, torch_build, try_import
 from moectl.environment import Packages, nvidia
+from moectl.environment.python_environments import PythonEnvironment, python_environment
 
 H200 = "0, GPU-aaaa, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled"
 OLD = "1, GPU-bbbb, Tesla T4, 15360, 7.5, 580.95.05, [N/A]"
@@ -74,6 +75,82 @@ def test_a_machine_in_order_has_no_problems(bench) -> None:
     assert {"marlin", "triton"} <= runs
     assert "flashinfer_trtllm" not in runs
     assert json.dumps(report.to_json())
+
+
+def test_without_torch_and_engine_the_light_install_is_in_order(bench) -> None:
+    bench.gpus(H200)
+    report = examine(bench.env())
+    assert report.problems == ()
+    (remark,) = (remark for remark in report.remarks if remark.about == "torch")
+    assert remark.level == NOTE and remark.do == "pip install 'moectl[run]'"
+    assert "explain, list, compare" in remark.says
+    bench.package("vllm", "vllm", "0.33.0")
+    (problem,) = examine(bench.env()).problems
+    assert problem.says == "torch is not installed, and vLLM cannot run without it"
+
+
+def test_libraries_of_torch_are_told_with_what_it_was_built_with(bench) -> None:
+    sound(bench)
+    pins = ('nvidia-nccl-cu13==2.28.9; platform_system == "Linux"', "nvidia-cudnn-cu13==9.20.0", "sympy>=1")
+    bench.package("torch", "torch", "2.13.0", requires=(*pins, "nvidia-cublas==13.1.0"))
+    bench.package("a", "nvidia-nccl-cu13", "2.29.2")
+    bench.package("b", "nvidia-nccl-cu12", "2.20.0")
+    bench.package("c", "nvidia-cudnn-cu13", "9.20.0")
+    bench.package("d", "nvidia-cuda-runtime", "13.0.96")
+    assert examine(bench.env()).software.torch_libraries == {
+        "CUDA runtime": "13.0.96",
+        "cuBLAS": "not installed (torch was built with 13.1.0)",
+        "cuDNN": "9.20.0",
+        "NCCL": "2.29.2 (torch was built with 2.28.9)",
+    }
+
+
+def test_the_toolkit_has_the_version_that_nvcc_prints(bench) -> None:
+    assert cuda_toolkit() == ""
+    bench.file(
+        "cuda/bin/nvcc", "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n", program=True
+    )
+    assert examine(bench.env()).software.cuda_toolkit == "13.0.88"
+    bench.file("cuda/bin/nvcc", "no program", program=True)
+    assert cuda_toolkit() == ""
+
+
+def test_another_environment_is_examined(bench, tmp_path_factory) -> None:
+    bench.gpus(H200)
+    other = type(bench)(tmp_path_factory.mktemp("other") / "lib" / "python3.12" / "site-packages")
+    root = other.folder.parents[2]
+    (root / "bin").mkdir(parents=True)
+    (root / "bin" / "python").symlink_to(sys.executable)
+    (root / "pyvenv.cfg").write_text("version = 3.12.9\n")
+    other.package("vllm", "vllm", "0.29.0")
+    other.package("torch", "torch", "2.11.0")
+    other.package("triton", "triton", "3.6.0")
+    other.file("torch/version.py", "cuda = '13.0'\n")
+    where = python_environment(root)
+    report = examine(bench.env(), where=where)
+    software = report.software
+    assert (software.python, software.environment) == ("3.12.9", str(root))
+    assert software.libraries.items() >= {"vllm": "0.29.0", "torch": "2.11.0"}.items()
+    assert (software.torch_cuda, levels(report, "vllm")) == ("13.0", [WARNING])
+    assert own(report).items() >= {"torch": "", "moectl": ""}.items()
+    assert own(examine(bench.env()))["torch"] == "torch"
+    assert python_environment(root).interpreter == str(root / "bin" / "python")
+
+
+def test_a_deep_check_runs_the_other_environments_python(bench, tmp_path) -> None:
+    where = PythonEnvironment("other", (), "", str(bench.folder / "python"))
+    bench.file("python", '#!/bin/sh\necho "ModuleNotFoundError: $2" >&2; exit 1\n', program=True)
+    assert try_import("torch", where) == "ModuleNotFoundError: import torch"
+
+
+def test_links_of_several_gpus_and_the_host_are_in_the_report(bench) -> None:
+    sound(bench)
+    bench.file("etc/os-release", "PRETTY_NAME=Fedora\n")
+    topology = "  GPU0 GPU1\nGPU0 X NV18\nGPU1 NV18 X"
+    bench.gpus(f"{H200}\n{H200.replace('0, GPU-aaaa', '1, GPU-cccc')}", topology=topology)
+    document = examine(bench.env()).to_json()
+    assert document["links"] == {"0-1": "NV18"}
+    assert document["host"]["system"] == "Fedora"
 
 
 def test_what_this_process_imported_is_not_what_is_installed(bench, monkeypatch) -> None:

@@ -10,6 +10,7 @@ from moectl.environment import (
     detect_device,
     detect_gpus,
     gpu_clocks,
+    gpu_links,
     nvidia,
     nvidia_listing,
     nvidia_smi,
@@ -22,7 +23,7 @@ from moectl.environment.sysfs_gpus import amd_gpus, gfx_name, intel_gpus
 from moectl.errors import Unavailable
 
 REAL_PATH = list(sys.path)
-SOURCES = "".join(Path(str(module.__file__)).read_text() for module in (nvml, gpu_clocks))
+SOURCES = "".join(Path(str(module.__file__)).read_text() for module in (nvml, gpu_clocks, gpu_links))
 H100 = "0, GPU-aaaa, NVIDIA H100 80GB HBM3, 81559, 9.0, 580.95.05, {mig}"
 H200 = "\n1, GPU-bbbb, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled"
 SLICES = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa)

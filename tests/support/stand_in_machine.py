@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moectl.doctor import kernel_caches
-from moectl.environment import nvidia, sysfs_gpus
+from moectl.environment import host, nvidia, sysfs_gpus
 from moectl.environment.gpus import VISIBILITY
 from moectl.oracle.registry import known_packages
 
@@ -17,6 +17,8 @@ SMI = """#!{python}
 import sys
 if sys.argv[1:] == ["-L"]:
     print('''{listing}''')
+elif sys.argv[1:] == ["topo", "-m"]:
+    print('''{topology}''')
 elif len(sys.argv) > 1:
     print('''{rows}''')
 else:
@@ -115,6 +117,27 @@ def nvmlDeviceGetPowerUsage(gpu):
 
 def nvmlDeviceGetCurrentClocksThrottleReasons(gpu):
     return _value(gpu, "reasons")
+
+class _Address:
+    def __init__(self, bus):
+        self.busId = bus
+
+def nvmlDeviceGetPciInfo(gpu):
+    return _Address(_value(gpu, "bus"))
+
+def _link(gpu, number):
+    if number >= len(gpu.get("links", ())):
+        raise NVMLError("Invalid Argument")
+    return gpu["links"][number]
+
+def nvmlDeviceGetNvLinkState(gpu, number):
+    return int(_link(gpu, number) != "down")
+
+def nvmlDeviceGetNvLinkRemotePciInfo(gpu, number):
+    return _Address(_link(gpu, number))
+
+def nvmlDeviceGetTopologyCommonAncestor(one, other):
+    return 50 if one["node"] != other["node"] else 10
 '''
 
 
@@ -136,17 +159,20 @@ class Bench:
             path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return path
 
-    def package(self, module: str, distribution: str, version: str, text: str = "") -> None:
+    def package(
+        self, module: str, distribution: str, version: str, text: str = "", requires: tuple[str, ...] = ()
+    ) -> None:
         """Installs a package with metadata."""
         self.file(f"{module}/__init__.py", text)
+        needs = "".join(f"Requires-Dist: {name}\n" for name in requires)
         self.file(
             f"{distribution.replace('-', '_')}-{version}.dist-info/METADATA",
-            f"Name: {distribution}\nVersion: {version}\n",
+            f"Name: {distribution}\nVersion: {version}\n{needs}",
         )
 
-    def gpus(self, rows: str, listing: str = "", cuda: str = "13.0") -> None:
+    def gpus(self, rows: str, listing: str = "", cuda: str = "13.0", topology: str = "") -> None:
         """Installs an `nvidia-smi` that prints these rows."""
-        text = SMI.format(python=sys.executable, rows=rows, listing=listing, cuda=cuda)
+        text = SMI.format(python=sys.executable, rows=rows, listing=listing, cuda=cuda, topology=topology)
         self.file("nvidia-smi", text, program=True)
 
     def failing_gpus(self, words: str, status: int = 9, seconds: float = 0) -> None:
@@ -178,6 +204,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(nvidia, "DEVICE_FILES", tmp_path / "dev")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(host, "ROOT", tmp_path)
     monkeypatch.setattr(kernel_caches, "PROC", tmp_path / "proc")
     monkeypatch.setattr(kernel_caches, "CGROUP", tmp_path / "cgroup")
     for probe in known_packages().values():

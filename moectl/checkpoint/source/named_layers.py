@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...dtypes import DTYPE_BITS
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem, Routing
 from ...problem.published_layers import SCHEMES
+from ...problem.schemes import BF16
+from ..config.declared_layers import declared_layers
 from ..tensors.layer_groups import layer_groups
 from .catalogue import CatalogueEntry, built_in, short_name
 from .shards import separate_quantization
@@ -34,6 +37,21 @@ def named_layer(text: str) -> tuple[str, MoEProblem]:
             raise UsageError(f"no format is called {format!r}", hint=f"give one of {', '.join(SCHEMES)}")
         problem = replace(problem, scheme=SCHEMES[format])
     return short_name(entry.name), problem
+
+
+def declared_layer(entry: CatalogueEntry) -> MoEProblem:
+    """The layer of a built-in model by its config; by its tensors if only they tell that it is quantized.
+
+    Much faster than `named_layer` for models with many tensors.
+
+    Example:
+        >>> str(declared_layer(built_in("kimi-k2")).scheme.weight)
+        'int4 group 32'
+    """
+    quantization, file = separate_quantization(entry.documents)
+    problem = declared_layers(entry.config, quantization, file).group.problem
+    packed = any(DTYPE_BITS[schema.dtype] <= 8 for schema in entry.tensors)
+    return _published(entry) if packed and problem.scheme.weight == BF16 else problem
 
 
 def _published(entry: CatalogueEntry) -> MoEProblem:

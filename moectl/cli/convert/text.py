@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...problem.layer_ranges import ranges
 from ...problem.layouts import FOLDER_READERS
-from ..output import count, duration, size, table
+from ..output import count, duration, gib, size, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,7 +120,16 @@ def plan_document(plan: "ConversionPlan") -> dict[str, Any]:
 def draw_plans(plans: "Sequence[RankPlan]", rate: "ConversionRate", console: Any) -> None:
     """Prints the plans of all ranks: a table of their slices, then the first plan in detail."""
     if plans[0].plan.shard.ranks > 1:
-        plan_table = table("rank", "layers", "experts", "intermediate", "padded", "written", "disk needed")
+        plan_table = table(
+            "rank",
+            "layers",
+            "experts",
+            "intermediate",
+            "padded",
+            "written",
+            "disk needed",
+            optional=("padded", "written"),
+        )
         for item in plans:
             for group in item.worker_plan.groups:
                 first, last = group.experts
@@ -168,7 +177,7 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
         if plan.passthrough
         else "skipped",
         "disk needed": size(plan.disk_needed),
-        "peak memory": f"{size(plan.peak_memory)} above the program's own",
+        "peak memory": f"{gib(plan.peak_memory)} above the program's own",
         "time": f"about {duration(plan.bytes_in / rate.bytes_per_second)}, "
         f"at {size(rate.bytes_per_second)}/s as {'measured on this CPU' if rate.measured else 'assumed'}",
     }

@@ -16,6 +16,7 @@ from ...problem.layer_ranges import ranges
 from .. import text_blocks
 from ..output import Output
 from .command_line import ExplainCommand
+from .matrix_memory import memory_blocks
 from .matrix_text import matrix_blocks, matrix_lines, several_blocks, several_lines
 from .options import AnswerOptions
 from .sections import document, measured_blocks, sections
@@ -101,7 +102,8 @@ class AnswerOutput:
             self.show(document, several_blocks(matrices, width), several_lines(matrices))
         else:
             (matrix,) = matrices
-            self.show(document, matrix_blocks(matrix, width), matrix_lines(matrix))
+            blocks = [*matrix_blocks(matrix, width), *memory_blocks(matrix)]
+            self.show(document, blocks, matrix_lines(matrix))
         passed = all(matrix.clean if self.strict else matrix.usable for matrix in matrices)
         codes = [ExitCode.DONE if passed else ExitCode.FOUND, *(item.error.exit_code for item in unopened)]
         return max(codes)

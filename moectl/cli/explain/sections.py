@@ -262,9 +262,9 @@ def _measured(group: GroupExplanation) -> Iterator[Block]:
 
 def _facts(group: GroupExplanation) -> Iterator[Block]:
     yield Heading("what the layers are", 3)
-    yield TableBlock(
-        ("fact", "value", "source"),
-        tuple((fact, value, source_of(fact, group.sources)) for fact, value in group.facts.items()),
+    rows = ((fact, value, source_of(fact, group.sources)) for fact, value in group.facts.items())
+    yield LabelledValues(
+        tuple((fact, f"{value} ({source})" if source else value) for fact, value, source in rows)
     )
 
 

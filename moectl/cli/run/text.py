@@ -7,7 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ExitCode, MoectlError
-from ..output import count, duration, size, table
+from ..output import count, duration, gib, table
+from ..text_blocks import print_segments
+from ..text_layout import Segment, wrap
 
 if TYPE_CHECKING:
     from ...run import BackendOutcome, LayerRun
@@ -28,6 +30,9 @@ COLUMNS = (
     "peak",
     "median",
 )
+OPTIONAL = ("worst tokens", "peak", "prepare", "max", "cosine")
+"""Columns that a narrow terminal leaves out, the first of them first."""
+
 PAIRS = ("A", "B", "cosine", "rel L2", "max", "worst tokens")
 
 
@@ -176,11 +181,16 @@ def draw(head: Data, layers: Sequence[Data], console: Any, *, several: bool, com
         _draw_one(head, layers[0], console)
 
 
-def _print_rows(console: Any, rows: Mapping[str, str]) -> None:
+def _print_rows(console: Any, rows: Mapping[str, str], tone: str = "") -> None:
+    """Prints labels and values, wrapped on a terminal; `tone` is that of all."""
     width = max(9, *map(len, rows))
     for label, value in rows.items():
-        if value:
-            console.print(f"{label:<{width}} {value}", markup=False)
+        for line in wrap(value, console.width, f"{label:<{width}} ") if value else ():
+            print_segments([(line, tone)], console)
+
+
+def _print_check(console: Any, words: str, passed: bool) -> None:
+    _print_rows(console, {"check": words}, "good" if passed else "wrong")
 
 
 def _facts(head: Data, layer: Data) -> dict[str, str]:
@@ -211,12 +221,12 @@ def _draw_one(head: Data, layer: Data, console: Any) -> None:
         "prepare": duration(backend["prepare_seconds"]),
         "first": first_words(backend["first_seconds"], head["platform"]),
         "warm": warm_words(backend) if has_tokens else "",
-        "memory": f"{size(backend['weight_bytes'])} of weights, peak {size(backend['peak_bytes'])}",
+        "memory": f"{gib(backend['weight_bytes'])} of weights, peak {gib(backend['peak_bytes'])}",
     }
     _print_rows(console, rows)
     _draw_stress(layer, console)
     _draw_trouble(layer, console)
-    _print_rows(console, {"check": "passed" if layer["ok"] else "FAILED"})
+    _print_check(console, "passed" if layer["ok"] else "FAILED", layer["ok"])
 
 
 def first_words(seconds: float, platform: str) -> str:
@@ -233,21 +243,21 @@ def warm_words(backend: Data) -> str:
 
 def _draw_compared(head: Data, layer: Data, console: Any) -> None:
     _print_rows(console, _facts(head, layer))
-    results = table(*COLUMNS, right=COLUMNS[2:5])
+    results = table(*COLUMNS, right=COLUMNS[2:5], optional=OPTIONAL)
     for backend in layer["backends"]:
         results.add_row(*_cells(backend))
     console.print(results)
     if layer["pairs"]:
-        pairs = table(*PAIRS, right=PAIRS[2:5])
+        pairs = table(*PAIRS, right=PAIRS[2:5], optional=OPTIONAL[:1])
         for pair in layer["pairs"]:
             pairs.add_row(*pair["backends"], *_numbers(pair))
         console.print(pairs)
     for why in dict.fromkeys(layer["left_out"].values()):
         names = ", ".join(name for name, reason in layer["left_out"].items() if reason == why)
-        console.print(f"skipped   {names}: {why}", markup=False)
+        _print_rows(console, {"skipped": f"{names}: {why}"}, "dim")
     _draw_stress(layer, console)
     _draw_trouble(layer, console)
-    _print_rows(console, {"check": "passed" if layer["ok"] else "FAILED"})
+    _print_check(console, "passed" if layer["ok"] else "FAILED", layer["ok"])
 
 
 def _draw_layers(head: Data, layers: Sequence[Data], console: Any) -> None:
@@ -263,34 +273,42 @@ def _draw_layers(head: Data, layers: Sequence[Data], console: Any) -> None:
     }
     _print_rows(console, facts)
     stressed = any("stress" in backend for layer in layers for backend in layer["backends"])
-    results = table("layer", *COLUMNS, *(("stress",) if stressed else ()), right=("layer", *COLUMNS[2:5]))
+    results = table(
+        "layer",
+        *COLUMNS,
+        *(("stress",) if stressed else ()),
+        right=("layer", *COLUMNS[2:5]),
+        optional=OPTIONAL,
+    )
     for layer in layers:
         for backend in layer["backends"]:
             results.add_row(str(layer["layer"]), *_cells(backend), *((_passed(backend),) if stressed else ()))
         if layer["error"] is not None:
-            results.add_row(str(layer["layer"]), "-", "ERROR", *[""] * (len(COLUMNS) - 2))
+            results.add_row(str(layer["layer"]), "-", ("ERROR", "wrong"), *[""] * (len(COLUMNS) - 2))
     console.print(results)
     for layer in layers:
         _draw_trouble(layer, console, f"layer {layer['layer']}: ")
     furthest, wrong = worst(layers), sum(not layer["ok"] for layer in layers)
     worst_line = furthest and f"layer {furthest['layer']} on {furthest['backend']}, RMS {furthest['rms']:.3g}"
     failed = f"{wrong} of {count(len(layers), 'layer')} FAILED"
-    _print_rows(console, {"worst": worst_line or "", "check": failed if wrong else "passed"})
+    _print_rows(console, {"worst": worst_line or ""})
+    _print_check(console, failed if wrong else "passed", not wrong)
 
 
-def _cells(backend: Data) -> list[str]:
+def _cells(backend: Data) -> list[str | Segment]:
     """One backend's cells, in the order of `COLUMNS`."""
     if "check" not in backend:
-        word = "refused" if backend.get("refused") else "ERROR"
+        word = ("refused", "dim") if backend.get("refused") else ("ERROR", "wrong")
         return [backend["backend"], word, *["-"] * (len(COLUMNS) - 2)]
     verdict = (
         f"ok {backend['check']['rms']:.1e}"
         if backend["check"]["ok"]
         else f"FAILED {backend['check']['rms']:.1e}"
     )
-    times = (duration(backend["prepare_seconds"]), size(backend["weight_bytes"]), size(backend["peak_bytes"]))
+    times = (duration(backend["prepare_seconds"]), gib(backend["weight_bytes"]), gib(backend["peak_bytes"]))
     median = duration(backend["median_us"] * 1e-6) if backend["median_us"] else "-"
-    return [backend["backend"], "ERROR" if backend["error"] else verdict, *_numbers(backend), *times, median]
+    check = ("ERROR" if backend["error"] else verdict, "good" if backend["ok"] else "wrong")
+    return [backend["backend"], check, *_numbers(backend), *times, median]
 
 
 def _passed(backend: Data) -> str:
@@ -322,7 +340,8 @@ def _draw_stress(layer: Data, console: Any) -> None:
     cases = table("stress", "what", *(backend["backend"] for backend in stressed))
     for name, what in about.items():
         verdicts = [
-            next((_verdict(c) for c in backend["stress"] if c["case"] == name), "") for backend in stressed
+            next((_verdict(c) for c in backend["stress"] if c["case"] == name), ("", ""))
+            for backend in stressed
         ]
         cases.add_row(name, what, *verdicts)
     console.print(cases)
@@ -333,26 +352,27 @@ def _draw_stress(layer: Data, console: Any) -> None:
         if case["note"] and case["ok"] is not False
     ]
     for note in notes:
-        console.print(f"note      {note}", markup=False)
+        _print_rows(console, {"note": note}, "dim")
 
 
-def _verdict(case: Data) -> str:
+def _verdict(case: Data) -> Segment:
     if case["ok"] is None:
-        return "n/a"
+        return "n/a", "dim"
     if not case["ok"]:
-        return "FAILED"
-    return f"ok {case['check']['rms']:.1e}" if case["check"] else "ok"
+        return "FAILED", "wrong"
+    return f"ok {case['check']['rms']:.1e}" if case["check"] else "ok", ""
 
 
 def _draw_trouble(layer: Data, console: Any, start: str = "") -> None:
     """Errors and failed stress cases, each with its reason."""
-    if layer["error"] is not None:
-        console.print(f"{start}{layer['error']['what']}", markup=False)
+    troubles = [layer["error"]["what"]] if layer["error"] is not None else []
     for backend in layer["backends"]:
-        if backend["error"] is not None:
-            console.print(f"{start}{backend['error']['what']}", markup=False)
-        for case in backend.get("stress", ()):
-            if case["ok"] is False:
-                console.print(
-                    f"{start}{backend['backend']} failed {case['case']!r}: {case['note']}", markup=False
-                )
+        troubles += [backend["error"]["what"]] if backend["error"] is not None else []
+        troubles += [
+            f"{backend['backend']} failed {case['case']!r}: {case['note']}"
+            for case in backend.get("stress", ())
+            if case["ok"] is False
+        ]
+    for trouble in troubles:
+        for line in wrap(f"{start}{trouble}", console.width, rest="  "):
+            print_segments([(line, "wrong")], console)

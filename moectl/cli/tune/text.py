@@ -44,7 +44,7 @@ SEARCH = ("layer", "M", "us", "before", "gain", "tried", "rejected", "launch")
 def draw_search(tuning: Tuning, console: Any) -> None:
     """Prints a search's results as a table."""
     result = tuning.found
-    launches = table(*SEARCH, right=SEARCH[1:-1])
+    launches = table(*SEARCH, right=SEARCH[1:-1], optional=("rejected", "tried"))
     rows = [(case, row, "") for case, row in result.rows]
     rows += [(case, row, " (cached)") for case, row in result.kept]
     for case, row, state in sorted(rows, key=lambda item: (item[0].name, item[0].tokens)):

@@ -241,3 +241,15 @@ def test_times_say_what_they_are(tiny_gpt_oss):
     times = {"median_us": 2000.0, "fastest_us": 1000.0, "first_seconds": 0.001}
     assert warm_words(times) == "2 ms (median; fastest 1 ms; noisy: slower than the first call)"
     assert warm_words({**times, "first_seconds": 1.0}) == "2 ms (median; fastest 1 ms)"
+
+
+def test_passed_is_green_and_failed_is_red(tiny_gpt_oss, monkeypatch):
+    good, bad = "\x1b[1;32m", "\x1b[1;31m"
+    color = ("--color", "always")
+    shown = moectl("run", tiny_gpt_oss, *CPU, "--backend", "torch", *color).stdout
+    assert f"{good}check     passed" in shown and bad not in shown
+    memory = next(line for line in shown.splitlines() if line.startswith("memory"))
+    assert memory.count("iB") == 2
+    offer(monkeypatch, "louder", louder)
+    shown = moectl("run", tiny_gpt_oss, *CPU, "--backend", "louder,torch", *color, code=1).stdout
+    assert f"{bad}check     FAILED" in shown and good not in shown

@@ -6,11 +6,26 @@ from .policy import POLICY
 
 _COPY, _COPIES = "temporary copy", "temporary copies"
 
+KERNEL_NAMES: tuple[tuple[str, str], ...] = (
+    ("grouped_gemm", "moectl's own Triton kernels"),
+    ("marlin", "moectl's own Triton kernels, Marlin layout"),
+    ("moe_wna16_marlin_gemm", "Marlin"),
+    ("indexed", "Humming"),
+    ("matmul_ogs", "OpenAI triton_kernels"),
+    ("cutlass_fused_moe", "FlashInfer CUTLASS"),
+    ("ids and weights", "FlashInfer TRT-LLM"),
+    ("logits", "FlashInfer TRT-LLM, routing fused"),
+    ("emulation", "emulation: dequantized to 16 bits"),
+    ("torch", "PyTorch operations"),
+)
+"""What the field calls the kernels behind moectl's experts."""
+
 MOECTL = Engine(
     policy=POLICY,
     title="moectl",
     family="moectl",
     packages=KERNEL_PACKAGES,
+    kernel_names=KERNEL_NAMES,
     repacking=(
         ("moectl", Repacking(1, 1, f"{_COPY}: tiled")),
         ("marlin-int", Repacking(2, 2, f"{_COPIES}: transposed, packed")),
