@@ -95,7 +95,8 @@ class LayerGroup:
 class Checkpoint:
     """A checkpoint's config, checked tensor headers and MoE layer groups; no weights.
 
-    `folder` is None when the weights are not on this machine (config only, Hub, catalogue).
+    `folder` is None when the weights are not on this machine (config only, Hub, catalogue). `quantization` is
+    the parsed quantization config from the separate `quantization_file`, if there is one.
     """
 
     config: Mapping[str, Any]
@@ -103,6 +104,8 @@ class Checkpoint:
     groups: tuple[LayerGroup, ...]
     origin: Origin
     folder: Path | None = None
+    quantization: Mapping[str, Any] | None = None
+    quantization_file: str = ""
 
     def __repr__(self) -> str:
         lines = [f"Checkpoint({self.origin.name} ({self.origin.kind}), {len(self.tensors)} tensors)"]

@@ -20,6 +20,7 @@ from ..oracle.selection_inputs import SelectionInputs
 from ..problem.layer_ranges import ranges
 from ..problem.model_shape import ModelShape, pipeline_stages
 from ..problem.moe_problem import MoEProblem, Parallel
+from ..problem.other_weights import OtherWeights
 from .assumptions import assume
 from .deployment import StepTimes, WeightMemory, memory_of, roofline_of
 from .fallback import Fallback, fallback_of
@@ -135,7 +136,7 @@ def stage_bytes(groups: Iterable[GroupExplanation]) -> int:
 class Explanation:
     """Every layer group of a checkpoint under one policy on one device.
 
-    `other_weights`: bytes of the model's weights that are no routed experts, None if they are not listed.
+    `other_weights`: the model's weights that are no routed experts, None if they are not known.
     """
 
     origin: Origin
@@ -144,14 +145,15 @@ class Explanation:
     parallel: Parallel
     policy: str
     groups: tuple[GroupExplanation, ...]
-    other_weights: int | None = None
+    other_weights: OtherWeights | None = None
 
     @property
     def memory(self) -> RankMemory:
         """Memory of one GPU: experts, other weights, and what remains at the engine's default."""
         share = engine_named(self.policy).memory_share
         layers = tuple((count, group.decision) for count, group in largest_stage(self.groups))
-        return rank_memory(layers, self.other_weights, self.device, share)
+        stage = max(map(len, stages_of(self.groups)), default=0)
+        return rank_memory(layers, self.other_weights, stage, self.device, share)
 
     def __repr__(self) -> str:
         dp = f" DP {self.parallel.dp}" if self.parallel.dp > 1 else ""
@@ -203,7 +205,8 @@ class Explanation:
             "expert_bytes": self.expert_bytes,
             "loading_bytes": self.loading_bytes,
             "fits": self.fits,
-            "other_weight_bytes": self.other_weights,
+            "other_weight_bytes": self.other_weights.total if self.other_weights else None,
+            "other_weights": to_json(self.other_weights),
             "memory": self.memory.to_json(),
             "groups": [group.to_json() for group in self.groups],
         }

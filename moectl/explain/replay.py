@@ -12,9 +12,11 @@ from typing import Any
 from .. import READABLE_SCHEMAS, SCHEMA_VERSION
 from ..checkpoint.checkpoint import Origin
 from ..errors import UsageError
+from ..files.records import from_json
 from ..oracle.registry import policy_named
 from ..oracle.selection_inputs import SelectionInputs, replay_inputs
 from ..problem.moe_problem import Dims
+from ..problem.other_weights import OtherWeights
 from ..problem.schemes import FULL
 from .assumed_machines import AssumedMachine
 from .decision_matrix import DecisionMatrix, MatrixCell
@@ -139,15 +141,19 @@ def replay(document: Mapping[str, Any]) -> Explanation:
     )
 
 
-def _other_weights(document: Mapping[str, Any]) -> int | None:
-    """The recorded bytes of other weights; None in documents without them."""
-    value = document.get("other_weight_bytes")
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
-    raise UsageError(
-        f"the document's 'other_weight_bytes' must be a number of bytes or null, got {value!r}",
-        hint="make it again with moectl explain CKPT --json",
-    )
+def _other_weights(document: Mapping[str, Any]) -> OtherWeights | None:
+    """The recorded other weights; None in documents without them."""
+    value = document.get("other_weights")
+    if value is None:
+        return None
+    found = from_json(OtherWeights, value, "other_weights", UsageError)
+    sizes = (found.sharded, found.kv, found.replicated, found.first, found.last)
+    if min(found.layers, found.kv_heads, *sizes) < 0:
+        raise UsageError(
+            "the document's 'other_weights' must be numbers from 0",
+            hint="make it again with moectl explain CKPT --json",
+        )
+    return found
 
 
 def requested_gpu(document: Mapping[str, Any]) -> str:

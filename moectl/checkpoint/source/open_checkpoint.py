@@ -88,7 +88,15 @@ def open_checkpoint(
         quantization_file=quantization_file,
         assumptions=assumptions,
     )
-    return Checkpoint(source.config, source.tensors or {}, groups, source.origin, source.folder)
+    return Checkpoint(
+        source.config,
+        source.tensors or {},
+        groups,
+        source.origin,
+        source.folder,
+        quantization,
+        quantization_file,
+    )
 
 
 @dataclass(frozen=True)

@@ -203,3 +203,14 @@ def test_a_document_of_another_version_is_refused(written):
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema_version": 3}))
     for options in (["--replay", path], [GPT, "--gpu", "h200", "--offline", "--diff", path]):
         assert "schema version 3, this moectl reads 1 or 2" in moectl("explain", *options, code=2).stderr
+
+
+@pytest.mark.parametrize("value", [{"source": "config"}, [], 7, {"sharded": -1}])
+def test_other_weights_of_a_document_are_checked(written, value):
+    path = written(GPT, "--gpu", "h200")
+    found = json.loads(path.read_text())
+    good = found["other_weights"]
+    found["other_weights"] = good | value if isinstance(value, dict) and "sharded" in value else value
+    path.write_text(json.dumps(found))
+    done = moectl("explain", "--replay", path, code=2)
+    assert "other_weights" in done.stderr
