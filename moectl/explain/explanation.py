@@ -18,7 +18,7 @@ from ..oracle.registry import engine_named, policy_named
 from ..oracle.select import decide
 from ..oracle.selection_inputs import SelectionInputs
 from ..problem.layer_ranges import ranges
-from ..problem.model_shape import ModelShape, pipeline_stages
+from ..problem.model_shape import ModelShape
 from ..problem.moe_problem import MoEProblem, Parallel
 from ..problem.other_weights import OtherWeights
 from .assumptions import assume
@@ -99,7 +99,7 @@ class GroupExplanation:
 
 
 def stages_of(groups: Iterable[GroupExplanation]) -> tuple[range, ...]:
-    """The layers of each pipeline stage; a single stage without pipeline parallelism.
+    """The layers of each pipeline stage, as the engine divides them; a single one without parallelism.
 
     If the config does not tell the number of layers, the last MoE layer is taken for the last.
     Raises UsageError for more stages than layers.
@@ -109,7 +109,8 @@ def stages_of(groups: Iterable[GroupExplanation]) -> tuple[range, ...]:
         return ()
     inputs = groups[0].decision.inputs
     layers = max(inputs.model.layers, 1 + max(layer for group in groups for layer in group.layers))
-    sizes = pipeline_stages(layers, inputs.problem.parallel.pp)
+    engine = engine_named(inputs.policy)
+    sizes = engine.stages(layers, inputs.problem.parallel.pp, inputs.packages.env)
     return tuple(range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
 
 
@@ -201,7 +202,7 @@ class Explanation:
             "parallel": to_json(self.parallel),
             "policy": self.policy,
             "usable": self.usable,
-            "stages": [[stage[0], stage[-1]] for stage in stages_of(self.groups)],
+            "stages": [[stage[0], stage[-1]] if stage else [] for stage in stages_of(self.groups)],
             "expert_bytes": self.expert_bytes,
             "loading_bytes": self.loading_bytes,
             "fits": self.fits,
@@ -270,7 +271,7 @@ class Question:
         Raises UsageError when the experts or the layers cannot be distributed as `parallel` requires.
         """
         if model.layers:
-            pipeline_stages(model.layers, self.parallel.pp)
+            engine_named(self.policy.name).stages(model.layers, self.parallel.pp, packages.env)
         share = assume(problem, self.assumptions).on(self.parallel)
         measured = self.known(device, share, packages).measured
         return SelectionInputs(

@@ -9,9 +9,10 @@ from typing import Any
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.config.other_weights import estimated_weights
 from ..environment import Device
-from ..errors import UsageError
+from ..errors import NoBackend, UsageError
 from ..files.tensor_table import TensorTable
 from ..oracle.decision import Decision
+from ..oracle.select import decide
 from ..problem.moe_problem import Parallel
 from ..problem.other_weights import OtherWeights, sum_weights
 
@@ -109,8 +110,8 @@ def rank_memory(
     """The memory of one GPU under decisions for numbers of identical layers of its pipeline stage.
 
     `others` are the other weights of the whole model, `stage` the number of decoder layers of the pipeline
-    stage, `fraction` the share of the GPU that the engine uses.
-    A tensor-parallel size that does not divide the attention heads is not offered.
+    stage, `fraction` the share of the GPU that the engine uses. A tensor-parallel size that the engine
+    refuses is not offered.
     """
     parallel = layers[0][1].problem.parallel
     usable = int(device.memory_bytes * fraction) if device.memory_bytes else None
@@ -120,15 +121,14 @@ def rank_memory(
         return others.on_rank(tp, stage, parallel.pp > 1) if others else 0
 
     smallest = None
-    heads = layers[0][1].inputs.model.attention_heads
     for tp in TENSOR_PARALLEL if usable is not None else ():
-        if heads % tp:
-            continue
+        there = replace(parallel, tp=tp)
         try:
-            weights = sum(count * _padded(decision, replace(parallel, tp=tp)) for count, decision in layers)
+            weights = sum(count * _padded(decision, there) for count, decision in layers)
         except UsageError:
             continue
-        if weights + share(tp) < (usable or 0):
+        fits = weights + share(tp) < (usable or 0)
+        if fits and all(_accepted(decision, there) for _, decision in layers):
             smallest = tp
             break
     return RankMemory(
@@ -139,6 +139,17 @@ def rank_memory(
         smallest,
         others.source if others else "",
     )
+
+
+def _accepted(decision: Decision, parallel: Parallel) -> bool:
+    """False when the engine refuses `parallel` for layers for which it has a backend as they are."""
+    if parallel == decision.problem.parallel or not decision.usable:
+        return decision.inputs.model.attention_heads % parallel.tp == 0
+    inputs = decision.inputs
+    try:
+        return decide(replace(inputs, problem=inputs.problem.on(parallel))).usable
+    except NoBackend:
+        return False
 
 
 def _padded(decision: Decision, parallel: Parallel) -> int:

@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointError
+from ...problem.model_shape import BlockedMatrix
 from ...problem.other_weights import OtherWeights, sum_weights
 from ...problem.schemes import BF16, WeightFormat
 from .declared_layers import DeclaredLayers, declared_layers
@@ -150,6 +151,35 @@ def estimated_weights(
         return None
 
 
+def blocked_matrices(
+    config: Mapping[str, Any], quantization: Mapping[str, Any] | None = None, file: str = ""
+) -> tuple[BlockedMatrix, ...]:
+    """FP8 matrices with blocks outside the experts that are sharded alone; empty where they cannot be told.
+
+    One of each name and size, in the order of the layers. Projections that engines merge with others, such as
+    gate and up, are left out, as are replicated ones. Arguments are as in `estimated_weights`.
+    """
+    try:
+        found = dict[tuple[str, int], BlockedMatrix]()
+        for name, matrix, weight in _Model(config, declared_layers(config, quantization, file)).formatted():
+            leaf = matrix.module.rpartition(".")[2]
+            if weight.name != "fp8" or min(weight.block) <= 1 or leaf not in (*_BY_COLUMNS, *_BY_ROWS):
+                continue
+            rows = leaf in _BY_ROWS
+            size = matrix.rows if rows else matrix.columns
+            item = BlockedMatrix(name, size, weight.block[0 if rows else 1], rows)
+            found.setdefault((matrix.module, size), item)
+        return tuple(found.values())
+    except (_Unknown, CheckpointError):
+        return ()
+
+
+_BY_COLUMNS = ("o_proj", "out_proj", "down_proj")
+"""Matrices whose input features are sharded."""
+_BY_ROWS = ("q_b_proj", "kv_b_proj")
+"""Matrices whose output features are sharded, each for itself."""
+
+
 class _Model:
     """The matrices outside the experts of one model, and their formats."""
 
@@ -165,13 +195,19 @@ class _Model:
             raise _Unknown("vision_config")
 
     def weights(self) -> OtherWeights:
-        formats = _Formats(self.declared)
         heads = self.sizes(*KV_HEADS, default=self.sizes(*HEADS))
-        found = []
+        found = (
+            (f"{name}.weight", weight.nbytes(matrix.rows, matrix.columns))
+            for name, matrix, weight in self.formatted()
+        )
+        return sum_weights(found, self.declared.layers, heads, "config")
+
+    def formatted(self) -> Iterator[tuple[str, _Matrix, WeightFormat]]:
+        """Every matrix with its name, from the layer's number on, and its format."""
+        formats = _Formats(self.declared)
         for prefix, matrix in self._matrices():
             weight = formats.of(prefix, matrix.module) if matrix.quantizable else BF16
-            found.append((f"{prefix}{matrix.module}.weight", weight.nbytes(matrix.rows, matrix.columns)))
-        return sum_weights(found, self.declared.layers, heads, "config")
+            yield f"{prefix}{matrix.module}", matrix, weight
 
     def _matrices(self) -> Iterator[tuple[str, _Matrix]]:
         """Every matrix, after the prefix of its layer (``layers.N.``), which is empty outside the layers."""
