@@ -416,3 +416,17 @@ def test_why_not_asks_the_same():
         explain(*asked, "--why-not", "flashinfer_trtllm").stdout
         == explain(*asked, "--why", "flashinfer_trtllm").stdout
     )
+
+
+@pytest.mark.parametrize("option", ["--moe-backend", "--why"])
+@pytest.mark.parametrize(
+    ("policy", "typed", "says"),
+    [
+        ("moectl", "triton", "moectl's own backend is called moectl, and an engine's triton is another"),
+        ("moectl", "flashinfer-b12x", "backend 'flashinfer-b12x' is vLLM's, not moectl's"),
+        ("vllm", "moectl_marlin", "backend 'moectl_marlin' is moectl's, not vLLM's"),
+    ],
+)
+def test_another_engines_backend_is_told_from_an_unknown_one(option, policy, typed, says):
+    done = explain(GPT, "--gpu", "h200", "--policy", policy, option, typed, code=2)
+    assert says in " ".join(done.stderr.split())

@@ -2,6 +2,7 @@
 
 from ....capabilities.kernel_packages import KERNEL_PACKAGES
 from ...engine import Engine, Repacking
+from .kernel_names import KERNEL_NAMES
 from .policy import POLICY
 
 _COPY, _COPIES = "temporary copy", "temporary copies"
@@ -11,6 +12,7 @@ MOECTL = Engine(
     title="moectl",
     family="moectl",
     packages=KERNEL_PACKAGES,
+    kernel_names=KERNEL_NAMES,
     repacking=(
         ("moectl", Repacking(1, 1, f"{_COPY}: tiled")),
         ("marlin-int", Repacking(2, 2, f"{_COPIES}: transposed, packed")),
