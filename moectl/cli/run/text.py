@@ -89,6 +89,7 @@ def _outcome_data(outcome: BackendOutcome) -> Data:
             "fastest_us": result.fastest_us,
             "weight_bytes": result.weight_bytes,
             "peak_bytes": result.peak_bytes,
+            "beyond_static_scales": result.beyond or None,
         }
     return data | ({"stress": [_case_data(case) for case in outcome.stress]} if outcome.stress else {})
 
@@ -344,13 +345,24 @@ def _verdict(case: Data) -> str:
     return f"ok {case['check']['rms']:.1e}" if case["check"] else "ok"
 
 
+def _beyond(backend: Data) -> str:
+    """What static scales cannot hold, and what to run instead."""
+    return (
+        f"{backend['backend']}: the checkpoint's static activation scales do not fit these inputs: "
+        f"{backend['beyond_static_scales']}. Give activations of the model itself with --input FILE, or run "
+        "a backend with 16-bit activations, such as --backend torch."
+    )
+
+
 def _draw_trouble(layer: Data, console: Any, start: str = "") -> None:
-    """Errors and failed stress cases, each with its reason."""
+    """Errors, inputs that static scales cannot hold, and failed stress cases, each with its reason."""
     if layer["error"] is not None:
         console.print(f"{start}{layer['error']['what']}", markup=False)
     for backend in layer["backends"]:
         if backend["error"] is not None:
             console.print(f"{start}{backend['error']['what']}", markup=False)
+        if backend.get("beyond_static_scales"):
+            console.print(f"{start}{_beyond(backend)}", markup=False)
         for case in backend.get("stress", ()):
             if case["ok"] is False:
                 console.print(
