@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..files.tensor_table import TensorInfo
 from ..problem.layer_ranges import ranges
-from ..problem.model_shape import ModelShape
+from ..problem.model_shape import BlockedMatrix, ModelShape
 from ..problem.moe_problem import MoEProblem
 from .config.model_shape import model_shape
 from .tensors.storage import Storage
@@ -95,7 +95,9 @@ class LayerGroup:
 class Checkpoint:
     """A checkpoint's config, checked tensor headers and MoE layer groups; no weights.
 
-    `folder` is None when the weights are not on this machine (config only, Hub, catalogue).
+    `folder` is None when the weights are not on this machine (config only, Hub, catalogue). `quantization` is
+    the parsed quantization config from the separate `quantization_file`, if there is one; `blocked` are the
+    matrices of that name in `model`.
     """
 
     config: Mapping[str, Any]
@@ -103,6 +105,9 @@ class Checkpoint:
     groups: tuple[LayerGroup, ...]
     origin: Origin
     folder: Path | None = None
+    quantization: Mapping[str, Any] | None = None
+    quantization_file: str = ""
+    blocked: tuple[BlockedMatrix, ...] = ()
 
     def __repr__(self) -> str:
         lines = [f"Checkpoint({self.origin.name} ({self.origin.kind}), {len(self.tensors)} tensors)"]
@@ -116,7 +121,7 @@ class Checkpoint:
     @property
     def model(self) -> ModelShape:
         """Sizes of the model outside its experts."""
-        return model_shape(self.config)
+        return replace(model_shape(self.config), blocked=self.blocked)
 
     def group_of(self, layer: int | None) -> LayerGroup:
         """The group with `layer`; the first group for None. KeyError when no group has it."""

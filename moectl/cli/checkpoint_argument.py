@@ -1,7 +1,8 @@
-"""Arguments that `run` and `bench` share: CKPT, layers, backends, device. Imports no torch."""
+"""Arguments that commands share: CKPT, layers, backends, device. Imports no torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..cache.backend_times import current_name
 from ..errors import CheckpointError, UsageError
@@ -9,6 +10,9 @@ from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
 from ..problem.layer_ranges import ranges
 from ..run.run_plan import POLICY
 from .options import ParsedOption, option, pick, split_names
+
+if TYPE_CHECKING:
+    from ..oracle.policy import Policy
 
 DEVICES = ("cpu", "cuda")
 DEVICE = ParsedOption(
@@ -66,17 +70,31 @@ def backend_names(text: str | None) -> list[str]:
 
     if text is None or text == "all":
         return []
-    names = policy_named(POLICY).request_names()
-    return [_backend_name(name, names) for name in split_names(text, "--backend")]
+    policy = policy_named(POLICY)
+    return [pick_backend(name, policy) for name in split_names(text, "--backend")]
 
 
-def _backend_name(name: str, names: Iterable[str]) -> str:
-    key = name.lower().replace("-", "_")
-    if (own := current_name(key)) != key:
+def pick_backend(name: str, policy: "Policy") -> str:
+    """`name` as `policy` spells a backend that can be requested.
+
+    Raises UsageError for any other, which says whose name it is if another engine has it.
+    """
+    from ..oracle.registry import engine_named, newest_engines
+
+    engine, key = engine_named(policy.name), name.lower().replace("-", "_")
+    names = policy.request_names()
+    if engine.family == POLICY and (own := current_name(key)) != key:
         raise UsageError(
             f"backend {name!r} is not known: moectl's own backend is called {own}, and an engine's triton is "
             "another kernel",
             hint=f"give {own}, or triton_kernels for OpenAI's library",
+        )
+    theirs = [it for it in newest_engines() if it is not engine and key in it.policy.request_names()]
+    if theirs and key not in names:
+        raise UsageError(
+            f"backend {name!r} is {theirs[0].title}'s, not {engine.title}'s",
+            reason=f"Known are {', '.join(names)}.",
+            hint=f"choose one of these, or --policy {theirs[0].family}",
         )
     return pick(name, names, "backend")
 

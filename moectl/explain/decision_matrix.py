@@ -11,15 +11,15 @@ from typing import Any
 from ..cache.backend_times import MeasuredTimes
 from ..checkpoint.checkpoint import Checkpoint, LayerGroup, Origin
 from ..errors import MoectlError, NoBackend, UsageError
-from ..oracle.registry import engine_named
 from ..oracle.selection_inputs import SelectionInputs
 from ..problem.model_shape import UNKNOWN_MODEL, ModelShape
 from ..problem.moe_problem import MoEProblem, Parallel
+from ..problem.other_weights import OtherWeights
 from .answer_rows import answer_row
 from .assumed_machines import AssumedMachine
 from .assumptions import assume
-from .explanation import GroupExplanation, Question, checkpoint_json, explained, largest_stage
-from .rank_memory import RankMemory, other_weights, rank_memory
+from .explanation import GroupExplanation, Question, checkpoint_json, explained, memory_with
+from .rank_memory import RankMemory, other_weights
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class MatrixCell:
 class DecisionMatrix:
     """Cells of a checkpoint by layer group, machine and deployment, in this order.
 
-    `other_weights`: bytes of the model's weights that are no routed experts, None if they are not listed.
+    `other_weights`: the model's weights that are no routed experts, None if they are not known.
     """
 
     origin: Origin
@@ -69,7 +69,7 @@ class DecisionMatrix:
     machines: tuple[AssumedMachine, ...]
     parallels: tuple[Parallel, ...]
     cells: tuple[MatrixCell, ...]
-    other_weights: int | None = None
+    other_weights: OtherWeights | None = None
 
     @property
     def usable(self) -> bool:
@@ -89,15 +89,13 @@ class DecisionMatrix:
     @cached_property
     def memories(self) -> tuple[RankMemory | None, ...]:
         """Memory of one GPU for each machine and deployment, None if some layer group is refused."""
-        share = engine_named(self.question.policy.name).memory_share
-        return tuple(self._memory(self.cells[i :: self.columns], share) for i in range(self.columns))
+        return tuple(self._memory(self.cells[i :: self.columns]) for i in range(self.columns))
 
-    def _memory(self, cells: Sequence[MatrixCell], share: float) -> RankMemory | None:
+    def _memory(self, cells: Sequence[MatrixCell]) -> RankMemory | None:
         answers = [cell.answer for cell in cells if cell.answer]
         if len(answers) < len(cells):
             return None
-        layers = tuple((count, group.decision) for count, group in largest_stage(answers))
-        return rank_memory(layers, self.other_weights, cells[0].machine.device, share)
+        return memory_with(answers, self.other_weights, self.question.policy.name, cells[0].machine.device)
 
     def rows(self) -> list[dict[str, Any]]:
         """A row of plain data for each cell."""

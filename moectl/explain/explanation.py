@@ -18,8 +18,9 @@ from ..oracle.registry import engine_named, policy_named
 from ..oracle.select import decide
 from ..oracle.selection_inputs import SelectionInputs
 from ..problem.layer_ranges import ranges
-from ..problem.model_shape import ModelShape, pipeline_stages
+from ..problem.model_shape import ModelShape
 from ..problem.moe_problem import MoEProblem, Parallel
+from ..problem.other_weights import OtherWeights
 from .answer_rows import answer_row
 from .assumptions import assume
 from .deployment import StepTimes, WeightMemory, memory_of, roofline_of
@@ -99,7 +100,7 @@ class GroupExplanation:
 
 
 def stages_of(groups: Iterable[GroupExplanation]) -> tuple[range, ...]:
-    """The layers of each pipeline stage; a single stage without pipeline parallelism.
+    """The layers of each pipeline stage, as the engine divides them; a single one without parallelism.
 
     If the config does not tell the number of layers, the last MoE layer is taken for the last.
     Raises UsageError for more stages than layers.
@@ -109,7 +110,8 @@ def stages_of(groups: Iterable[GroupExplanation]) -> tuple[range, ...]:
         return ()
     inputs = groups[0].decision.inputs
     layers = max(inputs.model.layers, 1 + max(layer for group in groups for layer in group.layers))
-    sizes = pipeline_stages(layers, inputs.problem.parallel.pp)
+    engine = engine_named(inputs.policy)
+    sizes = engine.stages(layers, inputs.problem.parallel.pp, inputs.packages.env)
     return tuple(range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
 
 
@@ -132,11 +134,20 @@ def stage_bytes(groups: Iterable[GroupExplanation]) -> int:
     return sum(count * group.memory.padded for count, group in largest_stage(groups))
 
 
+def memory_with(
+    groups: Sequence[GroupExplanation], others: OtherWeights | None, policy: str, device: Device
+) -> RankMemory:
+    """Memory of one GPU with all layer groups of a model and its other weights."""
+    layers = tuple((count, group.decision) for count, group in largest_stage(groups))
+    stage = max(map(len, stages_of(groups)), default=0)
+    return rank_memory(layers, others, stage, device, engine_named(policy).memory_share)
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Every layer group of a checkpoint under one policy on one device.
 
-    `other_weights`: bytes of the model's weights that are no routed experts, None if they are not listed.
+    `other_weights`: the model's weights that are no routed experts, None if they are not known.
     """
 
     origin: Origin
@@ -145,14 +156,12 @@ class Explanation:
     parallel: Parallel
     policy: str
     groups: tuple[GroupExplanation, ...]
-    other_weights: int | None = None
+    other_weights: OtherWeights | None = None
 
     @property
     def memory(self) -> RankMemory:
         """Memory of one GPU: experts, other weights, and what remains at the engine's default."""
-        share = engine_named(self.policy).memory_share
-        layers = tuple((count, group.decision) for count, group in largest_stage(self.groups))
-        return rank_memory(layers, self.other_weights, self.device, share)
+        return memory_with(self.groups, self.other_weights, self.policy, self.device)
 
     def __repr__(self) -> str:
         dp = f" DP {self.parallel.dp}" if self.parallel.dp > 1 else ""
@@ -202,7 +211,7 @@ class Explanation:
             "device": to_json(self.device),
             "packages": {"versions": dict(self.packages.versions), "env": dict(self.packages.env)},
             "parallel": to_json(self.parallel),
-            "stages": [[stage[0], stage[-1]] for stage in stages_of(self.groups)],
+            "stages": [[stage[0], stage[-1]] if stage else [] for stage in stages_of(self.groups)],
             "expert_bytes": self.expert_bytes,
             "loading_bytes": self.loading_bytes,
             "fits": self.fits,
@@ -211,15 +220,15 @@ class Explanation:
         }
 
 
-def checkpoint_json(origin: Origin, other_weights: int | None) -> dict[str, Any]:
-    """Where a checkpoint was found, and the bytes of its weights that are no routed experts."""
+def checkpoint_json(origin: Origin, others: OtherWeights | None) -> dict[str, Any]:
+    """Where a checkpoint was found, and its weights that are no routed experts."""
     return {
         "name": origin.name,
         "source": origin.kind,
         "revision": origin.revision,
         "path": str(origin.path) if origin.path else None,
         "note": origin.note,
-        "other_weight_bytes": other_weights,
+        "other_weights": to_json(others),
     }
 
 
@@ -281,7 +290,7 @@ class Question:
         Raises UsageError when the experts or the layers cannot be distributed as `parallel` requires.
         """
         if model.layers:
-            pipeline_stages(model.layers, self.parallel.pp)
+            engine_named(self.policy.name).stages(model.layers, self.parallel.pp, packages.env)
         share = assume(problem, self.assumptions).on(self.parallel)
         measured = self.known(device, share, packages).measured
         return SelectionInputs(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.config.other_weights import estimated_weights
 from ..environment import Device
-from ..errors import UsageError
+from ..errors import NoBackend, UsageError
 from ..files.tensor_table import TensorTable
 from ..oracle.decision import Decision
+from ..oracle.select import decide
 from ..problem.moe_problem import Parallel
+from ..problem.other_weights import OtherWeights, sum_weights
 
 TENSOR_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
 """Tensor-parallel sizes among which the smallest that fits is looked for."""
@@ -24,11 +28,10 @@ class RankMemory:
         device: memory of the GPU.
         usable: the engine's default share of it, for weights, KV cache and activations.
         experts: expert weights, padded as the chosen backends need.
-        others: all other weights in the checkpoint's headers, divided by the tensor-parallel size and the
-            number of pipeline stages: engines
-            shard attention, embeddings and shared experts; norms and routers, which they replicate, are
-            small. None when the headers list the experts' layers alone.
+        others: all other weights, as `OtherWeights.on_rank` distributes them; None when neither headers nor
+            config tell them.
         smallest_tp: smallest tensor-parallel size at which the weights leave room; None when none does.
+        source: how `others` are known, as `OtherWeights.source`; empty when they are not.
     """
 
     device: int | None
@@ -36,6 +39,7 @@ class RankMemory:
     experts: int
     others: int | None
     smallest_tp: int | None
+    source: str = ""
 
     @property
     def weights(self) -> int:
@@ -59,55 +63,93 @@ class RankMemory:
             "usable_bytes": self.usable,
             "expert_bytes": self.experts,
             "other_bytes": self.others,
+            "other_source": self.source or None,
             "left_bytes": self.left,
             "smallest_tp": self.smallest_tp,
         }
 
 
-def other_weights(checkpoint: Checkpoint) -> int | None:
-    """Bytes of all tensors that are no routed experts; None when the headers do not list them.
+def other_weights(checkpoint: Checkpoint) -> OtherWeights | None:
+    """All weights that are no routed experts: from the headers, else computed from the config.
 
-    A built-in model lists its MoE layers only, a config.json alone no tensor.
+    A built-in model lists the tensors of its MoE layers only. None when the config does not tell them.
     """
-    if checkpoint.origin.kind == "catalogue" or not checkpoint.tensors:
-        return None
-    tensors = checkpoint.tensors
-    if isinstance(tensors, TensorTable):
-        total = sum(tensors.ends) - sum(tensors.starts)
-    else:
-        total = sum(info.nbytes for info in tensors.values())
-    experts = sum(
-        group.problem.expert_bytes() * group.problem.experts * len(group.layers)
+    model, tensors = checkpoint.model, checkpoint.tensors
+    if checkpoint.origin.kind == "catalogue" or not tensors:
+        stored = {group.problem.scheme.weight.name for group in checkpoint.groups}
+        return estimated_weights(
+            checkpoint.config, checkpoint.quantization, checkpoint.quantization_file, stored
+        )
+    layers = model.layers or 1 + max(layer for group in checkpoint.groups for layer in group.layers)
+    experts = {
+        template.format(layer=layer, expert=expert)
         for group in checkpoint.groups
-    )
-    return max(0, total - experts)
+        for template in group.names.experts.values()
+        if "experts." not in template
+        for layer in group.layers
+        for expert in range(group.problem.experts if "{expert}" in template else 1)
+    }
+    if isinstance(tensors, TensorTable):
+        ends = zip(tensors.starts, tensors.ends, strict=True)
+        sizes: Iterable[tuple[str, int]] = zip(
+            tensors.names, (end - start for start, end in ends), strict=True
+        )
+    else:
+        sizes = ((name, info.nbytes) for name, info in tensors.items())
+    others = ((name, size) for name, size in sizes if ".experts." not in name and name not in experts)
+    return sum_weights(others, layers, model.kv_heads, "headers")
 
 
 def rank_memory(
-    layers: tuple[tuple[int, Decision], ...], others: int | None, device: Device, fraction: float
+    layers: tuple[tuple[int, Decision], ...],
+    others: OtherWeights | None,
+    stage: int,
+    device: Device,
+    fraction: float,
 ) -> RankMemory:
     """The memory of one GPU under decisions for numbers of identical layers of its pipeline stage.
 
-    `others` are the other weights of the whole model, `fraction` the share of the GPU that the engine uses.
-    A tensor-parallel size that does not divide the attention heads is not offered.
+    `others` are the other weights of the whole model, `stage` the number of decoder layers of the pipeline
+    stage, `fraction` the share of the GPU that the engine uses. A tensor-parallel size that the engine
+    refuses is not offered.
     """
     parallel = layers[0][1].problem.parallel
     usable = int(device.memory_bytes * fraction) if device.memory_bytes else None
     experts = sum(count * _padded(decision, parallel) for count, decision in layers)
+
+    def share(tp: int) -> int:
+        return others.on_rank(tp, stage, parallel.pp > 1) if others else 0
+
     smallest = None
-    heads = layers[0][1].inputs.model.attention_heads
     for tp in TENSOR_PARALLEL if usable is not None else ():
-        if heads % tp:
-            continue
+        there = replace(parallel, tp=tp)
         try:
-            weights = sum(count * _padded(decision, replace(parallel, tp=tp)) for count, decision in layers)
+            weights = sum(count * _padded(decision, there) for count, decision in layers)
         except UsageError:
             continue
-        if weights + (others or 0) // (tp * parallel.pp) < (usable or 0):
+        fits = weights + share(tp) < (usable or 0)
+        if fits and all(_accepted(decision, there) for _, decision in layers):
             smallest = tp
             break
-    share = None if others is None else others // (parallel.tp * parallel.pp)
-    return RankMemory(device.memory_bytes or None, usable, experts, share, smallest)
+    return RankMemory(
+        device.memory_bytes or None,
+        usable,
+        experts,
+        share(parallel.tp) if others else None,
+        smallest,
+        others.source if others else "",
+    )
+
+
+def _accepted(decision: Decision, parallel: Parallel) -> bool:
+    """False when the engine refuses `parallel` for layers for which it has a backend as they are."""
+    if parallel == decision.problem.parallel or not decision.usable:
+        return decision.inputs.model.attention_heads % parallel.tp == 0
+    inputs = decision.inputs
+    try:
+        return decide(replace(inputs, problem=inputs.problem.on(parallel))).usable
+    except NoBackend:
+        return False
 
 
 def _padded(decision: Decision, parallel: Parallel) -> int:

@@ -12,9 +12,11 @@ from typing import Any
 from .. import READABLE_SCHEMAS, SCHEMA_VERSION
 from ..checkpoint.checkpoint import Origin
 from ..errors import UsageError
+from ..files.records import from_json, to_json
 from ..oracle.registry import policy_named
 from ..oracle.selection_inputs import SelectionInputs, replay_inputs
 from ..problem.moe_problem import Dims
+from ..problem.other_weights import OtherWeights
 from ..problem.schemes import FULL
 from .assumed_machines import AssumedMachine
 from .decision_matrix import DecisionMatrix, MatrixCell
@@ -72,8 +74,8 @@ def _layers(document: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def _checkpoints(document: Mapping[str, Any]) -> dict[str, tuple[Origin, int | None]]:
-    """The checkpoints by name, each with the bytes of its other weights.
+def _checkpoints(document: Mapping[str, Any]) -> dict[str, tuple[Origin, OtherWeights | None]]:
+    """The checkpoints by name, each with its other weights.
 
     Older documents have one, with those bytes beside it, if at all.
     """
@@ -99,15 +101,24 @@ def _origin(entry: Mapping[str, Any]) -> Origin:
     )
 
 
-def _other_weights(entry: Mapping[str, Any]) -> int | None:
-    """The recorded bytes of other weights; None in documents without them."""
-    value = entry.get("other_weight_bytes")
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
-    raise UsageError(
-        f"the document's 'other_weight_bytes' must be a number of bytes or null, got {value!r}",
-        hint="make it again with moectl explain CKPT --json",
-    )
+def _other_weights(entry: Mapping[str, Any]) -> OtherWeights | None:
+    """The recorded other weights of a checkpoint; None if they are not known.
+
+    Older documents have their bytes alone, which are then taken for evenly sharded.
+    """
+    value, size = entry.get("other_weights"), entry.get("other_weight_bytes")
+    if value is None and isinstance(size, int) and not isinstance(size, bool):
+        value = to_json(OtherWeights("headers", 1, 0, first=size))
+    if value is None:
+        return None
+    found = from_json(OtherWeights, value, "other_weights", UsageError)
+    sizes = (found.sharded, found.kv, found.replicated, found.first, found.last)
+    if min(found.layers, found.kv_heads, *sizes) < 0:
+        raise UsageError(
+            "the document's 'other_weights' must be numbers from 0",
+            hint="make it again with moectl explain CKPT --json",
+        )
+    return found
 
 
 def _inputs(decision: Mapping[str, Any]) -> SelectionInputs:

@@ -245,11 +245,3 @@ def in_tiles(scales: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(scales, (0, full[1] - columns, 0, full[0] - rows))
     tiles = padded.reshape(math.prod(lead), down, 4, 32, across, TILE_COLUMNS).permute(0, 1, 4, 3, 2, 5)
     return tiles.reshape(*lead, *full)
-
-
-def from_tiles(tiles: Tensor, rows: int, columns: int) -> Tensor:
-    """``[..., rows, columns]`` scales: the inverse of `in_tiles`."""
-    *lead, down, across = tiles.shape
-    blocks = tiles.reshape(math.prod(lead), down // TILE_ROWS, across // TILE_COLUMNS, 32, 4, TILE_COLUMNS)
-    padded = blocks.permute(0, 1, 4, 3, 2, 5).reshape(*lead, down, across)
-    return padded[..., :rows, :columns].contiguous()

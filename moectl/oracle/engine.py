@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..environment.package_probes import Probe
 from ..environment.variables import VariableFinding, judge_variables
+from ..problem.model_shape import pipeline_stages, stated_stages
 from ..problem.schemes import WeightFormat
 from .backend import PackageNeed
 from .policy import Policy
@@ -120,6 +121,8 @@ class Engine:
         kernel_names: by prefix of an experts class, first match: what the field calls its kernels.
         memory_share: the share of a GPU's memory that it uses by default, for weights and all else;
             `memory_option` changes it.
+        stages_variable: the environment variable with the number of layers of each pipeline stage, as a
+            comma-separated list; empty if it has none.
         recordings: how decisions recorded from it are read.
     """
 
@@ -140,6 +143,7 @@ class Engine:
     kernel_names: tuple[tuple[str, str], ...] = ()
     memory_share: float = 1.0
     memory_option: str = ""
+    stages_variable: str = ""
     recordings: Recordings | None = None
 
     @property
@@ -177,6 +181,17 @@ class Engine:
     def kernel_name(self, experts: str) -> str:
         """What the field calls the kernels of an experts class; empty if the class says it itself."""
         return next((name for prefix, name in self.kernel_names if experts.startswith(prefix)), "")
+
+    def stages(self, layers: int, stages: int, env: Mapping[str, str]) -> tuple[int, ...]:
+        """Layers of each of the pipeline `stages`: as `stages_variable` in `env` says, else equal shares.
+
+        A list for another number of layers or stages is not followed; whether the engine refuses it is for
+        its deployment checks to say. Raises UsageError for more equal stages than layers.
+        """
+        stated = stated_stages(env[self.stages_variable]) if self.stages_variable in env else None
+        if stated is not None and len(stated) == stages and sum(stated) == layers and min(stated) >= 0:
+            return stated
+        return pipeline_stages(layers, stages)
 
     def repacked(self, layout: str) -> Repacking:
         """How `layout` is made after loading; without a layout, weights are used as loaded."""

@@ -3,8 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import UsageError
+
+
+class BlockedMatrix(NamedTuple):
+    """A block-quantized matrix outside the experts, whose sharded axis must keep to whole blocks.
+
+    Attributes:
+        module: its name from the layer's number on, such as ``layers.0.mlp.down_proj``.
+        size: its sharded axis; `block`: the block's edge along it.
+        rows: True for output features, False for input features.
+    """
+
+    module: str
+    size: int
+    block: int
+    rows: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """True for a matrix of shared experts."""
+        return ".shared_expert" in self.module
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +39,7 @@ class ModelShape:
         vocabulary: entries of the embedding.
         layers: decoder layers, without those for multi-token prediction.
         architecture: the first of `architectures` in config.json.
+        blocked: block-quantized FP8 matrices outside the experts that engines shard, one for each kind.
     """
 
     attention_heads: int = 0
@@ -25,6 +47,7 @@ class ModelShape:
     vocabulary: int = 0
     layers: int = 0
     architecture: str = ""
+    blocked: tuple[BlockedMatrix, ...] = ()
 
 
 UNKNOWN_MODEL = ModelShape()
@@ -47,3 +70,16 @@ def pipeline_stages(layers: int, stages: int) -> tuple[int, ...]:
         )
     share, rest = divmod(layers, stages)
     return tuple(share + (stages - 1 - rest <= stage < stages - 1) for stage in range(stages))
+
+
+def stated_stages(text: str) -> tuple[int, ...] | None:
+    """The layers of each pipeline stage in a comma-separated list of integers; None if it is none.
+
+    Example:
+        >>> stated_stages("31,30"), stated_stages("31;30")
+        ((31, 30), None)
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        return None

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from ..errors import UsageError
-from .schemes import FULL, Scheme
+from .schemes import Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,12 +254,4 @@ class MoEProblem:
         return self._matrix_bytes(rows, hidden), self._matrix_bytes(hidden, inter)
 
     def _matrix_bytes(self, n: int, k: int) -> int:
-        weight = self.scheme.weight
-        total = n * k * weight.bits // 8 + (2 * n if self.bias else 0)
-        if weight.block != (0, 0):
-            rows, columns = (full if b == FULL else b for b, full in zip(weight.block, (n, k), strict=True))
-            scales = math.ceil(n / rows) * math.ceil(k / columns)
-            total += scales * weight.number.scale_bytes
-            if weight.zero_point:
-                total += scales * weight.bits // 8
-        return total
+        return self.scheme.weight.nbytes(n, k) + (2 * n if self.bias else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from .number_formats import NUMBER_FORMATS, NumberFormat, number_format
@@ -40,6 +41,22 @@ class WeightFormat:
     def group(self) -> int:
         """Weights along the reduction axis that share a scale; `FULL` for the whole axis."""
         return self.block[1]
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix `[rows, columns]` with its scales and zero points.
+
+        Scales are counted with the number format's default dtype, whatever the checkpoint's is.
+        """
+        total = rows * columns * self.bits // 8
+        if self.block != (0, 0):
+            high, wide = (
+                full if b == FULL else b for b, full in zip(self.block, (rows, columns), strict=True)
+            )
+            scales = math.ceil(rows / high) * math.ceil(columns / wide)
+            total += scales * self.number.scale_bytes
+            if self.zero_point:
+                total += scales * self.bits // 8
+        return total
 
     def __str__(self) -> str:
         rows, columns = self.block

@@ -18,6 +18,7 @@ from ..layer.experts import ExpertLayer
 from .backend_failures import guarded
 from .result_difference import ResultDifference, difference
 from .run_machine import RunMachine
+from .static_scales import beyond_static_scales, quantizes_activations
 from .workload import Workload, expected_of, workload_of
 
 
@@ -36,6 +37,8 @@ class RunResult:
         median_us, fastest_us: median and shortest time of repeated calls, warm; 0 without tokens.
         weight_bytes: size of the prepared weights.
         peak_bytes: peak device memory on CUDA; the process's peak memory on a CPU.
+        beyond: of a result that is out of the tolerance, why the checkpoint's static activation scales cannot
+            hold these inputs; empty when they can, or the backend does not use them.
     """
 
     backend: str
@@ -51,6 +54,7 @@ class RunResult:
     fastest_us: float
     weight_bytes: int
     peak_bytes: int
+    beyond: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,13 +111,16 @@ def measure(
                 capturable=kernel.capturable,
             )
             median, fastest = timing.median_us, timing.fastest_us
+    accumulation = kernel.runner.accumulation
+    verdict = check(y, expected, tolerance_for(layer.problem, accumulation))
+    quantized = not verdict.ok and quantizes_activations(accumulation)
     return RunResult(
         prepared.backend,
         prepared.layout,
         prepared.relaid,
         workload,
         y,
-        check(y, expected, tolerance_for(layer.problem, kernel.runner.accumulation)),
+        verdict,
         difference(y, expected),
         ready.seconds,
         first,
@@ -121,6 +128,7 @@ def measure(
         fastest,
         prepared.nbytes,
         _peak_memory(machine.torch),
+        beyond_static_scales(layer, workload.inputs, machine.torch) if quantized else "",
     )
 
 

@@ -57,7 +57,12 @@ def _beyond(values: Tensor, scale: float, layer: ExpertLayer) -> str:
     number = layer.problem.scheme.act.number
     largest, rms = float(values.abs().max()), float(values.square().mean().sqrt())
     if scale and largest > number.input_largest * scale:
-        return f"reach {largest:.3g}, and its static scale holds up to {number.input_largest * scale:.3g}"
+        limit = number.input_largest * scale
+        clipped = int((values.abs() > limit).sum())
+        return (
+            f"reach {largest:.3g}, and its static scale holds up to {limit:.3g}: "
+            f"{clipped} of {values.numel()} values clip"
+        )
     if scale and 0 < rms < number.input_smallest * scale:
         smallest = number.input_smallest * scale
         return f"have an RMS of {rms:.3g}, and its static scale resolves those from {smallest:.3g} on"

@@ -20,10 +20,13 @@ import torch
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.execute.convert import convert
 from moectl.convert.layouts.registry import layout_for
-from moectl.convert.onepass.executors import warm_up
+from moectl.convert.onepass.compose import compose
+from moectl.convert.onepass.executors import load
 from moectl.convert.plan.kernel_layout_plan import plan_conversion
+from moectl.convert.steps.transforms import Rearrange, Xor
 from moectl.convert.worker_partition import parse_partition
 from moectl.errors import MoectlError
+from moectl.files.tensor_table import TensorType
 
 
 def resident_bytes() -> int:
@@ -47,7 +50,12 @@ def peak_bytes() -> int:
 def warm() -> None:
     """Compiles and allocates what the first conversion of a process does once."""
     torch.ones(64, 64).matmul(torch.ones(64, 64))
-    warm_up()
+    run = load("cpu")[0]
+    for step in (Rearrange("e n k -> e k n"), Xor(1)):
+        program = compose((step,), TensorType("U8", (1, 16, 16)))
+        if run is not None and program is not None:
+            t = torch.zeros((1, 16, 16), dtype=torch.uint8)
+            run(program, t, torch.empty_like(t))
 
 
 def main(options: dict[str, Any]) -> int:

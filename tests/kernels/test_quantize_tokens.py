@@ -8,7 +8,7 @@ import torch
 from moectl.convert.codecs import codec_for
 from moectl.convert.layouts.trtllm import TILES_128X4
 from moectl.errors import NoBackend, UsageError
-from moectl.kernels.quantize_tokens import dequantize, from_tiles, in_tiles, quantize
+from moectl.kernels.quantize_tokens import dequantize, in_tiles, quantize
 from moectl.problem.schemes import (
     FP8_CHANNEL,
     FULL,
@@ -19,6 +19,7 @@ from moectl.problem.schemes import (
     ActFormat,
     WeightFormat,
 )
+from support.scale_tiles import from_tiles
 
 BY_TOKEN, BY_BLOCK = ActFormat("fp8", 8, (1, FULL)), ActFormat("fp8", 8, (1, 128))
 STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)

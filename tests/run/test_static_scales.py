@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from moectl.checkpoint import open_checkpoint
@@ -21,6 +22,7 @@ from moectl.run.static_scales import beyond_static_scales, quantizes_activations
 from moectl.run.stress import CaseResult, stress
 from moectl.run.stress_cases import CASES
 from moectl.synth import synthesize
+from support.invoking import moectl
 
 CPU = torch.device("cpu")
 MODELS = {
@@ -92,3 +94,26 @@ def test_what_is_within_the_limits_is_within_the_tolerance(layers, name: str) ->
             y = ready.kernel.run(*case.workload.at(ready.prepared))
             assert check(y, case.expected, tolerance_for(layer.problem, RUNNER.accumulation)).ok, power
     assert held[0] is False and held[-1] is False and held[6] is True
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_that_fails_for_clipped_inputs_says_so(layers, name: str, tmp_path: Path) -> None:
+    layer, source = layers[name], tmp_path / "x.safetensors"
+    x = torch.randn(8, layer.problem.dims.hidden, generator=torch.Generator().manual_seed(1))
+    save_file({"x": (x * 4096).to(torch.bfloat16)}, source)
+    result = run_layer(layer, "emulation", this_machine("cpu"), source=source)
+    assert not result.check.ok and "values clip" in result.beyond
+    assert "static scale holds up to" in result.beyond
+    assert run_layer(layer, "emulation", this_machine("cpu"), tokens=8).beyond == ""
+    assert run_layer(layer, "torch", this_machine("cpu"), source=source).beyond == ""
+
+
+def test_the_command_names_the_cause_and_what_to_do(tmp_path: Path) -> None:
+    folder, source = tmp_path / "model", tmp_path / "x.safetensors"
+    synthesize(MODELS["nvfp4"], folder, layers=1, experts=8, hidden=256, intermediate=256, top_k=4)
+    save_file({"x": torch.full((4, 256), 4096.0, dtype=torch.bfloat16)}, source)
+    done = moectl(
+        "run", folder, "--input", source, "--backend", "emulation", "--device", "cpu", "--offline", code=1
+    )
+    assert "static activation scales do not fit these inputs" in done.words
+    assert "values clip" in done.words and "--input FILE" in done.words

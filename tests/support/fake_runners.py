@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from moectl.kernels.prepared_layer import PreparedMoE
-from moectl.kernels.quantize_tokens import QuantizedTokens, dequantize, from_tiles
+from moectl.kernels.quantize_tokens import QuantizedTokens, dequantize
 from moectl.kernels.reference import route
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import Runner
 from moectl.problem.schemes import MXFP8_ACT, NVFP4_ACT, ActFormat
+from support.scale_tiles import from_tiles
 
 FP8_BLOCKS = ActFormat("fp8", 8, (1, 128))
 FP8_STATIC = ActFormat("fp8", 8, (-1, -1), dynamic=False)

@@ -39,6 +39,7 @@ class DeclaredLayers:
         shared_widths: intermediate sizes that all shared experts together may have.
         quantization_source: the key path or file that holds the quantization config.
         notes: what the config leaves open or states in an unusual way.
+        quantization: the quantization config; None without one.
     """
 
     group: LayerGroup
@@ -50,6 +51,7 @@ class DeclaredLayers:
     shared_widths: tuple[int, ...] = ()
     quantization_source: str = ""
     notes: tuple[str, ...] = ()
+    quantization: Mapping[str, Any] | None = None
 
     def problem_of(
         self, layer: int, modules: Iterable[str] | None = None
@@ -169,6 +171,7 @@ def declared_layers(
         widths,
         source,
         tuple(notes),
+        quantization_config,
     )
 
 

@@ -34,7 +34,7 @@ _IGNORE_KEYS = (
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d{1,5})\.")
 _NAME = re.compile(r"[\w.]+", re.ASCII)
 
-_PREFIXES = (
+MODULE_PREFIXES = (
     "model.layers",
     "language_model.model.layers",
     "model.language_model.layers",
@@ -44,6 +44,8 @@ _PREFIXES = (
     "transformer.blocks",
     "layers",
 )
+"""What precedes a layer's number in the names of its modules."""
+
 _LEAVES = (
     ("0.gate_proj", "0.w1", "gate_up_proj", "gate_proj"),
     ("0.up_proj", "0.w3", "gate_up_proj", "up_proj"),
@@ -355,7 +357,7 @@ def expert_modules(blocks: Sequence[str], layer: int, gated: bool = True) -> Seq
 
     `blocks` are the modules of a layer that hold the experts. Without `gated` there are only up and down.
     """
-    prefixes = [f"{prefix}.{layer}." for prefix in _PREFIXES]
+    prefixes = [f"{prefix}.{layer}." for prefix in MODULE_PREFIXES]
     stems = tuple(prefix + block for prefix in prefixes for block in blocks)
 
     def role(index: int) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from ...errors import CheckpointError, MoectlError, Unavailable
 from ...files.strict_json import shown
 from ...files.tensor_table import TensorInfo
 from ..checkpoint import Checkpoint, Origin
+from ..config.other_weights import blocked_matrices
 from ..config.user_assumptions import UserAssumptions
 from ..tensors.layer_groups import layer_groups
 from .catalogue import CatalogueEntry, find_entry, near_names, suggestion
@@ -88,7 +89,17 @@ def open_checkpoint(
         quantization_file=quantization_file,
         assumptions=assumptions,
     )
-    return Checkpoint(source.config, source.tensors or {}, groups, source.origin, source.folder)
+    in_blocks = any(group.problem.scheme.weight.name == "fp8" for group in groups)
+    return Checkpoint(
+        source.config,
+        source.tensors or {},
+        groups,
+        source.origin,
+        source.folder,
+        quantization,
+        quantization_file,
+        blocked_matrices(source.config, quantization, quantization_file) if in_blocks else (),
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from ...errors import ExitCode, MoectlError, UsageError
-from ..options import framed, pick, typed_options
+from ..checkpoint_argument import pick_backend
+from ..options import framed, typed_options
 from ..output import Output
 from .options import MOST_CELLS, AnswerOptions, DecisionOptions, ExplainedCheckpoints
 
@@ -74,7 +75,7 @@ def answered(
     policy, others = options.policies()
     parallels = options.parallels(policy)
     question = options.question(policy, parallels[0], others, measured=answer.measured is not False)
-    backend = answer.why and pick(answer.why, policy.request_names(), "backend")
+    backend = answer.why and pick_backend(answer.why, policy)
     machines = options.machines()
     cells = len(names) * len(machines) * len(parallels)
     if cells > 1 and (answer.why or answer.diff):
@@ -184,7 +185,7 @@ def replayed(path: Path, answer: AnswerOptions, answers: "AnswerOutput") -> Exit
         machine = AssumedMachine(first.device, first.packages, first.device.name, "installed", True)
         switches = tuple(first.packages.env.items())
         command = ExplainCommand(explanation.origin.name, machine, question, switches)
-        return answers.why(explanation, command, pick(answer.why, policy.request_names(), "backend"))
+        return answers.why(explanation, command, pick_backend(answer.why, policy))
     if answer.diff:
         return answers.diff(explanation, answer.diff)
     return answers.explanation(explanation, requested_gpu(document))

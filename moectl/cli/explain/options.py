@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...errors import UsageError
+from ..checkpoint_argument import pick_backend
 from ..options import ActivationOption, Offline, RoutingOption, option, pick, split_names
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class DecisionOptions:
         from ...explain.explanation import Question
         from ...explain.measured_evidence import cached, nothing
 
-        name = self.backend and pick(self.backend, policy.request_names(), "backend")
+        name = self.backend and pick_backend(self.backend, policy)
         assumptions = pairs(self.assume or [], "--assume", "act=mxfp8")
         requested = None if name in (None, "", "auto") else name
         return Question(

@@ -107,7 +107,8 @@ def _stages(explanation: Explanation) -> str:
     """The layers of each pipeline stage; empty without pipeline parallelism."""
     if explanation.parallel.pp == 1:
         return ""
-    return ", ".join(f"layers {ranges(tuple(stage))}" for stage in stages_of(explanation.groups))
+    stages = stages_of(explanation.groups)
+    return ", ".join(f"layers {ranges(tuple(stage))}" if stage else "no layers" for stage in stages)
 
 
 def _loading(explanation: Explanation) -> str:

@@ -132,7 +132,8 @@ def memory_words(memory: RankMemory, tp: int, option: str) -> str:
     """Weights of one GPU against its memory, what remains, and the smallest TP that fits."""
     text = f"experts {gib(memory.experts)}"
     if memory.others is not None:
-        text += f" + other weights {gib(memory.others)}"
+        estimated = " (estimated from config)" if memory.source == "config" else ""
+        text += f" + other weights {gib(memory.others)}{estimated}"
     unlisted = " (other weights are not listed here)" if memory.others is None else ""
     if memory.device is None or memory.usable is None or memory.left is None:
         return f"{text} per GPU{unlisted}"

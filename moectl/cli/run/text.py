@@ -94,6 +94,7 @@ def _outcome_data(outcome: BackendOutcome) -> Data:
             "fastest_us": result.fastest_us,
             "weight_bytes": result.weight_bytes,
             "peak_bytes": result.peak_bytes,
+            "beyond_static_scales": result.beyond or None,
         }
     return data | ({"stress": [_case_data(case) for case in outcome.stress]} if outcome.stress else {})
 
@@ -363,11 +364,21 @@ def _verdict(case: Data) -> Segment:
     return f"ok {case['check']['rms']:.1e}" if case["check"] else "ok", ""
 
 
+def _beyond(backend: Data) -> str:
+    """What static scales cannot hold, and what to run instead."""
+    return (
+        f"{backend['backend']}: the checkpoint's static activation scales do not fit these inputs: "
+        f"{backend['beyond_static_scales']}. Give activations of the model itself with --input FILE, or run "
+        "a backend with 16-bit activations, such as --backend torch."
+    )
+
+
 def _draw_trouble(layer: Data, console: Any, start: str = "") -> None:
-    """Errors and failed stress cases, each with its reason."""
+    """Errors, inputs that static scales cannot hold, and failed stress cases, each with its reason."""
     troubles = [layer["error"]["what"]] if layer["error"] is not None else []
     for backend in layer["backends"]:
         troubles += [backend["error"]["what"]] if backend["error"] is not None else []
+        troubles += [_beyond(backend)] if backend.get("beyond_static_scales") else []
         troubles += [
             f"{backend['backend']} failed {case['case']!r}: {case['note']}"
             for case in backend.get("stress", ())

@@ -11,6 +11,7 @@ from ...files.record_schemas import record_schema
 from ...oracle.selection_inputs import FORMAT
 from ...problem.model_shape import ModelShape
 from ...problem.moe_problem import MoEProblem, Parallel
+from ...problem.other_weights import OtherWeights
 from ...problem.roofline import DeviceRates
 from .parts import (
     BOOLEAN,
@@ -93,9 +94,9 @@ def _checkpoint() -> Schema:
             "revision": OPTIONAL_STRING,
             "path": OPTIONAL_STRING,
             "note": said(STRING, "What is incomplete, or why a place was skipped; may be empty."),
-            "other_weight_bytes": said(
-                OPTIONAL_BYTES,
-                "Weights that are no routed experts; null if the headers do not list them.",
+            "other_weights": said(
+                nullable(record_schema(OtherWeights)),
+                "Weights that are no routed experts; null if neither headers nor config tell them.",
             ),
         }
     )
@@ -107,7 +108,10 @@ def _memory() -> Schema:
             "device_bytes": OPTIONAL_BYTES,
             "usable_bytes": said(OPTIONAL_BYTES, "What the engine uses by default."),
             "expert_bytes": BYTES,
-            "other_bytes": said(OPTIONAL_BYTES, "All other weights; null if they are not listed."),
+            "other_bytes": said(OPTIONAL_BYTES, "All other weights; null if they are not known."),
+            "other_source": said(
+                OPTIONAL_STRING, "How they are known: headers or config; null if they are not."
+            ),
             "left_bytes": said(nullable(INTEGER), "What remains for the KV cache; negative if nothing does."),
             "smallest_tp": said(nullable(INTEGER), "Smallest tensor-parallel size at which the weights fit."),
         },

@@ -12,8 +12,8 @@ from functools import cache
 from importlib.metadata import version
 
 from ...files.tensor_table import TensorType
-from ...lazy_torch import Tensor, torch
-from ..steps.transforms import Rearrange, Step, Xor
+from ...lazy_torch import Tensor
+from ..steps.transforms import Step
 from .compose import compose
 
 SMALLEST = 1 << 20
@@ -22,9 +22,6 @@ SMALLEST = 1 << 20
 
 EXECUTORS: Mapping[str, tuple[str, str]] = {"cpu": ("cpu_pass", "numba"), "cuda": ("cuda_pass", "triton")}
 """By torch's device type: the module that runs programs there, and the package that compiles its kernels."""
-
-_TRANSPOSED: tuple[Step, ...] = (Rearrange("e n k -> e k n"),)
-_COPIED: tuple[Step, ...] = (Xor(1),)
 
 
 def one_pass(
@@ -43,19 +40,6 @@ def one_pass(
     if run is None or program is None:
         return False
     return run(program, source, target)
-
-
-def warm_up(kind: str = "cpu") -> None:
-    """Loads the compiled code for devices of `kind`, so that its memory and time count as an import's.
-
-    It takes some 110 MB of resident memory on a CPU; the first call after an installation compiles it.
-    """
-    run = load(kind)[0]
-    for steps in (_TRANSPOSED, _COPIED):
-        program = compose(steps, TensorType("U8", (1, 16, 16)))
-        if run is not None and program is not None:
-            t = torch.zeros((1, 16, 16), dtype=torch.uint8, device=kind)
-            run(program, t, torch.empty_like(t))
 
 
 def fast_path() -> str:

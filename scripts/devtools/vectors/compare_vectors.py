@@ -36,7 +36,7 @@ class VectorStatus(Enum):
 
 @dataclass(frozen=True)
 class VectorOutcome:
-    """The result for one recording; `reason` says what was compared or what is wrong."""
+    """The result for one recording; `reason` says what was compared, or what differs."""
 
     file: str
     status: VectorStatus
@@ -80,7 +80,7 @@ def _judge(recording: Recording) -> tuple[VectorStatus, str]:
 
 
 def _compare(recording: Recording, case: RecordedCase) -> tuple[VectorStatus, str]:
-    """Stores and restores the layer, and compares it with the recording; Mismatch at the first difference."""
+    """Converts the layer and back, and compares both with the recording; Mismatch at the first difference."""
     uncompared = set(recording.outputs) - set(case.names.values())
     if uncompared:
         raise Mismatch(f"tensors that are not compared: {', '.join(sorted(uncompared))}")
@@ -130,7 +130,7 @@ def _deviation(
     output: Tensor,
     different: str,
 ) -> Deviation:
-    """The listed deviation that explains all of a difference; Mismatch when none does."""
+    """The known deviation that fully explains a difference; Mismatch if there is none."""
     ours = case.recipe.outputs[name]
     for deviation in case.deviations:
         if deviation.role == name and deviation.applies(recording, case.problem):

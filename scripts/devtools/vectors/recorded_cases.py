@@ -56,7 +56,7 @@ def _engine_groups(recording: Recording, problem: MoEProblem) -> bool:
 
 
 def _scale_rule(role: str, functions: str) -> Deviation:
-    """The engine's choice of the order of `role`'s scales, in functions whose name contains `functions`."""
+    """How the engine orders the scales of `role`, in functions whose name contains `functions`."""
 
     def several(problem: MoEProblem) -> bool:
         return groups(problem.scheme.weight, marlin.reduction(problem, role)) > 1

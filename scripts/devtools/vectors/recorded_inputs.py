@@ -1,4 +1,4 @@
-"""Inputs of recorded conversions as canonical roles, and recorded names of stored tensors."""
+"""Which canonical role each input of a recorded conversion has, and how stored tensors are named there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moectl.problem.schemes import A16, Scheme, WeightFormat, act_format
 from .recordings import Mismatch, Recording, Unsupported
 
 Inputs = Mapping[str, tuple[str, tuple[Step, ...]]]
-"""By the name of an input: its canonical role, and the steps from its form to the canonical one."""
+"""The canonical role of each input, by name, and the steps that bring it into canonical form."""
 
 _MATRICES = ("w13", "w2")
 
@@ -59,7 +59,7 @@ OUTPUTS: Mapping[str, str] = {
 
 
 def integers(bits: int) -> Inputs:
-    """Words along K and zero points along N, as compressed-tensors packs them."""
+    """Weights packed into words along K, zero points along N, as in compressed-tensors."""
     return {**PLAIN, **_both({"_qzeros": ("_zero", packings.zeros_along_n(bits))})}
 
 

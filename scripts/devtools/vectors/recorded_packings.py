@@ -87,7 +87,7 @@ PACKINGS: Mapping[str, Callable[[Recording], Iterator[Packing]]] = {
     "helpers.py::pack_to_int32": _compressed_tensors,
     "quant_utils.py::gptq_pack": _gptq_awq,
 }
-"""Producing functions by file and name."""
+"""The functions whose packings were recorded, by file and name."""
 
 
 def _output(recording: Recording, name: str) -> Tensor:

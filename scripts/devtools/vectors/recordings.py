@@ -1,4 +1,4 @@
-"""Files with recorded conversions of other projects.
+"""Reading files of conversions that were recorded from other projects.
 
 A recording is a safetensors file with ``in.*`` and ``out.*`` tensors; its metadata has the `function` that
 produced the outputs and its `params` as JSON. Only these identify the conversion, never the file name.

@@ -102,3 +102,71 @@ def test_another_number_of_expert_parallel_ranks_says_what_to_type():
     done = explain(GPT, "--tp", "4", "--ep", "8", code=2)
     assert "distributes experts over all tp x dp ranks, 4 x 1 here, not over 8" in done.stderr
     assert "Use --ep without a number" in done.stderr
+
+
+@pytest.mark.parametrize("stages", ["40,21", " 40 , 21"])
+def test_stages_are_those_of_the_variable(stages):
+    done = explain(KIMI, "--tp", "16", "--pp", "2", "--env", f"VLLM_PP_LAYER_PARTITION={stages}", "--json")
+    even = explain(KIMI, "--tp", "16", "--pp", "2", "--json").document
+    layer = even["groups"][0]["memory"]["padded_bytes_per_layer"]
+    assert done.document["stages"] == [[0, 39], [40, 60]] and even["stages"] == [[0, 30], [31, 60]]
+    assert done.document["expert_bytes"] == 39 * layer and even["expert_bytes"] == 30 * layer
+    assert done.document["memory"]["other_bytes"] > even["memory"]["other_bytes"]
+
+
+def test_stages_of_this_process_count_for_the_machine_itself(tmp_path):
+    options = ["explain", KIMI, "--tp", "16", "--pp", "2", "--offline", "--json"]
+    done = moectl(*options, env={"VLLM_PP_LAYER_PARTITION": "40,20"}, code=1)
+    assert "sum(partitions)=60 does not match num_hidden_layers=61" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("pp", "stages", "reason"),
+    [
+        ("2", "40,20", "sum(partitions)=60 does not match num_hidden_layers=61"),
+        ("2", "61", "len(partitions)=1 does not match pp_size=2"),
+        ("1", "31,30", "len(partitions)=2 does not match pp_size=1"),
+        ("2", "30;31", "invalid partition string: '30;31'"),
+        ("2", "", "invalid partition string: ''"),
+    ],
+)
+def test_stages_that_the_engine_refuses_are_refused(pp, stages, reason):
+    options = [KIMI, "--tp", "16", "--pp", pp, "--env", f"VLLM_PP_LAYER_PARTITION={stages}"]
+    done = explain(*options, code=1)
+    assert f"VLLM_PP_LAYER_PARTITION: {reason}" in done.words
+
+
+def test_a_stage_may_be_empty():
+    options = [KIMI, "--tp", "16", "--pp", "2", "--env", "VLLM_PP_LAYER_PARTITION=0,61"]
+    assert explain(*options, "--json").document["stages"] == [[], [0, 60]]
+    assert "stages no layers, layers 0-60" in explain(*options, "-v").words
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "matrix", "size"),
+    [
+        ("deepseek-ai/DeepSeek-V3", "32", "layers.0.mlp.down_proj", 576),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct-FP8", "8", "layers.0.mlp.shared_expert.down_proj", 64),
+        ("zai-org/GLM-5-FP8", "32", "layers.3.mlp.shared_experts.down_proj", 64),
+        ("deepseek-ai/DeepSeek-V3", "64", "layers.0.mlp.down_proj", 288),
+    ],
+)
+def test_blocks_outside_the_experts_are_not_cut(model, tp, matrix, size):
+    reason = f"{matrix}: weight input_size_per_partition = {size} is not divisible by weight quantization"
+    assert f"{reason} block_k = 128" in explain(model, "--tp", tp, code=1).words
+    assert reason in explain(model, "--tp", tp, "--ep", code=1).words
+
+
+def test_blocks_of_whole_ranks_and_of_sequence_parallel_shared_experts_are_not_cut():
+    model = "Qwen/Qwen3-Next-80B-A3B-Instruct-FP8"
+    explain(model, "--tp", "4")
+    explain(model, "--tp", "8", "--dp", "2", "--ep")
+    assert explain("Qwen/Qwen3-Next-80B-A3B-Thinking", "--tp", "8").words.count("triton")
+
+
+def test_a_refused_tensor_parallel_size_is_not_offered():
+    """Qwen3-Next in FP8 would fit eight GPUs of 16 GiB, over which its shared expert cannot be sharded."""
+    options = ["explain", "Qwen/Qwen3-Next-80B-A3B-Instruct-FP8", "--gpu", "rtx5080", "--offline", "--json"]
+    memory = moectl(*options).document["memory"]
+    weights = memory["expert_bytes"] + memory["other_bytes"]
+    assert weights / 8 < memory["usable_bytes"] < weights / 4 and memory["smallest_tp"] is None

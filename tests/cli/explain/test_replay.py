@@ -212,13 +212,27 @@ def test_documents_of_one_checkpoint_beside_its_weights_are_read(written, versio
     now = json.loads(path.read_text())
     origin = {**now["checkpoints"][0]}
     old = {**now, "schema_version": version, "checkpoint": origin, "other_weight_bytes": 7 << 30}
-    origin.pop("other_weight_bytes")
+    origin.pop("other_weights")
     del old["checkpoints"], old["errors"]
     named = ("gpu", "arch", "tp", "dp", "layers", "refusal", "decision")
     old["rows"] = [{name: row[name] for name in named} for row in now["rows"]]
     path.write_text(json.dumps(old))
     again = moectl("explain", "--replay", path, "--json").document
-    assert again["checkpoints"] == [{**origin, "other_weight_bytes": 7 << 30}]
+    (checkpoint,) = again["checkpoints"]
+    others = checkpoint.pop("other_weights")
+    assert checkpoint == origin and others["first"] == 7 << 30 and others["sharded"] == 0
     assert [row["backend"] for row in again["rows"]] == [row["backend"] for row in now["rows"]]
     if "groups" in now:
         assert "Nothing: inputs" in moectl("explain", *options, "--offline", "--diff", path).words
+
+
+@pytest.mark.parametrize("value", [{"source": "config"}, [], 7, {"sharded": -1}])
+def test_other_weights_of_a_document_are_checked(written, value):
+    path = written(GPT, "--gpu", "h200")
+    found = json.loads(path.read_text())
+    (checkpoint,) = found["checkpoints"]
+    good = checkpoint["other_weights"]
+    checkpoint["other_weights"] = good | value if isinstance(value, dict) and "sharded" in value else value
+    path.write_text(json.dumps(found))
+    done = moectl("explain", "--replay", path, code=2)
+    assert "other_weights" in done.stderr

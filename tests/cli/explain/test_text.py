@@ -1,7 +1,10 @@
 """What a person reads: short by default, inside 80 columns, sentences instead of pairs."""
 
+import json
+
 import pytest
 
+from moectl.checkpoint.source.catalogue import read_entry
 from moectl.oracle.checks import CHECKS, Verdict
 from moectl.oracle.verdict_sentences import SENTENCES, reasons, sentence
 from support.invoking import moectl
@@ -39,11 +42,17 @@ def test_the_answer_takes_ten_lines_and_comes_before_the_reasons():
         ([GPT, "--gpu", "h200"], "backend triton (OpenAI triton_kernels), all 36 MoE layers"),
         ([GPT, "--gpu", "h200"], "not flashinfer_trtllm: needs SM100-SM109; this device is SM90"),
         ([GPT, "--gpu", "h200"], "also flashinfer_cutlass, humming, marlin (--backend NAME)"),
-        ([GPT, "--gpu", "h200"], "experts 56.8 GiB of 141 GiB per GPU"),
+        (
+            [GPT, "--gpu", "h200"],
+            "experts 56.8 GiB + other weights 3.96 GiB (estimated from config) of 141 GiB per GPU;",
+        ),
         ([GPT, "--gpu", "h100", "--tp", "2"], "run vllm serve openai/gpt-oss-120b --tensor-parallel-size 2"),
         ([KIMI, "--gpu", "h100", "--tp", "8"], "needs TP 8 or more"),
         ([GPT, "--gpu", "mi300x"], "1x AMD Instinct MI300X vLLM 0.33.0"),
-        ([KIMI, "--gpu", "h100"], "does not fit: experts 532 GiB of 80 GiB per GPU"),
+        (
+            [KIMI, "--gpu", "h100"],
+            "does not fit: experts 532 GiB + other weights 21.8 GiB (estimated from config)",
+        ),
         (
             [KIMI, "--gpu", "h100", "--dp", "16", "--ep"],
             "run vllm serve moonshotai/Kimi-K2-Thinking --data-parallel-size 16 --enable-expert-parallel",
@@ -75,7 +84,38 @@ def test_other_weights_of_a_folder_are_counted(tiny_gpt_oss):
     )
     assert memory["left_bytes"] == memory["usable_bytes"] - memory["expert_bytes"] - memory["other_bytes"]
     assert "+ other weights" in explain(tiny_gpt_oss, "--gpu", "h200").words
-    assert explain(GPT, "--gpu", "h200", "--json").document["memory"]["other_bytes"] is None
+    assert memory["other_source"] == "headers"
+
+
+def test_other_weights_of_a_config_alone_are_estimated(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(read_entry("openai/gpt-oss-120b").config))
+    alone, built_in = (explain(it, "--gpu", "h200", "--json").document["memory"] for it in (config, GPT))
+    assert alone["other_source"] == "config" and alone == built_in
+
+
+def test_other_weights_that_are_not_known_are_said_to_be_unlisted():
+    model = "deepseek-ai/DeepSeek-V4-Flash"
+    words = explain(model, "--gpu", "h200", "--tp", "4").words
+    assert "(other weights are not listed here)" in words and "estimated" not in words
+    memory = explain(model, "--gpu", "h200", "--json").document["memory"]
+    assert memory["other_bytes"] is None and memory["other_source"] is None
+
+
+def test_the_smallest_tp_has_room_for_the_other_weights():
+    """The experts of Qwen3-Next, 144 GiB, would leave room on two GPUs of 80 GiB, but not with the rest."""
+    document = explain("Qwen/Qwen3-Next-80B-A3B-Thinking", "--gpu", "h100", "--tp", "2", "--json").document
+    memory = document["memory"]
+    assert memory["expert_bytes"] < memory["usable_bytes"] < memory["expert_bytes"] + memory["other_bytes"]
+    assert memory["smallest_tp"] == 4
+
+
+def test_other_weights_are_distributed_over_the_ranks():
+    document = explain("Qwen/Qwen3-235B-A22B", "--gpu", "h200", "--tp", "8", "--json").document
+    memory, weights = document["memory"], document["other_weights"]
+    assert weights["source"] == "config" and weights["layers"] == 94 and weights["kv_heads"] == 4
+    shares = weights["sharded"] // 8 + weights["kv"] // 4 + weights["replicated"]
+    assert memory["other_bytes"] == shares + (weights["first"] + weights["last"]) // 8
 
 
 def test_reasons_are_grouped_sentences():
@@ -379,3 +419,17 @@ def test_why_not_asks_the_same():
         explain(*asked, "--why-not", "flashinfer_trtllm").stdout
         == explain(*asked, "--why", "flashinfer_trtllm").stdout
     )
+
+
+@pytest.mark.parametrize("option", ["--moe-backend", "--why"])
+@pytest.mark.parametrize(
+    ("policy", "typed", "says"),
+    [
+        ("moectl", "triton", "moectl's own backend is called moectl, and an engine's triton is another"),
+        ("moectl", "flashinfer-b12x", "backend 'flashinfer-b12x' is vLLM's, not moectl's"),
+        ("vllm", "moectl_marlin", "backend 'moectl_marlin' is moectl's, not vLLM's"),
+    ],
+)
+def test_another_engines_backend_is_told_from_an_unknown_one(option, policy, typed, says):
+    done = explain(GPT, "--gpu", "h200", "--policy", policy, option, typed, code=2)
+    assert says in " ".join(done.stderr.split())

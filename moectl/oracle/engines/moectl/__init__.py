@@ -2,23 +2,9 @@
 
 from ....capabilities.kernel_packages import KERNEL_PACKAGES
 from ...engine import Engine, Repacking
+from ..shared_repacking import CUTLASS, MARLIN, TRTLLM
+from .kernel_names import KERNEL_NAMES
 from .policy import POLICY
-
-_COPY, _COPIES = "temporary copy", "temporary copies"
-
-KERNEL_NAMES: tuple[tuple[str, str], ...] = (
-    ("grouped_gemm", "moectl's own Triton kernels"),
-    ("marlin", "moectl's own Triton kernels, Marlin layout"),
-    ("moe_wna16_marlin_gemm", "Marlin"),
-    ("indexed", "Humming"),
-    ("matmul_ogs", "OpenAI triton_kernels"),
-    ("cutlass_fused_moe", "FlashInfer CUTLASS"),
-    ("ids and weights", "FlashInfer TRT-LLM"),
-    ("logits", "FlashInfer TRT-LLM, routing fused"),
-    ("emulation", "emulation: dequantized to 16 bits"),
-    ("torch", "PyTorch operations"),
-)
-"""What the field calls the kernels behind moectl's experts."""
 
 MOECTL = Engine(
     policy=POLICY,
@@ -27,29 +13,10 @@ MOECTL = Engine(
     packages=KERNEL_PACKAGES,
     kernel_names=KERNEL_NAMES,
     repacking=(
-        ("moectl", Repacking(1, 1, f"{_COPY}: tiled")),
-        ("marlin-int", Repacking(2, 2, f"{_COPIES}: transposed, packed")),
-        ("marlin-mxfp4", Repacking(1, 1, f"{_COPY}: packed")),
-        ("marlin", Repacking(1, 2, "temporary copies: packed experts, and the stacked w2")),
-        ("triton-hopper", Repacking(1, 1, f"{_COPY}: swizzled")),
-        ("trtllm-bf16", Repacking(0, 0, "experts are rearranged in place")),
-        ("trtllm-nvfp4", Repacking(1, 1, f"{_COPY}: shuffled")),
-        ("trtllm-fp8-block", Repacking(2, 1, "temporary copies: w13 swapped and shuffled, w2 shuffled")),
-        (
-            "trtllm-fp8-tensor",
-            Repacking(4, 1, "temporary copies: w13 swapped, interleaved, shuffled and stacked"),
-        ),
-        (
-            "trtllm-mxfp8",
-            Repacking(3, 1, "temporary copies: w13 swapped, reordered and shuffled, w2 shuffled"),
-        ),
-        ("trtllm-mxfp4", Repacking(3, 1, "temporary copies: w13 swapped, shuffled and stacked, w2 shuffled")),
-        ("trtllm-mxint4", Repacking(2, 1, "temporary copies: shuffled experts, then stacked")),
-        ("cutlass-bf16", Repacking(1, 0, "temporary gate/up-swapped copy of w13")),
-        ("cutlass-fp8", Repacking(1, 0, "temporary gate/up-swapped copy of w13")),
-        (
-            "cutlass",
-            Repacking(3, 1, "temporary copies: w13 de-interleaved, swapped and interleaved, w2 once"),
-        ),
+        ("moectl", Repacking(1, 1, "temporary copy: tiled")),
+        *MARLIN,
+        ("triton-hopper", Repacking(1, 1, "temporary copy: swizzled")),
+        *TRTLLM,
+        *CUTLASS,
     ),
 )

@@ -9,7 +9,7 @@ from .kernel_names import KERNEL_NAMES
 from .packages import COMPILED_KERNELS, DEFAULT_PROFILES, PACKAGES, profiles
 from .policy import POLICY
 from .tuned_files import TUNED_FILES
-from .variables import other_names
+from .variables import PARTITION, other_names
 
 
 def _no_deep_ep(platform: str, exchange: str) -> bool:
@@ -35,6 +35,7 @@ VLLM_0_33_0 = Engine(
     kernel_names=KERNEL_NAMES,
     memory_share=0.92,
     memory_option="--gpu-memory-utilization",
+    stages_variable=PARTITION,
     recordings=Recordings(
         GRID,
         gates={

@@ -9,6 +9,9 @@ from functools import cache
 from ....environment.variables import CASELESS, CHOICE, NUMBER, ONE, REMOVED, TEXT, WORD, Variable
 from . import data
 
+PARTITION = "VLLM_PP_LAYER_PARTITION"
+"""The number of layers of each pipeline stage, as a comma-separated list."""
+
 _BY_NAME = "--moe-backend"
 _FLASHINFER = "--moe-backend flashinfer_trtllm or flashinfer_cutlass"
 
@@ -99,6 +102,10 @@ _EXCHANGE = (
     Variable("VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "FlashInfer's exchange combines in FP8"),
 )
 
+_STAGES = (
+    Variable(PARTITION, "layers of each pipeline stage, such as 31,30; unset: equal shares", TEXT, ""),
+)
+
 
 def _removed(name: str, does: str, instead: str = "") -> Variable:
     return Variable(name, does, status=REMOVED, instead=instead)
@@ -154,9 +161,10 @@ _REMOVED = (
 )
 
 VARIABLES: Mapping[str, Variable] = {
-    variable.name: variable for variable in (*_SELECTION, *_KERNELS, *_EXCHANGE, *_REMOVED)
+    variable.name: variable for variable in (*_SELECTION, *_KERNELS, *_EXCHANGE, *_STAGES, *_REMOVED)
 }
-"""By name: variables for backend selection, for kernels, for token exchange, and removed ones."""
+"""By name: variables for backend selection, for kernels, for token exchange, for
+pipeline stages, and removed ones."""
 
 
 @cache

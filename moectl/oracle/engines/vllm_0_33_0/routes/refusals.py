@@ -1,10 +1,11 @@
 """What vLLM refuses with every method, before it creates any layer."""
 
+from .....problem.model_shape import stated_stages
 from ....backend import SupportQuery, is_on
 from ....decision import DEPLOYMENT
 from ....route import Condition
 from ..backends.aiter import CDNA3
-from ..variables import VARIABLES
+from ..variables import PARTITION, VARIABLES
 
 
 def _moonep(ask: SupportQuery) -> bool:
@@ -64,6 +65,42 @@ def _attention(ask: SupportQuery) -> str:
     return ""
 
 
+def _partition(ask: SupportQuery) -> str:
+    """Why the stated layers of the pipeline stages are refused, in vLLM's words; or empty."""
+    text = ask.packages.env.get(PARTITION)
+    if text is None:
+        return ""
+    stages, pp, layers = stated_stages(text), ask.problem.parallel.pp, ask.model.layers
+    if stages is None:
+        return f"{PARTITION}: invalid partition string: {text!r}"
+    if len(stages) != pp:
+        return f"{PARTITION}: len(partitions)={len(stages)} does not match pp_size={pp}"
+    if layers and sum(stages) != layers:
+        return f"{PARTITION}: sum(partitions)={sum(stages)} does not match num_hidden_layers={layers}"
+    return ""
+
+
+def _cut_blocks(ask: SupportQuery) -> str:
+    """Why vLLM refuses to shard an FP8 matrix outside the experts (`validate_fp8_block_shape`); or empty.
+
+    It makes an exception of merged projections, and shards nothing of the shared experts that run in
+    sequence parallel or that AITER fuses with the routed ones.
+    """
+    parallel = ask.problem.parallel
+    shares = ask.device.platform == "cuda" and not (parallel.ep and parallel.dp > 1)
+    if parallel.tp == 1 or ask.device.platform not in ("cuda", "rocm"):
+        return ""
+    for matrix in ask.model.blocked:
+        size = matrix.size // parallel.tp
+        if size % matrix.block and (shares or not matrix.shared):
+            what, edge = ("output_partition_size", "n") if matrix.rows else ("input_size_per_partition", "k")
+            return (
+                f"{matrix.module}: weight {what} = {size} is not divisible by weight quantization "
+                f"block_{edge} = {matrix.block}"
+            )
+    return ""
+
+
 DEPLOYMENTS = (
     Condition(DEPLOYMENT, lambda ask: bool(_attention(ask)), _attention),
     Condition(
@@ -91,9 +128,12 @@ DEPLOYMENTS = (
         lambda ask: ask.problem.parallel.eplb and ask.problem.parallel.ep and ask.problem.parallel.ranks == 1,
         lambda ask: "expert load balancing (EPLB) requires tensor or data parallelism",
     ),
+    Condition(DEPLOYMENT, lambda ask: bool(_partition(ask)), _partition),
+    Condition(DEPLOYMENT, lambda ask: not _partition(ask) and bool(_cut_blocks(ask)), _cut_blocks),
 )
 """What vLLM checks of a deployment before the experts: `ParallelConfig`, then
-`ModelConfig.verify_with_parallel_config`, then the shards of attention and embedding."""
+`ModelConfig.verify_with_parallel_config`, then the shards of attention and embedding, then the stages
+(`get_pp_indices`, which reads the variable without pipeline parallelism, too), then dense FP8 layers."""
 
 REFUSALS = (
     *DEPLOYMENTS,

@@ -1,0 +1,15 @@
+"""What the field calls the kernels behind moectl's backends."""
+
+KERNEL_NAMES: tuple[tuple[str, str], ...] = (
+    ("grouped_gemm", "own Triton kernels"),
+    ("marlin", "own Triton kernels, Marlin layout"),
+    ("indexed", "Humming"),
+    ("moe_wna16_marlin_gemm", "vLLM Marlin"),
+    ("matmul_ogs", "OpenAI triton_kernels"),
+    ("cutlass_fused_moe", "FlashInfer CUTLASS"),
+    ("logits", "FlashInfer TRT-LLM, routing fused"),
+    ("ids and weights", "FlashInfer TRT-LLM"),
+    ("torch", "plain torch"),
+    ("emulation", "emulation: dequantized to 16 bits"),
+)
+"""By prefix of the name of the experts; the first that matches counts."""
