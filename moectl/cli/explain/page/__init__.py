@@ -266,12 +266,11 @@ def _entry(rows: Sequence[Mapping[str, Any]], pools: Mapping[str, _Pool]) -> int
     """The cell of `rows`, the groups of layers of one model on one GPU in one deployment."""
     memory = rows[0]["memory"]
     numbers = tuple(memory[name] for name in MEMORY) if memory else None
-    parts = [
-        [pools["strings"].number(ranges(row["layers"])), pools["answers"].record(_answer(row, pools))]
-        for row in rows
-    ]
+    layers: dict[int, list[int]] = {}
+    for row in rows:
+        layers.setdefault(pools["answers"].record(_answer(row, pools)), []).extend(row["layers"])
     entry = {
-        "parts": parts,
+        "parts": [[pools["strings"].number(ranges(same)), answer] for answer, same in layers.items()],
         "fits": rows[0]["fits"],
         "memory": pools["memories"].number(numbers) if numbers else None,
     }
@@ -281,8 +280,9 @@ def _entry(rows: Sequence[Mapping[str, Any]], pools: Mapping[str, _Pool]) -> int
 def _answer(row: Mapping[str, Any], pools: Mapping[str, _Pool]) -> dict[str, Any]:
     """A group's answer: what was chosen, why, and every candidate, as indices of `pools`."""
     strings, state = pools["strings"], _state(row)
-    because = [row["because"]] if state == "chosen" else [row["because"] or "", *row["gates"]]
-    remark = row["remark"]
+    because, remark = list(dict.fromkeys(filter(None, [row["because"], *row["gates"]]))), row["remark"]
+    if remark and state != "chosen" and (row["because"] or "") in remark:
+        because, remark = [remark], None
     numbers = [
         pools["candidates"].record(
             {
@@ -296,13 +296,12 @@ def _answer(row: Mapping[str, Any], pools: Mapping[str, _Pool]) -> dict[str, Any
         )
         for each in row["candidates"]
     ]
-    reasons = [text for text in dict.fromkeys(because) if text and (len(because) == 1 or text != remark)]
     return {
         "state": state,
         "backend": row["backend"],
         "usual": row["usual_name"],
         "experts": row["experts"],
-        "because": [strings.number(text) for text in reasons],
+        "because": [strings.number(text) for text in because],
         "remark": strings.number(remark) if remark else None,
         "fallback": row["fallback"],
         "facts": [[name, strings.number(text)] for name, text in _facts(row).items()],

@@ -47,6 +47,8 @@
     return marks;
   }
 
+  // Whether the usual name of a backend's kernels says more than the engine's name.
+  const says = ({ backend, usual }) => usual !== null && usual.toLowerCase() !== backend.toLowerCase();
   const colorOf = (backend) => `c${data.backends.indexOf(backend) % COLORS}`;
   const shownName = (answer) => (answer.state === "chosen" ? answer.backend : answer.state);
 
@@ -62,7 +64,7 @@
       const columns = data.columns.filter((column) => column.gpu === number);
       const memory = gpu.memory ? ` \u00b7 ${gib(gpu.memory)}` : "";
       gpuRow.append(make("th", { class: "first", colspan: columns.length, scope: "colgroup", "data-gpu": number, title: gpu.name },
-        gpu.key, make("small", {}, `${gpu.arch}${memory}`)));
+        make("span", { class: "gpu" }, gpu.key, make("small", {}, `${gpu.arch}${memory}`))));
       columns.forEach((column, place) => {
         deploymentRow.append(make("th", { class: place ? null : "first", scope: "col", "data-gpu": number }, column.label));
       });
@@ -86,15 +88,17 @@
     const button = make("button", {
       type: "button", class: `cell${marks.has("unfit") ? " unfit" : ""}`, tabindex: -1, "aria-label": label, title: label,
     });
-    const shown = new Set();
+    const parts = new Map();
     for (const [, answer] of answersOf(entry)) {
-      const key = `${shownName(answer)} ${answer.fallback === null}`;
-      if (shown.has(key)) continue;
-      shown.add(key);
+      const name = shownName(answer), fallback = answer.state === "chosen" && answer.fallback !== null;
+      if (parts.has(name)) parts.get(name).fallback ||= fallback;
+      else parts.set(name, { answer, fallback });
+    }
+    for (const [name, { answer, fallback }] of parts) {
       const part = make("span", { class: `part ${answer.state === "chosen" ? colorOf(answer.backend) : answer.state}` });
       if (answer.state !== "chosen") part.append(make("span", { class: "mark" }, MARKS[answer.state].sign));
-      part.append(make("span", { class: "backend" }, shownName(answer)));
-      if (answer.state === "chosen" && answer.fallback !== null) part.append(make("span", { class: "mark fallback" }, MARKS.fallback.sign));
+      part.append(make("span", { class: "backend" }, name));
+      if (fallback) part.append(make("span", { class: "mark fallback" }, MARKS.fallback.sign));
       button.append(part);
     }
     if (marks.has("unfit")) button.lastChild.append(make("span", { class: "mark unfit" }, MARKS.unfit.sign));
@@ -246,12 +250,13 @@
     const chosen = answer.state === "chosen";
     const box = make("div", { class: `choice ${chosen ? colorOf(answer.backend) : answer.state}` });
     box.append(make("div", {}, make("span", { class: "backend" }, chosen ? answer.backend : `${MARKS[answer.state].sign} ${MARKS[answer.state].label}`),
-      chosen && answer.usual !== answer.backend ? make("span", { class: "usual" }, answer.usual) : ""));
+      chosen && says(answer) ? make("span", { class: "usual" }, answer.usual) : ""));
     if (several) box.append(make("p", { class: "layers" }, `layers ${layers}`));
     for (const reason of answer.because) box.append(make("p", {}, make("span", { class: "soft" }, "because "), text(reason)));
     if (chosen && answer.fallback !== null)
       box.append(make("p", { class: "warn" }, make("span", { class: "tag" }, `${MARKS.fallback.sign} fallback: `), text(answer.remark) || FALLBACKS[answer.fallback] || answer.fallback));
-    else if (answer.remark !== null) box.append(make("p", { class: "warn" }, text(answer.remark)));
+    else if (answer.remark !== null)
+      box.append(make("p", { class: "warn" }, make("span", { class: "tag" }, chosen ? "note: " : "closest: "), text(answer.remark)));
     if (answer.facts.length) box.append(facts(answer.facts.map(([name, value]) => [name, text(value)])));
     return box;
   }
@@ -291,7 +296,7 @@
       const isChosen = !chosenSeen && answer.state === "chosen" && candidate.usable && candidate.backend === answer.backend && candidate.experts === answer.experts;
       chosenSeen = chosenSeen || isChosen;
       const verdict = isChosen ? make("span", { class: "good" }, " \u2014 chosen") : candidate.usable ? make("span", { class: "soft" }, " \u2014 supported, lower priority") : "";
-      const usual = candidate.usual !== candidate.backend ? make("span", { class: "soft" }, ` (${candidate.usual})`) : "";
+      const usual = says(candidate) ? make("span", { class: "soft" }, ` (${candidate.usual})`) : "";
       const about = make("div", {}, make("span", { class: "name" }, candidate.backend), usual, verdict, make("div", { class: "class" }, candidate.experts || ""));
       if (candidate.reasons.length) about.append(make("ul", {}, ...candidate.reasons.map((reason) => make("li", {}, text(reason)))));
       list.append(make("li", { class: isChosen ? "chosen" : null }, make("span", { class: "rank" }, String(candidate.rank)), about));
@@ -330,7 +335,7 @@
       make("p", { class: "where" }, `${model.format}; ${model.sizes}`),
       ...parts.map(([layers, answer]) => drawChoice(layers, answer, parts.length > 1)),
       ...drawMemory(entry.memory === null ? null : data.memories[entry.memory], entry.fits),
-      ...section("Commands", works ? command(serve) : make("p", { class: "soft" }, "There is no command to serve it so."), command(model.explain + column.explain)),
+      ...section("Commands", works ? command(serve) : make("p", { class: "soft" }, entry.fits === false ? "None to serve it: the weights do not fit." : "None to serve it: some layers have no backend."), command(model.explain + column.explain)),
       ...parts.flatMap(([layers, answer]) => drawCandidates(answer, `Candidates in priority order${parts.length > 1 ? `, layers ${layers}` : ""}`)),
       ...(model.note ? section("About the checkpoint", make("p", {}, model.note)) : []),
     );
