@@ -17,7 +17,7 @@ from ..checkpoint import Checkpoint, Origin
 from ..config.other_weights import blocked_matrices
 from ..config.user_assumptions import UserAssumptions
 from ..tensors.layer_groups import layer_groups
-from .catalogue import CatalogueEntry, find_entry, near_names, suggestion
+from .catalogue import CatalogueEntry, built_in, find_entry, near_names, suggestion
 from .hub_cache import may_be_cached
 from .shards import (
     CONFIG,
@@ -80,7 +80,23 @@ def open_checkpoint(
         >>> str(group.problem.scheme), group.problem.experts, group.problem.top_k
         ('mxfp4 group 32, a16 activations', 32, 4)
     """
-    source = _find(str(ref), token, offline, allow_catalogue)
+    return _checkpoint(_find(str(ref), token, offline, allow_catalogue), assumptions)
+
+
+def open_built_in(name: str, assumptions: UserAssumptions = UserAssumptions()) -> Checkpoint:
+    """Opens the built-in model `name` from the catalogue, wherever else it may be.
+
+    Raises UsageError with the nearest names if there is none.
+
+    Example:
+        >>> open_built_in("gpt-oss-20b").origin.kind
+        'catalogue'
+    """
+    return _checkpoint(_open_entry(built_in(name)), assumptions)
+
+
+def _checkpoint(source: _OpenedSource, assumptions: UserAssumptions) -> Checkpoint:
+    """What a source's files describe."""
     quantization, quantization_file = separate_quantization(source.documents)
     groups = layer_groups(
         source.config,

@@ -1,6 +1,7 @@
 """`moectl explain`: which backend a checkpoint gets, and why the others are rejected."""
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -11,9 +12,18 @@ import typer
 
 from ...errors import ExitCode, MoectlError, UsageError
 from ..checkpoint_argument import pick_backend
-from ..options import framed, typed_options
+from ..options import TYPED, framed, typed_options
 from ..output import Output
-from .options import MOST_CELLS, AnswerOptions, DecisionOptions, ExplainedCheckpoints
+from ..output_paths import check_writable
+from .options import (
+    MOST_CELLS,
+    MOST_PAGE_CELLS,
+    PAGE_GPUS,
+    PAGE_TP,
+    AnswerOptions,
+    DecisionOptions,
+    ExplainedCheckpoints,
+)
 
 if TYPE_CHECKING:
     from ...checkpoint import Checkpoint
@@ -23,12 +33,14 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
-    "moectl explain gpt-oss-120b moonshotai/Kimi-K2-Thinking --gpu h100,b200 --tp 4,8",
+    "moectl explain gpt-oss-120b kimi-k2 --gpu h100,b200 --tp 4,8    moectl explain --html moe.html",
     "moectl explain openai/gpt-oss-120b --gpu h200 --why flashinfer_trtllm",
-    "moectl explain ./ckpt --dp 8 --ep --all2all deepep_low_latency --json > a.json",
-    "moectl explain --replay a.json    moectl explain ./ckpt --diff a.json",
+    "moectl explain ./ckpt --dp 8 --ep --json > a.json    moectl explain ./ckpt --diff a.json",
 )
 
+
+DEPLOYMENT = ("tp", "dp", "ep_size")
+"""Options that say how many ranks there are."""
 
 INPUTS = (*(field.name for field in fields(DecisionOptions)), "measured")
 """Options that a --json document records."""
@@ -49,7 +61,11 @@ def explain(
     """
     from .output import AnswerOutput
 
-    answers = AnswerOutput(out, answer)
+    answers = AnswerOutput(out, answer, shlex.join(["moectl", "explain", *context.meta[TYPED]]))
+    if answer.html is not None:
+        if answer.why or answer.diff or answer.md:
+            raise UsageError("--html takes no --why, --diff or --md", hint="give one of them")
+        check_writable(answer.html, [*(checkpoints or ()), *([answer.replay] if answer.replay else [])])
     if answer.replay is not None:
         if checkpoints:
             raise UsageError("--replay takes its inputs from the document", hint="omit CKPT")
@@ -57,17 +73,37 @@ def explain(
             names = ", ".join(recorded)
             raise UsageError("--replay takes its inputs from the document", hint=f"omit {names}")
         return replayed(answer.replay, answer, answers)
-    if not checkpoints:
+    if answer.html is not None:
+        options = page_options(context, options, out)
+    elif not checkpoints:
         raise UsageError("CKPT is missing", hint="moectl explain openai/gpt-oss-120b --gpu h200")
-    return answered(list(dict.fromkeys(checkpoints)), options, answer, answers)
+    return answered(list(dict.fromkeys(checkpoints or ())), options, answer, answers)
+
+
+def page_options(context: typer.Context, options: DecisionOptions, out: Output) -> DecisionOptions:
+    """`options` with common GPUs and tensor-parallel sizes where none are given; they are printed."""
+    sources = map(context.get_parameter_source, DEPLOYMENT)
+    given = any(source is not None and source.name != "DEFAULT" for source in sources)
+    tp = options.tp if given else PAGE_TP
+    gpu = PAGE_GPUS if options.gpu is None else options.gpu
+    taken = [f"--gpu {gpu}"] if options.gpu is None else []
+    taken += [f"--tp {tp}"] if not given else []
+    if taken:
+        out.note(f"taking {' '.join(taken)}")
+    return replace(options, gpu=gpu, tp=tp)
 
 
 def answered(
     names: list[str], options: DecisionOptions, answer: AnswerOptions, answers: "AnswerOutput"
 ) -> ExitCode:
-    """Show the explanation of a checkpoint, a matrix of some, the answer to --why, or a --diff."""
+    """Show the explanation of a checkpoint, a matrix of some, the answer to --why, or a --diff.
+
+    Without `names`, of all built-in models.
+    """
     from ...checkpoint import open_checkpoint
     from ...checkpoint.config.user_assumptions import parse_assumptions
+    from ...checkpoint.source.catalogue import model_names
+    from ...checkpoint.source.open_checkpoint import open_built_in
     from ...explain import explain as explain_checkpoint
     from ...explain.decision_matrix import matrix
     from .command_line import ExplainCommand
@@ -77,20 +113,25 @@ def answered(
     question = options.question(policy, parallels[0], others, measured=answer.measured is not False)
     backend = answer.why and pick_backend(answer.why, policy)
     machines = options.machines()
+    built_in = not names
+    names = names or list(model_names())
     cells = len(names) * len(machines) * len(parallels)
+    most = MOST_PAGE_CELLS if answer.html else MOST_CELLS
     if cells > 1 and (answer.why or answer.diff):
         raise UsageError(
             f"{'--why' if answer.why else '--diff'} takes one checkpoint, one GPU and one deployment",
             hint="give one CKPT, and one value each to --gpu, --tp and --dp",
         )
-    if cells > MOST_CELLS:
+    if cells > most:
         raise UsageError(
-            f"a matrix has at most {MOST_CELLS} cells, this has {cells}",
+            f"a {'page' if answer.html else 'matrix'} has at most {most} cells, this has {cells}",
             hint="use fewer checkpoints, GPUs or deployments",
         )
     assumptions = parse_assumptions(options.activation, options.routing)
 
     def opened(name: str) -> "Checkpoint":
+        if built_in:
+            return open_built_in(name, assumptions)
         return open_checkpoint(name, offline=answer.offline, assumptions=assumptions)
 
     if len(names) > 1:
@@ -100,14 +141,21 @@ def answered(
     answers.look_at(machines)
     for note in (*machine_notes(machines), *options.remarks(policy, parallels)):
         answers.out.note(note)
-    if cells > 1:
+    command = ExplainCommand(
+        names[0],
+        machines[0],
+        question,
+        tuple(options.switches.items()),
+        options.policy or "",
+        tuple(options.stated().items()),
+    )
+    answers.stated = command.besides()
+    if cells > 1 or answer.html:
         matrices = [matrix(source, machines, parallels, question) for source in sources]
         return answers.matrices(matrices, question, unopened, several=len(names) > 1)
     (source,), (machine,) = sources, machines
     explanation = explain_checkpoint(source, machine.device, machine.packages, question)
     if backend:
-        switches, stated = tuple(options.switches.items()), tuple(options.stated().items())
-        command = ExplainCommand(names[0], machine, question, switches, options.policy or "", stated)
         return answers.why(explanation, command, backend)
     return (
         answers.diff(explanation, answer.diff)
@@ -128,19 +176,21 @@ def opened_of(
 
     sources: dict[str, Checkpoint] = {}
     unopened = []
-    for name in names:
-        try:
-            source = opened(name)
-        except MoectlError as error:
-            unopened.append(Unopened(name, error))
-            out.complain(error)
-        else:
-            place = replace(source.origin, note="")
-            known = [given for given, other in sources.items() if replace(other.origin, note="") == place]
-            if known:
-                out.note(f"{name} and {known[0]} are the same checkpoint")
+    with out.progress("reading", unit="checkpoints") as update:
+        for number, name in enumerate(names):
+            update(number, len(names), name)
+            try:
+                source = opened(name)
+            except MoectlError as error:
+                unopened.append(Unopened(name, error))
+                out.complain(error)
             else:
-                sources[name] = source
+                place = replace(source.origin, note="")
+                known = [given for given, other in sources.items() if replace(other.origin, note="") == place]
+                if known:
+                    out.note(f"{name} and {known[0]} are the same checkpoint")
+                else:
+                    sources[name] = source
     counts = Counter(source.origin.name for source in sources.values())
     return [
         source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ...environment import INSTALLED, Device, find_device
@@ -37,7 +37,7 @@ class ExplainCommand:
             "--packages": self._packages(),
             "--python": self.machine.python or ABSENT,
             **{f"--env {key}": f"{key}={value}" for key, value in self.env},
-            **_parallel(parallel, question.policy.default_exchange),
+            **parallel_options(parallel, question.policy.default_exchange),
             "--backend": question.backend or ABSENT,
             "--allow-fallback": "" if question.allow_fallback else ABSENT,
             **{f"--assume {key}": f"{key}={value}" for key, value in question.assumptions.items()},
@@ -58,11 +58,14 @@ class ExplainCommand:
                 if name == "--gpu":
                     device = find_device(value)
                 options |= self._changed(options, name, value, device)
-        words = ["moectl", "explain", self.checkpoint]
-        for name, value in options.items():
-            if value != ABSENT:
-                words += [name.split(" ")[0], *([value] if value else [])]
-        return shlex.join(words)
+        return shlex.join(["moectl", "explain", self.checkpoint, *words_of(options)])
+
+    def besides(self) -> str:
+        """The options that are neither the GPU nor the deployment's."""
+        elsewhere = {"--gpu", *parallel_options(self.question.parallel, "")}
+        return shlex.join(
+            words_of({name: value for name, value in self.options().items() if name not in elsewhere})
+        )
 
     def _changed(self, options: dict[str, str], name: str, value: str, device: Device) -> dict[str, str]:
         """The entries of `options` that a changed option replaces, for a command about `device`."""
@@ -85,7 +88,19 @@ class ExplainCommand:
         return {name: value}
 
 
-def _parallel(parallel: Parallel, usual: str) -> dict[str, str]:
+def words_of(options: Mapping[str, str]) -> list[str]:
+    """Options as words of a command, without those that are absent; a flag's value is empty."""
+    return [
+        word
+        for name, value in options.items()
+        if value != ABSENT
+        for word in (name.split(" ")[0], value)
+        if word
+    ]
+
+
+def parallel_options(parallel: Parallel, usual: str) -> dict[str, str]:
+    """Options of a deployment by name; `usual` is the exchange that goes without saying."""
     return {
         "--tp": str(parallel.tp) if parallel.tp > 1 else ABSENT,
         "--dp": str(parallel.dp) if parallel.dp > 1 else ABSENT,

@@ -65,6 +65,12 @@ ALL = "all"
 MOST_CELLS = 2000
 """Maximum cells of all matrices: checkpoints times GPUs times deployments."""
 
+MOST_PAGE_CELLS = 5000
+"""Maximum cells of a page, which a browser has to draw at once."""
+
+PAGE_GPUS, PAGE_TP = "h100,h200,b200,mi300x", "1,2,4,8"
+"""GPUs and tensor-parallel sizes of a page for which none are given."""
+
 ExplainedCheckpoints = Annotated[
     list[str] | None,
     typer.Argument(
@@ -274,10 +280,14 @@ class AnswerOptions:
     ] = None
     replay: Annotated[
         Path | None,
-        option("--replay", own=True, help="Decide again from a --json document, without CKPT."),
+        option("--replay", own=True, help="Decide again from a --json document."),
     ] = None
     diff: Annotated[
         Path | None, option("--diff", own=True, help="What changed since this --json document.")
+    ] = None
+    html: Annotated[
+        Path | None,
+        option("--html", own=True, help="Write a page; without CKPT of all models."),
     ] = None
     strict: Annotated[bool, option("--strict", own=True, help="Exit code 1 on a fallback.")] = False
     md: Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")] = False

@@ -14,7 +14,7 @@ from ...explain.explanation_diff import diff
 from ...explain.replay import read_document
 from ...problem.layer_ranges import ranges
 from .. import text_blocks
-from ..output import Output
+from ..output import Output, count, size
 from .command_line import ExplainCommand
 from .matrix_memory import memory_blocks
 from .matrix_text import matrix_blocks, matrix_lines, several_blocks, several_lines
@@ -35,8 +35,11 @@ NOTHING_FOUND: Mapping[str, Any] = {
 class AnswerOutput:
     """Results in the requested format, with their exit codes."""
 
-    def __init__(self, out: Output, options: AnswerOptions) -> None:
+    def __init__(self, out: Output, options: AnswerOptions, command: str = "") -> None:
         self.out, self.markdown, self.strict = out, options.md, options.strict
+        self.html, self.command = options.html, command
+        self.stated = ""
+        """Options besides GPU and deployment, for the commands of a page."""
         self.verbose, self.measured = options.verbose, bool(options.measured)
         self.environment: dict[str, Any] = dict(NOTHING_FOUND)
 
@@ -55,12 +58,29 @@ class AnswerOutput:
         self.environment = {name: recorded.get(name, value) for name, value in NOTHING_FOUND.items()}
 
     def show(self, document: dict[str, Any], blocks: Iterable[text_blocks.Block], brief: list[str]) -> None:
-        """Print JSON, brief lines, markdown, or text."""
-        blocks, document = list(blocks), {**document, **self.environment}
+        """Print JSON, brief lines, markdown, or text; with --html, write the page and print its size."""
+        document = {**document, **self.environment}
+        if self.html is not None:
+            brief = [self._write_page(self.html, document)]
+            blocks = [text_blocks.TextLine(brief[0])]
+        blocks = list(blocks)
         if self.markdown and not (self.out.as_json or self.out.quiet):
             self.out.text(text_blocks.markdown(blocks))
         else:
             self.out.result(document, lambda console: text_blocks.draw(blocks, console), brief)
+
+    def _write_page(self, path: Path, document: Mapping[str, Any]) -> str:
+        """Write the page of a document; returns what it holds, in words."""
+        from ...files.atomic import write_file
+        from .page import html_page
+
+        # As it is read back from a file: the page has no other source than the JSON document.
+        plain = json.loads(self.out.json(document, indent=None))
+        page = html_page([plain], self.command, self.stated)
+        write_file(path, page)
+        columns = {(row["gpu"], *(row[name] for name in ("tp", "dp", "pp", "ep"))) for row in plain["rows"]}
+        models = len({row["checkpoint"] for row in plain["rows"]})
+        return f"{path}: {count(models, 'model')}, {count(len(columns), 'column')}, {size(len(page))}"
 
     def code(self, explanation: Explanation) -> ExitCode:
         """FOUND if a layer has no backend or, with --strict, a fallback; else DONE."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
+from ...checkpoint.checkpoint import Origin
 from ...environment.variables import SET
 from ...explain import Explanation, GroupExplanation, RankMemory
 from ...explain.decision_words import fallback_words, reason_words, refusals, usual_name
 from ...explain.rank_memory import TENSOR_PARALLEL
 from ...oracle.backend import UNTRIED
 from ...oracle.decision import Candidate, Decision
+from ...oracle.policy import Policy
 from ...oracle.registry import engine_named, policy_named
 from ...problem.layer_ranges import ranges
+from ...problem.moe_problem import Parallel
 from ...problem.schemes import A16, Scheme
 from ..output import gib
 from ..text_blocks import Block, Heading, LabelledValues
@@ -29,7 +32,7 @@ def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Blo
     `alone`: nothing follows, so that warnings and notes are here, and how to see more.
     """
     engine = engine_named(explanation.policy)
-    head = (explanation.origin.name, deployment_words(explanation), engine_words(explanation))
+    head = (explanation.origin.name, deployment_words(explanation), engine_words(explanation.policy))
     yield Heading("   ".join(head), 1)
     by_answer: dict[object, list[GroupExplanation]] = {}
     for group in explanation.groups:
@@ -42,7 +45,9 @@ def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Blo
     memory = explanation.memory
     rows = [("memory", memory_words(memory, explanation.parallel.tp, engine.memory_option))]
     if explanation.usable and memory.fits is not False:
-        rows += [("run", serve_command(explanation))]
+        requested = explanation.groups[0].decision.inputs.requested
+        policy, name = policy_named(explanation.policy), local_name(explanation.origin)
+        rows += [("run", serve_command(policy, name, explanation.parallel, requested))]
     yield LabelledValues(tuple(rows), tones={"memory": "wrong"} if memory.fits is False else {})
     if not alone:
         return
@@ -57,9 +62,9 @@ def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Blo
     )
 
 
-def engine_words(explanation: Explanation) -> str:
-    """The engine's title and version; one without versions by its title."""
-    engine = engine_named(explanation.policy)
+def engine_words(policy: str) -> str:
+    """The title and version of a policy's engine; one without versions by its title."""
+    engine = engine_named(policy)
     version = engine.name.removeprefix(engine.family).lstrip("-")
     return f"{engine.title} {version}".rstrip()
 
@@ -147,22 +152,24 @@ def memory_words(memory: RankMemory, tp: int, option: str) -> str:
     return f"{of}; {gib(memory.left)} left for KV cache{share}{least}"
 
 
-def serve_command(explanation: Explanation) -> str:
-    """The engine's command for this deployment, with the environment variables that were stated."""
-    policy, parallel = policy_named(explanation.policy), explanation.parallel
-    serve, origin = policy.serve, explanation.origin
-    name = str(origin.path) if origin.kind in ("folder", "config") and origin.path else origin.name
-    words = [serve.command.format(shlex.quote(name))]
+def serve_command(policy: Policy, checkpoint: str, parallel: Parallel, requested: str | None = None) -> str:
+    """The engine's command for `checkpoint`, a name or path, in a deployment; with a `requested` backend."""
+    serve = policy.serve
+    words = [serve.command.format(shlex.quote(checkpoint))]
     words += [serve.tensor.format(parallel.tp)] if parallel.tp > 1 else []
     words += [serve.pipeline.format(parallel.pp)] if parallel.pp > 1 and serve.pipeline else []
     words += [serve.data.format(parallel.dp)] if parallel.dp > 1 else []
     words += [serve.expert.format(parallel.ep_size)] if parallel.ep else []
     if parallel.exchanges and parallel.all2all != policy.default_exchange:
         words.append(serve.exchange.format(parallel.all2all))
-    requested = explanation.groups[0].decision.inputs.requested
     if requested and requested != "auto":
         words.append(f"{serve.backend.format(requested).split()[-2]} {requested}")
     return " ".join(words)
+
+
+def local_name(origin: Origin) -> str:
+    """What commands call a checkpoint: the path of a local one, or its name."""
+    return str(origin.path) if origin.kind in ("folder", "config") and origin.path else origin.name
 
 
 def warnings(explanation: Explanation) -> Iterator[str]:

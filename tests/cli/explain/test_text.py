@@ -78,9 +78,10 @@ def test_other_weights_of_a_folder_are_counted(tiny_gpt_oss):
     document = explain(tiny_gpt_oss, "--gpu", "h200", "--json").document
     files = sum(path.stat().st_size for path in tiny_gpt_oss.glob("*.safetensors"))
     memory = document["memory"]
-    assert (
-        0 < memory["other_bytes"] < files
-        and memory["other_bytes"] == document["checkpoints"][0]["other_weight_bytes"]
+    others = document["checkpoints"][0]["other_weights"]
+    assert 0 < memory["other_bytes"] < files and others["source"] == "headers"
+    assert memory["other_bytes"] == sum(
+        others[place] for place in ("sharded", "kv", "replicated", "first", "last")
     )
     assert memory["left_bytes"] == memory["usable_bytes"] - memory["expert_bytes"] - memory["other_bytes"]
     assert "+ other weights" in explain(tiny_gpt_oss, "--gpu", "h200").words
