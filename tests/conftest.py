@@ -39,9 +39,9 @@ FIRST = (
 
 def pytest_configure() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from support.interpreting import replace_functions_once
+        from support.interpreting import hasten
 
-        replace_functions_once()
+        hasten()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,7 @@
 """Kills conversions at random writes and resumes each; called with one JSON argument, prints one object.
 
-Everything happens in forks of a process that has only imported: a fork costs a hundredth of a start.
+Everything happens in forks of a process that has imported everything and loaded compiled code: a fork costs a
+hundredth of a start.
 """
 
 import json
@@ -16,6 +17,7 @@ from typing import Any
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.execute.convert import convert
 from moectl.convert.layouts.registry import layout_for
+from moectl.convert.onepass.executors import warm_up
 from moectl.convert.plan.kernel_layout_plan import plan_conversion
 
 PWRITE = os.pwrite
@@ -68,6 +70,7 @@ def main(options: dict[str, Any]) -> int:
         run(work / "reference")
         (work / "count").write_text(str(writes.count))
 
+    warm_up()
     assert forked(counted) == 0
     total = int((work / "count").read_text())
     wanted = folder_bytes(work / "reference")

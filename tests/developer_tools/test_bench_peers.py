@@ -64,12 +64,13 @@ WORKER = f"""
 import json, os, sys
 sys.path[:0] = [{str(SCRIPTS)!r}, {str(SCRIPTS.parent)!r}]
 from dataclasses import replace
-from moectl.problem import published_layers as models
+from moectl.checkpoint.source import named_layers
 from moectl.kernels import registry
 from moectl.problem.moe_problem import Dims
 
-for name, problem in models.MODELS.items():
-    models.MODELS[name] = replace(problem, dims=Dims(64, 32), experts=8, local_experts=8, top_k=2)
+published, sizes = named_layers._published, dict(dims=Dims(64, 32), experts=8, local_experts=8, top_k=2)
+named_layers._published = lambda entry: replace(published(entry), **sizes)
+assert named_layers.named_layer("qwen3-30b:mxfp4")[1].experts == 8
 torch_runner = registry.runner_for("torch")
 
 def fails(run, *, at):

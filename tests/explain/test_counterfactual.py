@@ -1,6 +1,7 @@
 """Counterfactuals: every answer is verified, smallest first, and comes from failing questions."""
 
 import shlex
+from functools import cache
 from itertools import combinations
 
 import pytest
@@ -21,10 +22,16 @@ GPT, KIMI = "openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking"
 LOW_LATENCY = Parallel(dp=8, ep=True, all2all="deepep_low_latency")
 
 
+@cache
+def groups_of(model):
+    """The layer groups of a built-in model; to read a large one takes half a second."""
+    return open_checkpoint(model, offline=True).groups
+
+
 def situation(model, gpu, parallel=Parallel(), packages=None, env=()):
-    group = open_checkpoint(model, offline=True).groups[0]
     found = machine(gpu, packages, dict(env))
-    return SelectionInputs(group.problem.on(parallel), found.device, found.packages, policy_named().name)
+    problem = groups_of(model)[0].problem.on(parallel)
+    return SelectionInputs(problem, found.device, found.packages, policy_named().name)
 
 
 def kinds(answer):
@@ -38,27 +45,29 @@ def test_nothing_has_to_change_for_what_is_chosen():
 @pytest.mark.parametrize(
     ("asked", "backend", "expected"),
     [
-        (situation(GPT, "h200"), "marlin", ("request",)),
-        (situation(KIMI, "b200"), "flashinfer_trtllm", ("variable",)),
-        (situation(GPT, "h200", packages="bare"), "triton", ("package",)),
-        (situation(GPT, "h200"), "emulation", ("request", "package")),
-        (situation(GPT, "h200"), "flashinfer_trtllm", ("gpu",)),
-        (situation(KIMI, "h100"), "flashinfer_trtllm", ("variable", "gpu")),
-        (situation(KIMI, "b200", LOW_LATENCY), "flashinfer_trtllm", ("variable", "parallel")),
-        (situation(GPT, "h200"), "aiter", ("variable", "gpu")),
-        (situation(KIMI, "b200", Parallel(tp=128)), "marlin", ("parallel",)),
+        ((GPT, "h200"), "marlin", ("request",)),
+        ((KIMI, "b200"), "flashinfer_trtllm", ("variable",)),
+        ((GPT, "h200", Parallel(), "bare"), "triton", ("package",)),
+        ((GPT, "h200"), "emulation", ("request", "package")),
+        ((GPT, "h200"), "flashinfer_trtllm", ("gpu",)),
+        ((KIMI, "h100"), "flashinfer_trtllm", ("variable", "gpu")),
+        ((KIMI, "b200", LOW_LATENCY), "flashinfer_trtllm", ("variable", "parallel")),
+        ((GPT, "h200"), "aiter", ("variable", "gpu")),
+        ((KIMI, "b200", Parallel(tp=128)), "marlin", ("parallel",)),
     ],
 )
 def test_the_smallest_answer_comes_first(asked, backend, expected):
-    found = why(asked, backend)
+    found = why(situation(*asked), backend)
     assert kinds(found.answers[0]) == expected
     sizes = [sorted((c.size for c in answer.changes), reverse=True) for answer in found.answers]
     assert sizes == sorted(sizes)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer_trtllm", "emulation", "aiter", "humming", "triton_unfused"])
-@pytest.mark.parametrize("start", [situation(GPT, "h200"), situation(KIMI, "a100", LOW_LATENCY)])
-def test_every_answer_holds_and_needs_each_of_its_changes(start, backend):
+@pytest.mark.parametrize("where", [(GPT, "h200"), (KIMI, "a100", LOW_LATENCY)])
+def test_every_answer_holds_and_needs_each_of_its_changes(where, backend):
+    start = situation(*where)
+
     def reaches(changes):
         now = start
         for change in sorted(changes, key=lambda c: -c.size):
@@ -115,8 +124,7 @@ def test_the_search_leads_back_to_the_method_that_has_the_backend(model, gpu, tp
 
 
 def test_quantized_layers_of_a_mixed_checkpoint_lead_back_too():
-    checkpoint = open_checkpoint(AWQ, offline=True)
-    quantized = next(group for group in checkpoint.groups if group.problem.storage == "awq")
+    quantized = next(group for group in groups_of(AWQ) if group.problem.storage == "awq")
     found = machine("l40s", None, {})
     start = SelectionInputs(
         quantized.problem.on(Parallel(tp=8)), found.device, found.packages, policy_named().name

@@ -17,22 +17,8 @@ import pytest
 from moectl.checkpoint import open_checkpoint
 from support.hub_server import COMMIT, TOKEN, Hub, serve
 
-SCRIPT = """
-import json, sys
-from moectl.checkpoint import open_checkpoint
-from moectl.errors import MoectlError
-ref, options = sys.argv[1], json.loads(sys.argv[2])
-try:
-    found = open_checkpoint(ref, **options)
-except MoectlError as error:
-    print(json.dumps({"error": type(error).__name__, "exit": int(error.exit_code), "text": str(error)}))
-else:
-    print(json.dumps({
-        "kind": found.origin.kind, "name": found.origin.name, "revision": found.origin.revision,
-        "note": found.origin.note, "tensors": {k: [i.file, i.start, i.end] for k, i in found.tensors.items()},
-        "problem": repr(found.groups[0].problem), "folder": str(found.folder),
-    }))
-"""
+ROOT = Path(__file__).resolve().parents[3]
+SERVER = Path(__file__).with_name("hub_reader.py")
 
 
 @pytest.fixture
@@ -48,29 +34,46 @@ def hub(served: Path) -> Iterator[Hub]:
 
 
 class Reader:
-    """Opens references in a fresh process with its own Hub cache."""
+    """Opens references, each in a fresh process with its own Hub cache."""
 
-    def __init__(self, home: Path, endpoint: str) -> None:
-        self.home, self.endpoint = home, endpoint
+    def __init__(self, server: subprocess.Popen[str], home: Path, endpoint: str) -> None:
+        self.server, self.home, self.endpoint = server, home, endpoint
 
     def __call__(self, ref: str, env: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
         settings = {"HF_HOME": str(self.home), "HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_TELEMETRY": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, ref, json.dumps(options)],
-            env={**kept, **settings, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        asked = {"ref": ref, "options": options, "environment": {**kept, **settings, **(env or {})}}
+        assert self.server.stdin is not None and self.server.stdout is not None
+        self.server.stdin.write(json.dumps(asked) + "\n")
+        self.server.stdin.flush()
+        found: dict[str, Any] = {}
+        for line in self.server.stdout:
+            answer: dict[str, Any] = json.loads(line)
+            if "status" in answer:
+                assert answer["status"] == 0, "its error is on stderr"
+                return found
+            found = answer
+        raise AssertionError("the process that reads has ended; its error is on stderr")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    """The process that `Reader` asks."""
+    with subprocess.Popen(
+        [sys.executable, str(SERVER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 @pytest.fixture
-def read(hub: Hub, tmp_path: Path) -> Reader:
-    return Reader(tmp_path / "home", hub.url)
+def read(server: subprocess.Popen[str], hub: Hub, tmp_path: Path) -> Reader:
+    return Reader(server, tmp_path / "home", hub.url)
 
 
 def test_headers_only_then_cache(hub: Hub, read: Reader, served: Path) -> None:
@@ -178,14 +181,14 @@ def test_cache_folder_of_its_own(hub: Hub, read: Reader, tmp_path: Path) -> None
     assert not (tmp_path / "home/assets").exists()
 
 
-def test_headers_are_asked_for_at_once(tmp_path: Path) -> None:
+def test_headers_are_asked_for_at_once(server: subprocess.Popen[str], tmp_path: Path) -> None:
     from moectl.synth import synthesize
 
     sizes = {"layers": 4, "experts": 4, "hidden": 64, "intermediate": 96}
     folder = synthesize("openai/gpt-oss-20b", tmp_path / "served", shard_bytes=1, **sizes)
     with serve(folder) as hub:
         hub.slow = 0.1
-        assert len(Reader(tmp_path / "home", hub.url)("org/tiny")["tensors"]) == 34
+        assert len(Reader(server, tmp_path / "home", hub.url)("org/tiny")["tensors"]) == 34
         assert len(headers_of(hub)) == 34
         assert 4 <= hub.most_at_once <= 8
 
@@ -255,8 +258,8 @@ def test_gated_model(hub: Hub, read: Reader) -> None:
     assert read("org/tiny", token=TOKEN)["kind"] == "hub"
 
 
-def test_network_down(tmp_path: Path) -> None:
-    read = Reader(tmp_path / "home", "http://127.0.0.1:9")
+def test_network_down(server: subprocess.Popen[str], tmp_path: Path) -> None:
+    read = Reader(server, tmp_path / "home", "http://127.0.0.1:9")
     down = read("org/tiny")
     assert (down["error"], down["exit"]) == ("HubUnreachable", 3)
     assert "HF_ENDPOINT" in down["text"]
