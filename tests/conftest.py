@@ -33,6 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 FIRST = (
     "tests/kernels/test_interpreter.py",
     "tests/synth/test_every_model.py",
+    "tests/developer_tools/test_bench_peers.py",
+    "tests/cli/bench/test_command.py",
+    "tests/kernels/triton/hopper/test_compiled_mid.py",
+    "tests/kernels/triton/hopper/test_compiled_prefill.py",
 )
 """Files that take longest, which workers begin with: whoever came to one last would be alone with it."""
 
