@@ -20,7 +20,7 @@ EXAMPLES = (
     "moectl doctor",
     "moectl doctor -v --md > machine.md",
     "moectl doctor --deep --json",
-    "moectl doctor --python /opt/vllm/bin/python",
+    "moectl doctor --python /opt/venv/bin/python",
 )
 MORE = ("Exit code 1 if there is a problem, 0 if there are only notes.",)
 
@@ -190,7 +190,7 @@ def memory_words(gpu: "Gpu") -> str:
 
 
 def software_words(report: "DoctorReport") -> list[str]:
-    """Installed software with versions, without torch: ``moectl 0.1.0``, ``vllm 0.33.0``, ..."""
+    """Installed software with versions, without torch: ``moectl 0.1.0``, ``triton 3.6.0``, ..."""
     libraries = {name: version for name, version in report.software.libraries.items() if name != "torch"}
     packages = {package.name: package.version for package in report.packages if package.present}
     named = {"moectl": report.software.moectl, **libraries, **packages}

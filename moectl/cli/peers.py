@@ -68,8 +68,8 @@ def peers(
 ) -> ExitCode:
     """Fetch the kernels of other libraries to compare with.
 
-    Pinned releases on PyPI: vLLM's Marlin and triton_kernels, and Humming. `moectl bench`, `run`, `explain`
-    and `doctor` find them in the user's cache, or in the directory MOECTL_PEERS, which can be copied to a
+    Pinned releases of Marlin, triton_kernels and Humming, from PyPI. `moectl bench`, `run`, `explain` and
+    `doctor` find them in the user's cache, or in the directory MOECTL_PEERS, which can be copied to a
     machine without network.
     """
     folder = directory_of(peers)

@@ -93,7 +93,7 @@ def find_wheel(index: str, project: str, wheel: str) -> str:
 
 
 def _links(page: str) -> list[tuple[str, str]]:
-    class Links(HTMLParser):
+    class PageLinks(HTMLParser):
         def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
             url = dict(attributes).get("href") if tag == "a" else None
             if url:
@@ -101,7 +101,7 @@ def _links(page: str) -> list[tuple[str, str]]:
                 found.append((urllib.parse.unquote(path.rpartition("/")[2]), url))
 
     found: list[tuple[str, str]] = []
-    Links().feed(page)
+    PageLinks().feed(page)
     return found
 
 

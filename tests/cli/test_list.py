@@ -136,4 +136,4 @@ def test_a_platform_covers_its_architectures():
     triton = next(row for row in rows if (row["name"], row["engine"]) == ("triton", "vllm-0.33.0"))
     assert triton["archs"] == "cuda, rocm, xpu"
     own = {row["name"]: row["kernels"] for row in rows if row["engine"] == "moectl"}
-    assert own["humming"] == "Humming" and own["moectl"] == "moectl's own Triton kernels"
+    assert own["humming"] == "Humming" and own["moectl"] == "own Triton kernels"

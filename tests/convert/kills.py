@@ -14,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from driver import warm
+
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.execute.convert import convert
 from moectl.convert.layouts.registry import layout_for
-from moectl.convert.onepass.executors import warm_up
 from moectl.convert.plan.kernel_layout_plan import plan_conversion
 
 PWRITE = os.pwrite
@@ -70,7 +71,7 @@ def main(options: dict[str, Any]) -> int:
         run(work / "reference")
         (work / "count").write_text(str(writes.count))
 
-    warm_up()
+    warm()
     assert forked(counted) == 0
     total = int((work / "count").read_text())
     wanted = folder_bytes(work / "reference")

@@ -208,8 +208,10 @@ def test_conformance_reads_its_recordings() -> None:
 
 SHOWN_TO_USERS = {
     ("cli/tune/command.py", "moectl tune Qwen/Qwen3-30B-A3B --to vllm ./tuned"),
+    # Whose version a bug report needs, without rules for it.
+    ("doctor/software.py", "sglang"),
 }
-"""Texts of --help that name an engine."""
+"""Texts that name an engine."""
 ROOMS = (
     *(ROOT / name for name in ("doctor", "environment", "tuning", "cli", "explain")),
     SCRIPTS / "devtools" / "conformance",

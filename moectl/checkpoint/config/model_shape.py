@@ -27,7 +27,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
 
     Example:
         >>> model_shape({"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 201088})
-        ModelShape(attention_heads=64, kv_heads=8, vocabulary=201088, layers=0, architecture='')
+        ModelShape(attention_heads=64, kv_heads=8, vocabulary=201088, layers=0, architecture='', blocked=())
     """
     fields = ConfigFields(config)
     latent = fields.has("kv_lora_rank")

@@ -13,6 +13,9 @@ from ..output import gib
 from ..text_blocks import Block, Heading, LabelledValues
 from .matrix_text import parallel_name
 
+_SOURCES = {"headers": "", "config": "other weights are estimated from config.json"}
+"""What to say of other weights, by how they are known."""
+
 
 def memory_blocks(matrix: DecisionMatrix) -> Iterator[Block]:
     """Weights on one GPU by deployment, then from which TP on each GPU has room; nothing if unknown."""
@@ -31,7 +34,9 @@ def memory_blocks(matrix: DecisionMatrix) -> Iterator[Block]:
         if engine.memory_option
         else ""
     )
-    note = "" if matrix.other_weights is not None else "other weights are not listed here, and not counted"
+    note = "other weights are not listed here, and not counted"
+    if matrix.other_weights is not None:
+        note = _SOURCES[matrix.other_weights.source]
     yield Heading(f"weights per GPU{share}", 3)
     yield LabelledValues(
         (*rows, *(("fits", line) for line in fits), ("note", note)), strong=frozenset({"fits"})

@@ -11,9 +11,9 @@ from typing import Any
 from ... import SCHEMA_VERSION
 from .conversions import convert, synth, unconvert, verify
 from .decisions import explain
+from .json_types import ERROR, STRING, Schema, obj
 from .machine import doctor, env, list_names, peers
 from .measurements import bench, compare, run, tune
-from .parts import ERROR, STRING, Schema, obj
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

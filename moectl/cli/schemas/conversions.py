@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .parts import (
+from .json_types import (
     BOOLEAN,
     BYTES,
     INTEGER,

@@ -13,7 +13,7 @@ from ...problem.model_shape import ModelShape
 from ...problem.moe_problem import MoEProblem, Parallel
 from ...problem.other_weights import OtherWeights
 from ...problem.roofline import DeviceRates
-from .parts import (
+from .json_types import (
     BOOLEAN,
     BYTES,
     ERROR,

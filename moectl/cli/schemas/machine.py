@@ -5,9 +5,10 @@ from __future__ import annotations
 from ...doctor.doctor_report import NOTE, PROBLEM, WARNING, DoctorRemark
 from ...doctor.kernel_caches import CompilerJobs, KernelCache
 from ...doctor.software import Software
+from ...environment.host import Host
 from ...environment.variables import VariableFinding
 from ...files.record_schemas import record_schema
-from .parts import (
+from .json_types import (
     BOOLEAN,
     INTEGER,
     OPTIONAL_BYTES,
@@ -72,6 +73,8 @@ def doctor() -> Schema:
     return obj(
         {
             "software": record_schema(Software),
+            "host": record_schema(Host),
+            "links": mapping(STRING, "How pairs of GPUs such as 0-1 are connected, as nvidia-smi says."),
             "driver": STRING,
             "driver_cuda": said(STRING, "Highest CUDA version that the driver supports."),
             "gpus": array(obj(gpu)),
@@ -106,12 +109,18 @@ def env() -> Schema:
         {
             "versions": mapping(STRING),
             "system": STRING,
+            "host": record_schema(Host),
+            "torch": STRING,
             "torch_built_for": OPTIONAL_STRING,
-            "gpus": said(STRINGS, "A line for each GPU."),
+            "torch_libraries": mapping(STRING, "CUDA libraries of torch with what is installed of them."),
+            "cuda_toolkit": said(OPTIONAL_STRING, "Version of nvcc."),
+            "software": said(STRINGS, "Packages with their versions."),
+            "gpus": said(STRINGS, "A line for each kind of GPU, with their number."),
+            "gpu_links": OPTIONAL_STRING,
             "driver": OPTIONAL_STRING,
             "driver_cuda": OPTIONAL_STRING,
             "cores": INTEGER,
-            "memory_bytes": said(OPTIONAL_BYTES, "Of a machine without GPUs."),
+            "memory_bytes": said(OPTIONAL_BYTES, "Main memory."),
             "packages": mapping(obj(package)),
             "variables": mapping(STRING),
             "unknown_variables": STRINGS,
@@ -143,7 +152,10 @@ def list_names() -> Schema:
     rows: dict[str, dict[str, Schema]] = {
         "models": {
             **dict.fromkeys(("name", "layers", "config", "tensors", "note"), STRING),
-            "experts": INTEGER,
+            "short_name": said(OPTIONAL_STRING, "Another name that commands take."),
+            **dict.fromkeys(("format", "activations"), STRING),
+            "params": said(INTEGER, "Parameters of all routed experts."),
+            **dict.fromkeys(("experts", "top_k", "hidden", "intermediate"), INTEGER),
             "revision": OPTIONAL_STRING,
         },
         "backends": {

@@ -9,7 +9,7 @@ from ...cache.launches_file import LaunchAttempt, LaunchRow
 from ...files.record_schemas import cells_schema, record_schema
 from ...problem.moe_problem import MoEProblem
 from ...problem.roofline import DeviceRates
-from .parts import (
+from .json_types import (
     BOOLEAN,
     BYTES,
     ERROR,
@@ -114,6 +114,7 @@ def _backend(before: dict[str, Schema]) -> Schema:
         "fastest_us": NUMBER,
         "weight_bytes": BYTES,
         "peak_bytes": BYTES,
+        "beyond_static_scales": said(OPTIONAL_STRING, "Which inputs static activation scales cannot hold."),
     }
     asked = {
         "refused": said({"const": True}, "The backend does not support the layer."),

@@ -1,5 +1,7 @@
 """Sizes of a model outside its experts."""
 
+from dataclasses import replace
+
 import pytest
 
 from moectl.checkpoint import open_checkpoint
@@ -23,7 +25,8 @@ from moectl.problem.model_shape import UNKNOWN_MODEL, ModelShape
     ],
 )
 def test_shapes_of_published_models(name, shape):
-    assert open_checkpoint(name, offline=True).model == shape
+    # Which matrices engines check against blocks is test_other_weights'.
+    assert replace(open_checkpoint(name, offline=True).model, blocked=()) == shape
 
 
 @pytest.mark.parametrize("value", [0, -4, True, "64", 6.5, [64], 1 << 40, None])

@@ -113,7 +113,7 @@ def test_the_smallest_tp_has_room_for_the_other_weights():
 
 def test_other_weights_are_distributed_over_the_ranks():
     document = explain("Qwen/Qwen3-235B-A22B", "--gpu", "h200", "--tp", "8", "--json").document
-    memory, weights = document["memory"], document["other_weights"]
+    memory, weights = document["memory"], document["checkpoints"][0]["other_weights"]
     assert weights["source"] == "config" and weights["layers"] == 94 and weights["kv_heads"] == 4
     shares = weights["sharded"] // 8 + weights["kv"] // 4 + weights["replicated"]
     assert memory["other_bytes"] == shares + (weights["first"] + weights["last"]) // 8

@@ -27,7 +27,7 @@ from ..command_line import parallel_options, words_of
 from ..matrix_text import parallel_name
 from ..summary import engine_words, local_name, serve_command
 
-Document = Mapping[str, Any]
+AnswersJson = Mapping[str, Any]
 
 FORMAT = 1
 """Version of the data inside a page."""
@@ -37,7 +37,7 @@ MEMORY = ("device_bytes", "usable_bytes", "expert_bytes", "other_bytes", "left_b
 """What a row says of the memory of one GPU, in the order of the page's data."""
 
 
-def html_page(documents: Sequence[Document], command: str, stated: str = "") -> bytes:
+def html_page(documents: Sequence[AnswersJson], command: str, stated: str = "") -> bytes:
     """The page for `documents` of ``moectl explain --json``, one for each policy.
 
     `command` is what made it, `stated` what its cells' commands have besides the GPU and the deployment.
@@ -102,7 +102,7 @@ class _Pool:
         return self.number(value, json.dumps(value, sort_keys=True))
 
 
-def page_data(documents: Sequence[Document], command: str, stated: str = "") -> dict[str, Any]:
+def page_data(documents: Sequence[AnswersJson], command: str, stated: str = "") -> dict[str, Any]:
     """What a page shows, with every repeated string, candidate, list of candidates and answer once.
 
     A cell of a policy is an index of `entries`: the answers for its groups of layers, and the memory of one
@@ -168,12 +168,12 @@ def page_data(documents: Sequence[Document], command: str, stated: str = "") -> 
     }
 
 
-def checkpoints_of(document: Document) -> list[Mapping[str, Any]]:
+def checkpoints_of(document: AnswersJson) -> list[Mapping[str, Any]]:
     """Where the checkpoints of a document were found: one, or one of a list."""
     return document["checkpoints"] if "checkpoints" in document else [document["checkpoint"]]
 
 
-def _all(documents: Iterable[Document], name: str) -> list[str]:
+def _all(documents: Iterable[AnswersJson], name: str) -> list[str]:
     return list(dict.fromkeys(text for document in documents for text in document.get(name, ())))
 
 
@@ -203,7 +203,10 @@ def _inputs(row: Mapping[str, Any]) -> SelectionInputs:
 
 
 def _policy(
-    document: Document, models: Sequence[str], parallels: Sequence[Parallel], cells: list[list[int | None]]
+    document: AnswersJson,
+    models: Sequence[str],
+    parallels: Sequence[Parallel],
+    cells: list[list[int | None]],
 ) -> dict[str, Any]:
     """A policy's part: its cells by model and column, and the commands that serve them."""
     engine = engine_named(document["policy"])
