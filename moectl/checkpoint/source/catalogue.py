@@ -61,9 +61,11 @@ class TensorSchema:
             yield f"{before}{expert}{after}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CatalogueEntry:
     """A published model: its config, the schema of its MoE tensors, and their provenance.
+
+    An entry equals only itself, so what follows from it can be cached; `read_entry` always gives the same.
 
     Attributes:
         documents: separate quantization config files, by name.

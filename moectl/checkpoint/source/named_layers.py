@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from ...dtypes import DTYPE_BITS
 from ...errors import UsageError
@@ -54,6 +55,7 @@ def declared_layer(entry: CatalogueEntry) -> MoEProblem:
     return _published(entry) if packed and problem.scheme.weight == BF16 else problem
 
 
+@cache
 def _published(entry: CatalogueEntry) -> MoEProblem:
     quantization, file = separate_quantization(entry.documents)
     groups = layer_groups(entry.config, entry.listing(), quantization=quantization, quantization_file=file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from moectl.checkpoint import open_checkpoint
 from moectl.checkpoint.source.catalogue import (
     SHORT_NAMES,
+    CatalogueEntry,
+    built_in,
     find_entry,
     model_names,
     short_name,
@@ -16,6 +19,7 @@ from moectl.checkpoint.source.catalogue import (
 )
 from moectl.checkpoint.source.named_layers import named_layer
 from moectl.errors import UsageError
+from moectl.files.tensor_table import TensorTable
 from moectl.problem.published_layers import MODELS, SCHEMES
 from support.invoking import moectl
 from support.sampling import every_nth
@@ -50,6 +54,23 @@ def test_formats_by_name_and_unknown_names() -> None:
         named_layer("kimi-k2:int3")
     with pytest.raises(UsageError, match="no built-in model"):
         named_layer("gpt-5")
+
+
+def test_formats_of_a_model_read_its_tensors_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = replace(built_in("gpt-oss-20b"))
+    monkeypatch.setattr("moectl.checkpoint.source.named_layers.built_in", lambda name: entry)
+    listing = CatalogueEntry.listing
+    listed: list[CatalogueEntry] = []
+
+    def counted(self: CatalogueEntry) -> TensorTable:
+        listed.append(self)
+        return listing(self)
+
+    monkeypatch.setattr(CatalogueEntry, "listing", counted)
+    schemes = {named_layer(f"gpt-oss-20b:{format}")[1].scheme for format in SCHEMES}
+    assert schemes == set(SCHEMES.values())
+    assert listed == [entry]
+    assert named_layer("gpt-oss-20b")[1].scheme == SCHEMES["mxfp4"]
 
 
 def test_explain_takes_the_names_of_bench() -> None:
