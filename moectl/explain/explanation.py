@@ -29,7 +29,6 @@ from .measured_evidence import EvidenceLookup, MeasuredEvidence, nothing
 from .problem_facts import facts, source_of
 from .rank_memory import RankMemory, other_weights, rank_memory
 
-
 ASSUMED = "assumed"
 """The source of a property that the user stated."""
 

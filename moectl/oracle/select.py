@@ -145,7 +145,8 @@ def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:
                 )
             return route
     raise OutOfScope(
-        f"the rules of {versioned(policy.name)} do not cover {scheme.weight} experts stored as {problem.storage}",
+        f"the rules of {versioned(policy.name)} do not cover {scheme.weight} experts stored as "
+        f"{problem.storage}",
         reason="They cover " + "; ".join(route.name for route in policy.routes) + ".",
         hint="use a checkpoint of one of these formats",
     )
@@ -226,7 +227,8 @@ def _cut(before: SupportQuery, after: SupportQuery, policy: Policy) -> tuple[str
     notes: tuple[str, ...] = ()
     if after.weight != before.weight:
         notes = (
-            f"{versioned(policy.name)} re-expands block scales to {after.weight}, because shards are not block-aligned",
+            f"{versioned(policy.name)} re-expands block scales to {after.weight}, because shards are not "
+            "block-aligned",
         )
     if after.sliced:
         size = after.problem.dims.intermediate
@@ -299,7 +301,8 @@ def _gates(ask: SupportQuery, policy: Policy, route: Route, name: str | None) ->
         says = f"{versioned(policy.name)} does not accept {route.name} on {ask.device.platform}"
         gates.append(Gate(PLATFORM, says))
     if ask.device.platform == "cuda" and capability < route.minimum:
-        says = f"{route.method} needs SM{route.minimum} or newer; this device is {makers_spelling(ask.device.arch)}"
+        arch = makers_spelling(ask.device.arch)
+        says = f"{route.method} needs SM{route.minimum} or newer; this device is {arch}"
         gates.append(Gate(CAPABILITY, says))
     if not route.dtypes.allows(ask.dtype):
         says = f"{route.method} computes in {route.dtypes}; model runs in {ask.dtype}"
@@ -332,10 +335,12 @@ def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[C
     says = f"backend {name} does not support this deployment: {_reasons(candidates)}"
     if not candidates:
         names = ", ".join(route.names) or "none"
-        says = f"backend {name} is not available for {route.name} in {versioned(policy.name)}; available: {names}"
+        engine = versioned(policy.name)
+        says = f"backend {name} is not available for {route.name} in {engine}; available: {names}"
         return Failure(says, route.fails_unknown or route.fails_by_name)
     return Failure(says, route.fails_by_name)
 
 
 def _unchecked(policy: Policy, chosen: Candidate) -> str:
-    return f"{versioned(policy.name)} assigns {chosen.variant.experts} without checks, although {_reasons([chosen])}"
+    engine, experts = versioned(policy.name), chosen.variant.experts
+    return f"{engine} assigns {experts} without checks, although {_reasons([chosen])}"

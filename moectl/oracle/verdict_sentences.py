@@ -116,11 +116,12 @@ def _template(question: str, wanted: str, offered: str) -> str:
 @cache
 def _deciding_variables(engines: tuple[str, ...]) -> Mapping[str, str]:
     """The environment variable that decides a question, by the question, for these engines."""
-    invariance = [ENGINES[name].policy.invariance for name in engines]
-    return {INVARIANCE: variable.name for variable in invariance if variable} | {
+    policies = [ENGINES[name].policy for name in engines]
+    invariance = [(INVARIANCE, policy.invariance.name) for policy in policies if policy.invariance]
+    return dict(invariance) | {
         rule.question: rule.switch
-        for name in engines
-        for route in ENGINES[name].policy.routes
+        for policy in policies
+        for route in policy.routes
         for backend in route.backends()
         for variant in backend.variants
         for rule in variant.capability.rules
