@@ -87,7 +87,7 @@ def fallback_words(answer: GroupExplanation) -> str:
     if fallback.kind == "method":
         return (
             f"{decision.method} replaces {fallback.method}, whose {fallback.candidate.backend.name} has "
-            f"higher priority and fits this GPU. {missing}"
+            f"higher priority and fits this GPU, but {missing}"
         )
     return f"{fallback.candidate.backend.name} has higher priority and fits, but {missing}"
 

@@ -38,7 +38,7 @@ SENTENCES: Mapping[str, str] = {
     "adapters on experts": "does not support LoRA adapters on experts",
     "activation filter": "uses {offered} activations; policy allows only {wanted}",
     "order": "{offered}",
-    "Marlin tiles": "Marlin needs {offered}; this is {wanted}",
+    "Marlin tiles": "needs {wanted}",
     **dict.fromkeys(
         (
             "activation in FlashInfer",

@@ -150,9 +150,14 @@ class DecisionOptions:
     ] = None
     assume: Annotated[
         list[str] | None,
-        option("--assume", help="hidden=, act=, dtype=, ... instead of the checkpoint's."),
+        option("--assume", help="hidden=, act=, dtype=, ... of the checkpoint; lora=yes or --lora."),
     ] = None
-    lora: Annotated[bool, option("--enable-lora", "--lora", help="With LoRA adapters on experts.")] = False
+    lora: Annotated[
+        bool,
+        option(
+            "--enable-lora", "--lora", help="With LoRA adapters on experts: --assume lora=yes.", hidden=True
+        ),
+    ] = False
     activation: ActivationOption = None
     routing: RoutingOption = None
 

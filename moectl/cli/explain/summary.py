@@ -92,9 +92,8 @@ def _choice(group: GroupExplanation, which: str) -> LabelledValues:
     formats = format_words(decision.problem.scheme)
     if chosen is None:
         reasons = [("because", reason) for reason in refusals(decision)]
-        nearest = "" if decision.gates or decision.inputs.requested else failure(decision)
-        if nearest not in [reason for _, reason in reasons]:
-            reasons.append(("nearest", nearest))
+        if not (decision.gates or decision.inputs.requested or decision.chosen):
+            reasons.append(("nearest", failure(decision)))
         return LabelledValues(
             (("backend", f"none for {which} ({formats})"), *reasons), tones={"backend": "wrong"}
         )
@@ -172,10 +171,11 @@ def _other_experts(explanation: Explanation) -> Iterator[tuple[str, str]]:
     """What expert parallelism would change, or what it changes if it is used; nothing for one rank."""
     ep = explanation.parallel.ep
     other = with_expert_parallel(explanation, not ep) if explanation.parallel.ranks > 1 else None
-    if other is None or not (explanation.usable and other.usable):
+    if other is None or not other.usable:
         return
     here, there = (_backends(each) for each in (explanation, other))
-    parts = ["the same backend" if here == there else f"{', '.join(there)} instead of {', '.join(here)}"]
+    instead = f"{', '.join(there)} instead of {', '.join(here) or 'none'}"
+    parts = ["the same backend" if here == there else instead]
     group = (explanation if ep else other).groups[0]
     experts, ranks = group.problem.experts, group.problem.parallel.ep_size
     whole = f"{group.problem.local_experts} of {experts} experts"
@@ -197,8 +197,8 @@ def _other_experts(explanation: Explanation) -> Iterator[tuple[str, str]]:
 
 
 def _backends(explanation: Explanation) -> tuple[str, ...]:
-    """The chosen backends, each once."""
-    chosen = (group.decision.chosen for group in explanation.groups)
+    """The chosen backends, each once; none if some layers have none."""
+    chosen = [group.decision.chosen for group in explanation.groups if explanation.usable]
     return tuple(dict.fromkeys(candidate.backend.name for candidate in chosen if candidate))
 
 

@@ -104,6 +104,26 @@ def test_what_expert_parallelism_changes_is_said_either_way():
     assert "with EP" not in explain(GPT, "--gpu", "h100", "--tp", "3", code=1).words
 
 
+def test_expert_parallelism_is_named_where_it_gives_a_backend():
+    words = explain("RedHatAI/Qwen3-30B-A3B-quantized.w4a16", "--gpu", "l40s", "--tp", "4", code=1).words
+    assert "with EP marlin instead of none; 32 of 128 experts per GPU" in words
+    assert words.count("not a multiple of the quantization group") == 1
+
+
+def test_another_method_is_explained_by_the_size_that_does_not_fit():
+    words = explain("Qwen/Qwen3-30B-A3B-GPTQ-Int4", "--gpu", "l40s", "--tp", "4").words
+    assert (
+        "MoeWNA16Method replaces AutoGPTQMoEMethod, whose marlin has higher priority and fits this GPU, but "
+        "needs an intermediate size that 128 (the group) divides; it is 192 per rank"
+    ) in words
+
+
+def test_a_near_name_comes_without_the_list_of_all_names():
+    done = explain(GPT, "--gpu", "h100", "--backend", "flashinfer-trtlm", code=2)
+    assert "Did you mean flashinfer_trtllm or" in done.stderr and "Known are" not in done.stderr
+    assert "Known are aiter," in explain(GPT, "--gpu", "h100", "--backend", "xyzzy", code=2).stderr
+
+
 def test_tables_mark_fused_routing_only_with_v():
     table = (GPT, "--gpu", "h100,b200")
     assert "mono" not in explain(*table).stdout
