@@ -150,7 +150,7 @@ class DecisionOptions:
     ] = None
     assume: Annotated[
         list[str] | None,
-        option("--assume", help="hidden=, act=, dtype=, ... of the checkpoint; lora=yes or --lora."),
+        option("--assume", help="hidden=, act=, dtype=, lora=, ... of the checkpoint."),
     ] = None
     lora: Annotated[
         bool,
