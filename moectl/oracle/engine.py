@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def versioned(self) -> str:
-        """Its official spelling with the version, for sentences: ``vLLM 0.33.0``."""
+        """Its official spelling with the version, for sentences."""
         return f"{self.title} {self.version}".rstrip()
 
     def other_version(self, installed: str) -> str:

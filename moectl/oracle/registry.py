@@ -36,8 +36,8 @@ def versioned(name: str) -> str:
     """The engine called `name` as sentences call it; `name` itself if it is not registered.
 
     Example:
-        >>> versioned("vllm-0.33.0")
-        'vLLM 0.33.0'
+        >>> versioned("moectl")
+        'moectl'
     """
     return ENGINES[name].versioned if name in ENGINES else name
 

@@ -80,8 +80,8 @@ def test_its_variables_are_judged_as_its_own() -> None:
     env = ("--env", "ACME_QUICK=yes", "--env", "ACME_FAST=1", "--env", "ACME_QIUCK=1", "--env", "VLLM_X=1")
     found = explain(*env, code=0)["environment"]["variables"]
     remarks = {row["name"]: row["remark"] for row in found}
-    assert "acme-1.0 fails on ACME_QUICK='yes'" in remarks["ACME_QUICK"]
-    assert remarks["ACME_FAST"] == "acme-1.0 ignores ACME_FAST; use ACME_QUICK"
+    assert "Acme 1.0 fails on ACME_QUICK='yes'" in remarks["ACME_QUICK"]
+    assert remarks["ACME_FAST"] == "Acme 1.0 ignores ACME_FAST; use ACME_QUICK"
     assert "did you mean ACME_QUICK" in remarks["ACME_QIUCK"]
     assert set(remarks) == {"ACME_QUICK", "ACME_FAST", "ACME_QIUCK"}
     wrong = moectl("explain", GPT, "--policy", "acme", "--env", "ACME_QUICK", code=2)
