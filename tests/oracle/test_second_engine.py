@@ -156,7 +156,7 @@ def test_doctor_examines_it(tmp_path: Path) -> None:
     }
     says = [remark.says for remark in report.remarks]
     assert "Acme is not installed: its backends are judged by its rules alone" in says
-    assert "acme-1.0 ignores ACME_FAST; use ACME_QUICK" in says
+    assert "Acme 1.0 ignores ACME_FAST; use ACME_QUICK" in says
     (cache,) = [cache for cache in report.caches if cache.name == "Acme"]
     assert cache.path == str(tmp_path / "c")
     assert not report.installed("acme_kernels").present

@@ -17,12 +17,13 @@ from ...oracle.decision import Candidate, Decision
 from ...oracle.format_keys import act_key
 from ...oracle.policy import Policy
 from ...oracle.registry import engine_named, policy_named, versioned
+from ...oracle.verdict_sentences import INVARIANCE
 from ...problem.layer_ranges import ranges
 from ...problem.moe_problem import Parallel
 from ...problem.schemes import A16, Scheme
 from ..output import duration, gib
 from ..text_blocks import Block, Heading, LabelledValues
-from .environment import finding_words, package_sentences, variables
+from .environment import finding_words, notes_of, package_sentences, variables
 from .text import lacking, next_higher
 
 MOST_NAMES = 6
@@ -56,7 +57,7 @@ def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Blo
     yield LabelledValues(tuple(rows), tones={"memory": "wrong"} if memory.fits is False else {})
     if not alone:
         return
-    notes = dict.fromkeys(note for group in explanation.groups for note in group.notes)
+    notes = dict.fromkeys(note for group in explanation.groups for note in (*_remarks(group), *group.notes))
     yield LabelledValues(
         (
             *(("warning", text) for text in warnings(explanation)),
@@ -106,6 +107,7 @@ def _choice(group: GroupExplanation, which: str) -> LabelledValues:
             ("fallback", fallback_words(group)),
             ("not", f"{rejected.backend.name}: {lacking(rejected)}" if rejected else ""),
             ("also", _also(decision, chosen)),
+            ("env", _ruled_out(decision, chosen)),
         ),
         tones={"backend": "good", "fallback": "warning", "not": "dim"},
     )
@@ -131,6 +133,29 @@ def _also(decision: Decision, chosen: Candidate) -> str:
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return f"{', '.join(names[:MOST_NAMES])}{more} (--backend NAME)" if names else ""
+
+
+def _ruled_out(decision: Decision, chosen: Candidate) -> str:
+    """Backends that only the engine's variable for batch-invariant results rules out."""
+    variable = policy_named(decision.inputs.policy).invariance
+    names = dict.fromkeys(
+        c.backend.name
+        for c in decision.candidates
+        if c.failed and {verdict.question for verdict in c.failed} == {INVARIANCE}
+    )
+    names.pop(chosen.backend.name, None)
+    return f"{variable.name}=1 rules out {', '.join(names)}" if variable and names else ""
+
+
+def _remarks(group: GroupExplanation) -> Iterator[str]:
+    """What else the decision notes: shards cut across blocks, failures to come; not why an order is special."""
+    decision = group.decision
+    rows = policy_named(decision.inputs.policy).rows()
+    orders = {move.why for row in rows if row.name == decision.route for move in row.moves}
+    assigned = decision.chosen is not None and decision.chosen.assigned
+    for note in (*decision.cut, *notes_of(decision)):
+        if note not in orders and not (assigned and " assigns the backend of " in note):
+            yield note
 
 
 def memory_words(memory: RankMemory, tp: int, option: str) -> str:

@@ -71,6 +71,19 @@ def test_without_a_backend_the_nearest_ones_are_named():
     assert "nearest" not in refused and refused.count("must be divisible") == 1
 
 
+def test_what_the_variable_rules_out_is_named():
+    options = ("deepseek-v4-flash", "--gpu", "h200", "--tp", "8")
+    done = explain(*options, "--env", "VLLM_BATCH_INVARIANT=1")
+    assert "env VLLM_BATCH_INVARIANT=1 rules out marlin" in done.words
+    assert "rules out" not in explain(*options).words
+
+
+def test_shards_that_cut_across_blocks_are_a_note():
+    words = explain("Qwen/Qwen3-30B-A3B-FP8", "--gpu", "h100", "--tp", "8").words
+    assert "note vLLM 0.33.0 re-expands block scales to fp8 block 32x32" in words
+    assert "note" not in explain(GPT, "--gpu", "h200").words
+
+
 def test_variables_without_effect_are_not_in_the_command():
     done = explain(GPT, "--gpu", "h200", "--env", "VLLM_FLASHINFER_MOE_BACKEND=latency")
     assert "run vllm serve openai/gpt-oss-20b warning" in done.words
