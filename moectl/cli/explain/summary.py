@@ -148,7 +148,7 @@ def _ruled_out(decision: Decision, chosen: Candidate) -> str:
 
 
 def _remarks(group: GroupExplanation) -> Iterator[str]:
-    """What else the decision notes: shards cut across blocks, failures to come; not why an order is special."""
+    """Other notes of the decision: shards cut across blocks, failures to come; not special orders."""
     decision = group.decision
     rows = policy_named(decision.inputs.policy).rows()
     orders = {move.why for row in rows if row.name == decision.route for move in row.moves}
