@@ -43,8 +43,7 @@ class EnginePick:
 
 def engine_words() -> str:
     """The default engine and its version: ``vLLM 0.33.0``."""
-    engine = engine_named()
-    return f"{engine.title} {engine.version}".rstrip()
+    return engine_named().versioned
 
 
 def engine_picks(rows: Iterable[BenchRow], about: Mapping[str, Any]) -> dict[TableKey, EnginePick]:

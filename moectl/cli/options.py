@@ -22,6 +22,10 @@ from .output import COLORS, Output, drop_stdout
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+MOST_NAMED = 12
+"""Names to list besides near ones."""
+
+
 def option(*names: str, help: str, own: bool = False, **settings: Any) -> Any:
     """A typer option that can also be set as ``MOECTL_<COMMAND>_<NAME>``.
 
@@ -233,7 +237,7 @@ def pick(value: str, known: Iterable[str], what: str) -> str:
     near = [spellings[name] for name in longer or difflib.get_close_matches(key, spellings, n=3, cutoff=0.5)]
     raise UsageError(
         f"{what} {value!r} is not known",
-        reason=f"Known are {', '.join(spellings.values())}.",
+        reason="" if near and len(spellings) > MOST_NAMED else f"Known are {', '.join(spellings.values())}.",
         hint=f"did you mean {' or '.join(near)}?" if near else "choose one of these",
     )
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import SCHEMA_VERSION, __version__
 from ..errors import MoectlError
+from .text_blocks import terminal_width
+from .text_layout import wrap
 
 if TYPE_CHECKING:
     from ..convert.manifest.progress_log import Progress
@@ -77,12 +79,12 @@ class Output:
     def note(self, message: str) -> None:
         """Prints a message that is not data to stderr, unless quiet."""
         if not self.quiet:
-            print(f"moectl: {message}", file=sys.stderr)
+            self._message("", message)
 
     def warn(self, message: str) -> None:
         """Prints a note, in yellow, on something that may make the result wrong or unwanted."""
         if not self.quiet:
-            print(f"moectl: {self._styled('warning: ', YELLOW)}{message}", file=sys.stderr)
+            self._message("warning:", message, YELLOW)
 
     def _styled(self, text: str, code: str) -> str:
         """`text` for stderr, in a colour if it has colours."""
@@ -96,10 +98,17 @@ class Output:
 
     def complain(self, error: MoectlError) -> None:
         """Prints an error to stderr."""
-        print(f"moectl: {self._styled('error:', RED)} {error.what}", file=sys.stderr)
+        self._message("error:", error.what, RED)
         for line in (error.reason, error.hint and f"next: {error.hint}"):
             if line:
-                print(f"  {line}", file=sys.stderr)
+                print("\n".join(_lines(line, "  ", "  ")), file=sys.stderr)
+
+    def _message(self, kind: str, text: str, code: str = "") -> None:
+        """Prints a message of a `kind` to stderr, wrapped between words on a terminal."""
+        lines = _lines(f"{kind} {text}".strip(), "moectl: ", "  ")
+        if kind:
+            lines[0] = lines[0].replace(kind, self._styled(kind, code), 1)
+        print("\n".join(lines), file=sys.stderr)
 
     def json(self, document: Mapping[str, Any], indent: int | None = 2) -> str:
         """`document` as JSON with its schema version; non-finite numbers become null."""
@@ -123,6 +132,13 @@ class Output:
                         yield update
                     finally:
                         self._bar = None
+
+
+def _lines(text: str, first: str, rest: str) -> list[str]:
+    """`text` in lines of the terminal's width if stderr is one, else a single one."""
+    if not sys.stderr.isatty() or "\n" in text:
+        return [f"{first}{text}"]
+    return wrap(text, max(40, terminal_width()), first, rest)
 
 
 def _silent(done: int, total: int, text: str = "") -> None:

@@ -10,13 +10,15 @@ from typing import Any
 
 from ..errors import MoectlError, UsageError
 from ..oracle.checks import Verdict
-from ..oracle.decision import Candidate, Decision
+from ..oracle.decision import DEPLOYMENT, Candidate, Decision
 from ..oracle.registry import policy_named
 from ..oracle.select import decide
 from ..oracle.selection_inputs import SelectionInputs
+from ..oracle.verdict_sentences import sentence
 from .proposed_changes import (
     ProposedChange,
     new_devices,
+    other_deployments,
     other_shards,
     proposals,
     proposals_for_failure,
@@ -69,6 +71,8 @@ class Counterfactuals:
         remaining: verdicts that no change turns; empty if there are answers.
         reason: why no change helps, if no verdict says it.
         complete: False when the search stopped at `MOST_DECISIONS`.
+        instead: the backend that is chosen; empty without one.
+        why_not: why it is not the backend that was asked about, by backend: a request may mean several.
     """
 
     backend: str
@@ -77,6 +81,8 @@ class Counterfactuals:
     remaining: tuple[tuple[Candidate, Verdict], ...]
     complete: bool
     reason: str = ""
+    instead: str = ""
+    why_not: tuple[tuple[str, str], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -94,6 +100,8 @@ class Counterfactuals:
                 for c, v in self.remaining
             ],
             "reason": self.reason or None,
+            "instead": self.instead or None,
+            "why_not": [{"backend": backend, "reason": reason} for backend, reason in self.why_not],
             "complete": self.complete,
         }
 
@@ -134,7 +142,39 @@ class _Search:
         complete = not self.queue or len(self.merged()) >= MOST_ANSWERS
         remaining = () if self.answers else tuple(self.stuck.values())
         reason = "" if self.answers or remaining else self.reason(first)
-        return Counterfactuals(self.name, False, tuple(self.merged()), remaining, complete, reason)
+        instead = first.chosen.backend.name if first.chosen and first.usable else ""
+        return Counterfactuals(
+            self.name,
+            False,
+            tuple(self.merged()),
+            remaining,
+            complete,
+            reason,
+            instead,
+            tuple(self.why_not(first, instead)),
+        )
+
+    def why_not(self, first: Decision, instead: str) -> Iterator[tuple[str, str]]:
+        """The backends asked about, each with what its best candidate lacks."""
+        if first.gates:
+            yield self.name, "; ".join(map(str, first.gates))
+            return
+        nearest: dict[str, Candidate] = {}
+        for candidate in first.candidates:
+            name = candidate.backend.name
+            if name in self.targets and len(candidate.failed) < len(nearest.get(name, candidate).failed) + (
+                name not in nearest
+            ):
+                nearest[name] = candidate
+        failing = {name: {v.question for v in candidate.failed} for name, candidate in nearest.items()}
+        for name, candidate in nearest.items():
+            if any(questions < failing[name] for questions in failing.values()):
+                continue  # lacks all that another one lacks, and more
+            if candidate.usable:
+                higher = f", but {instead} has higher priority" if instead else ""
+                yield name, f"passes all checks{higher}"
+            else:
+                yield name, ", and ".join(dict.fromkeys(map(sentence, candidate.failed)))
 
     def try_request(self) -> None:
         """Try the request by name first: it may change the problem itself (padded shards)."""
@@ -229,6 +269,8 @@ class _Search:
             ready = not targets or any(c.usable or _only_asked(c) for c in targets)
             if ready:
                 yield request(self.name, self.policy)
+        if any(gate.kind == DEPLOYMENT for gate in decision.gates):
+            yield from other_deployments(now)
         replaced = self.policy.replaced(decision.route, now.problem)
         if any(backend.name in self.targets for route in replaced for backend in route.backends()):
             yield from other_shards(now)

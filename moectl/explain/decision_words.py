@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..oracle.decision import Candidate, Decision
 from ..oracle.registry import engine_named, policy_named
-from ..oracle.verdict_sentences import sentence
+from ..oracle.verdict_sentences import makers_spelling, sentence
 from .fallback import serves_request
 
 if TYPE_CHECKING:
@@ -40,9 +40,27 @@ def reason_words(decision: Decision) -> str:
         return "requested by name; all checks pass"
     if decision.ranking is not None:
         return str(decision.ranking)
+    moves = "; ".join(_deciding_moves(decision, chosen))
+    special = f" ({moves})" if moves else ""
     if any(candidate.rank < chosen.rank for candidate in decision.candidates):
-        return f"highest priority of those that pass all checks on {decision.inputs.device.arch}"
-    return "highest priority; all checks pass"
+        arch = makers_spelling(decision.inputs.device.arch)
+        return f"highest priority of those that pass all checks on {arch}{special}"
+    return f"highest priority; all checks pass{special}"
+
+
+def _deciding_moves(decision: Decision, chosen: Candidate) -> Iterator[str]:
+    """Why the engine's priority order is not the usual one, where that decides.
+
+    A backend that moved up does if it is the chosen one; one that moved down, if it is supported and has
+    lower priority than the chosen one.
+    """
+    lower = {c.backend.name for c in decision.candidates if c.usable and c.rank > chosen.rank}
+    routes = [row for row in policy_named(decision.inputs.policy).rows() if row.name == decision.route]
+    for move in dict.fromkeys(move for route in routes for move in route.moves):
+        down = move.after is not None or move.last
+        decides = move.backend.name in lower if down else move.backend is chosen.backend
+        if move.why in decision.notes and decides:
+            yield move.why
 
 
 CLOSEST = 3
@@ -69,7 +87,7 @@ def fallback_words(answer: GroupExplanation) -> str:
     if fallback.kind == "method":
         return (
             f"{decision.method} replaces {fallback.method}, whose {fallback.candidate.backend.name} has "
-            f"higher priority and fits this GPU. {missing}"
+            f"higher priority and fits this GPU, but {missing}"
         )
     return f"{fallback.candidate.backend.name} has higher priority and fits, but {missing}"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, Origin
 from ..environment import Device, Packages
-from ..errors import NoBackend
+from ..errors import NoBackend, UsageError
 from ..files.records import to_json
 from ..oracle.decision import Decision
 from ..oracle.policy import Policy
@@ -28,6 +28,9 @@ from .fallback import Fallback, fallback_of
 from .measured_evidence import EvidenceLookup, MeasuredEvidence, nothing
 from .problem_facts import facts, source_of
 from .rank_memory import RankMemory, other_weights, rank_memory
+
+ASSUMED = "assumed"
+"""The source of a property that the user stated."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +301,23 @@ class Question:
         )
 
 
+def with_expert_parallel(explanation: Explanation, ep: bool) -> Explanation | None:
+    """`explanation` of the same ranks with or without expert parallelism; None if they cannot be used so.
+
+    The evidence and the answers of other policies are left out.
+    """
+    parallel = replace(explanation.parallel, ep=ep, eplb=explanation.parallel.eplb and ep)
+    groups = []
+    for group in explanation.groups:
+        inputs = group.decision.inputs
+        try:
+            moved = replace(inputs, problem=inputs.problem.on(parallel))
+            groups.append(explained(group.layers, moved, group.sources, group.notes, details=group.details))
+        except (UsageError, NoBackend):
+            return None
+    return replace(explanation, parallel=parallel, groups=tuple(groups))
+
+
 def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question: Question) -> Explanation:
     """The decision for every layer group of `checkpoint`.
 
@@ -317,7 +337,7 @@ def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question
     groups = []
     for group in checkpoint.groups:
         inputs = question.inputs(group.problem, device, packages, checkpoint.model)
-        sources = {**group.sources, **dict.fromkeys(question.assumptions, "assumed")}
+        sources = {**group.sources, **dict.fromkeys(question.assumptions, ASSUMED)}
         evidence = question.known(device, inputs.problem, packages)
         groups.append(
             explained(group.layers, inputs, sources, group.notes, question.others, group.details, evidence)

@@ -17,6 +17,7 @@ from ..oracle.policy import Policy
 from ..oracle.registry import engine_named, known_packages, policy_named
 from ..oracle.selection_inputs import SelectionInputs
 from ..problem.moe_problem import Parallel
+from ..problem.schemes import A16
 from .assumed_machines import machine
 from .assumptions import ACTIVATIONS, assume, can_declare
 
@@ -188,7 +189,7 @@ def _exchanged(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> 
         yield parallel(replace(current, tp=1, dp=ranks, ep=True, all2all=name), f"deploy with {flags}")
 
 
-def _spread(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
+def _spread(now: SelectionInputs, candidate: Candidate | None, verdict: Verdict) -> Iterator[ProposedChange]:
     """Another use of the same ranks, or another all2all exchange."""
     current = now.problem.parallel
     if current.eplb:
@@ -225,7 +226,7 @@ def _padding(now: SelectionInputs, candidate: Candidate | None, verdict: Verdict
 
 
 def _act_formats(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -> Iterator[ProposedChange]:
-    """Activation formats that are supported with the weight format, and that such checkpoints can declare."""
+    """Activation formats that are supported with the weight format: set when serving, or declared."""
     key = verdict.wanted.rpartition(" with ")[0]
     declared = {
         act
@@ -234,8 +235,14 @@ def _act_formats(now: SelectionInputs, candidate: Candidate, verdict: Verdict) -
         for act in (offer.acts.only or ())
     }
     backend = candidate.backend
+    overrides = policy_named(now.policy).act_overrides(now.problem)
     for act in sorted(declared | {act_key(backend.act)}):
-        if act == act_key(now.problem.scheme.act) or not can_declare(now.problem, act):
+        if act == act_key(now.problem.scheme.act):
+            continue
+        if act in overrides and now.problem.scheme.act == A16:
+            flag = policy_named(now.policy).serve.activation.format(overrides[act])
+            yield assumption("launch", "act", act, f"quantize activations to {act} ({flag})")
+        if not can_declare(now.problem, act):
             continue
         if act == "a16":
             how = "a weight-only checkpoint (16-bit activations)"
@@ -362,6 +369,12 @@ def proposals_for_failure(
     nothing = Verdict("", "shape", "", "", False)
     for generator in BY_GATE.get(gates[0], ON_FAILURE) if gates else ON_FAILURE:
         yield from generator(now, candidate, nothing)
+
+
+def other_deployments(now: SelectionInputs) -> Iterator[ProposedChange]:
+    """Other tensor-parallel sizes and uses of the ranks, for a deployment that the engine refuses."""
+    yield from _ranks(now, None, Verdict("", "parallel", "", "", False))
+    yield from _spread(now, None, Verdict("", "parallel", "", "", False))
 
 
 def other_shards(now: SelectionInputs) -> Iterator[ProposedChange]:

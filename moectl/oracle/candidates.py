@@ -12,6 +12,7 @@ from .checks import Verdict, judge
 from .decision import Candidate
 from .format_keys import act_key
 from .policy import Policy
+from .registry import versioned
 from .route import DECLARED_ACT, RANKED_ACT, Route
 
 Judged = tuple[tuple[Candidate, ...], tuple[str, ...]]
@@ -22,9 +23,9 @@ def candidates(ask: SupportQuery, policy: Policy, route: Route, name: str | None
     """Every candidate with its verdicts, in priority order, for the request `name` (None: automatic)."""
     ignored: tuple[str, ...] = ()
     if route.ignores(name):
-        ignored = (f"{policy.name} ignores the request for {name} here",)
+        ignored = (f"{versioned(policy.name)} ignores the request for {name} here",)
     if route.assigned:
-        note = f"{policy.name} assigns the backend of {route.name} without checking the others"
+        note = f"{versioned(policy.name)} assigns the backend of {route.name} without checking the others"
         return _assigned(ask, policy, route), (note, *ignored)
     if name and not ignored:
         backends, excluded = requested(ask, route, name), route.left_out(ask, by_name=True)

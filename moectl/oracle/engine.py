@@ -156,6 +156,11 @@ class Engine:
         """The version that its rules are of; empty for an engine without a package."""
         return self.name.removeprefix(f"{self.family}-") if self.package else ""
 
+    @property
+    def versioned(self) -> str:
+        """Its official spelling with the version, for sentences."""
+        return f"{self.title} {self.version}".rstrip()
+
     def other_version(self, installed: str) -> str:
         """The warning that the `installed` version is not the one of the rules; empty if it is.
 
@@ -164,7 +169,7 @@ class Engine:
         if re.split(r"\+|\.?post", installed)[0] == self.version:
             return ""
         found = f"{self.title} {installed} is" if installed else f"{self.title} of unknown version is"
-        return f"{found} installed, these rules are {self.title} {self.version}'s; its choice may differ"
+        return f"{found} installed, these rules are {self.versioned}'s; its choice may differ"
 
     def reads(self, variable: str) -> bool:
         """True if `variable` is an environment variable of this engine."""
@@ -175,7 +180,7 @@ class Engine:
         if not self.policy.variables:
             return ()
         return judge_variables(
-            env, self.policy.variables, self.name, prefix=self.env_prefix, others=self.other_variables()
+            env, self.policy.variables, self.versioned, prefix=self.env_prefix, others=self.other_variables()
         )
 
     def kernel_name(self, experts: str) -> str:

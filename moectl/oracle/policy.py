@@ -47,7 +47,8 @@ class ServeOptions:
         tensor, data: tensor-parallel and data-parallel ranks.
         expert: expert parallelism over so many ranks; `exchange`: the all2all kernels.
         dtype: the model's dtype, as torch spells it.
-        pipeline: pipeline stages; empty for a command without them.
+        pipeline: pipeline stages; adapters: LoRA adapters; activation: the activation format of experts, by
+            the engine's name (`Route.act_overrides`). Empty for a command without them.
     """
 
     command: str
@@ -58,6 +59,8 @@ class ServeOptions:
     exchange: str
     dtype: str
     pipeline: str = ""
+    adapters: str = ""
+    activation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,14 @@ class Policy:
         """Every backend of its routes, without repeats, by name."""
         found = {id(backend): backend for row in self.rows() for backend in row.backends()}
         return tuple(sorted(found.values(), key=lambda backend: (backend.name, backend.engine_name)))
+
+    def act_overrides(self, problem: MoEProblem) -> Mapping[str, str]:
+        """Activation formats that the command line sets for such a checkpoint, by key: the engine's names."""
+        scheme = problem.scheme
+        for route in self.routes:
+            if route.storages.allows(problem.storage) and scheme.weight.name in route.weights:
+                return route.act_overrides
+        return {}
 
     def requested_backends(self, name: str) -> frozenset[str]:
         """Names of the backends that the request `name` selects in any route, with their batched twins."""

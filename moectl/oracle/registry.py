@@ -32,6 +32,16 @@ def engine_named(name: str = "") -> Engine:
     return by_name[name]
 
 
+def versioned(name: str) -> str:
+    """The engine called `name` as sentences call it; `name` itself if it is not registered.
+
+    Example:
+        >>> versioned("moectl")
+        'moectl'
+    """
+    return ENGINES[name].versioned if name in ENGINES else name
+
+
 def policy_named(name: str = "") -> Policy:
     """The policy of `engine_named(name)`."""
     return engine_named(name).policy

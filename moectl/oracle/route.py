@@ -163,6 +163,8 @@ class Route:
             `RANKED_ACT`, the same, but only backends with the declared format or 16-bit activations are
             kept; `DECLARED_ACT`, what the checkpoint declares. `declares`: what the method considers
             declared, if it differs from the checkpoint.
+        act_overrides: activation formats that the engine's command line sets for checkpoints that declare
+            none, by key: the engine's names.
         checkpoint: storage as the method sees it; empty: the checkpoint's own.
         orders, moves, exclusions: the priority order; `assigned`: assignments instead of an order.
         on_request: backends that are used only on request by name.
@@ -199,6 +201,7 @@ class Route:
     pads_tiles: bool = False
     act: str = OWN_ACT
     declares: Callable[[MoEProblem, bool], ActFormat] | None = None
+    act_overrides: Mapping[str, str] = field(default_factory=dict, hash=False)
     checkpoint: str = ""
     orders: tuple[Order, ...] = ()
     moves: tuple[OrderMove, ...] = ()

@@ -16,10 +16,10 @@ from .candidates import candidates, carried, exchanged
 from .decision import CAPABILITY, DTYPE, NAME, PLATFORM, Candidate, Decision, Failure, Gate
 from .format_keys import act_key
 from .policy import Policy
-from .registry import policy_named
+from .registry import policy_named, versioned
 from .route import OWN_ACT, Route
 from .selection_inputs import SelectionInputs
-from .verdict_sentences import sentence
+from .verdict_sentences import makers_spelling, sentence
 
 NOTHING = MeasuredTimes()
 """No measurements: the policy's priority order decides."""
@@ -126,7 +126,7 @@ def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:
     """The first route of `policy` for the problem."""
     problem, device = inputs.problem, inputs.device
     scheme = problem.scheme
-    not_covered = f"the rules of {policy.name} do not cover {device.platform} devices"
+    not_covered = f"the rules of {versioned(policy.name)} do not cover {device.platform} devices"
     hint = f"name a device of {', '.join(sorted(policy.platforms))} with --gpu"
     if device.platform not in policy.platforms:
         raise OutOfScope(not_covered, hint=hint)
@@ -145,7 +145,8 @@ def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:
                 )
             return route
     raise OutOfScope(
-        f"the rules of {policy.name} do not cover {scheme.weight} experts stored as {problem.storage}",
+        f"the rules of {versioned(policy.name)} do not cover {scheme.weight} experts stored as "
+        f"{problem.storage}",
         reason="They cover " + "; ".join(route.name for route in policy.routes) + ".",
         hint="use a checkpoint of one of these formats",
     )
@@ -226,11 +227,12 @@ def _cut(before: SupportQuery, after: SupportQuery, policy: Policy) -> tuple[str
     notes: tuple[str, ...] = ()
     if after.weight != before.weight:
         notes = (
-            f"{policy.name} re-expands block scales to {after.weight}, because shards are not block-aligned",
+            f"{versioned(policy.name)} re-expands block scales to {after.weight}, because shards are not "
+            "block-aligned",
         )
     if after.sliced:
         size = after.problem.dims.intermediate
-        notes = (*notes, f"{policy.name} pads one rank's shard from {after.sliced} to {size}")
+        notes = (*notes, f"{versioned(policy.name)} pads one rank's shard from {after.sliced} to {size}")
     return notes
 
 
@@ -277,14 +279,14 @@ def _unbalanced(policy: Policy, route: Route, ask: SupportQuery, chosen: Candida
         return ()
     if policy.balancing.get(route.method, NONE).allows(chosen.engine_name):
         return ()
-    return (f"{policy.name} does not support EPLB with {route.method} and {chosen.backend.name}",)
+    return (f"{versioned(policy.name)} does not support EPLB with {route.method} and {chosen.backend.name}",)
 
 
 def _variables(packages: Packages, policy: Policy) -> tuple[str, ...]:
     """A note for each environment variable whose value has no effect or another one than expected."""
     variables = policy.variables
     findings = (
-        judge_variable(variables[name], value, policy.name)
+        judge_variable(variables[name], value, versioned(policy.name))
         for name, value in packages.env.items()
         if name in variables
     )
@@ -296,10 +298,11 @@ def _gates(ask: SupportQuery, policy: Policy, route: Route, name: str | None) ->
     gates = []
     capability = ask.device.capability
     if not route.platforms.allows(ask.device.platform):
-        says = f"{policy.name} does not accept {route.name} on {ask.device.platform}"
+        says = f"{versioned(policy.name)} does not accept {route.name} on {ask.device.platform}"
         gates.append(Gate(PLATFORM, says))
     if ask.device.platform == "cuda" and capability < route.minimum:
-        says = f"{route.method} needs sm{route.minimum} or newer; this device is {ask.device.arch}"
+        arch = makers_spelling(ask.device.arch)
+        says = f"{route.method} needs SM{route.minimum} or newer; this device is {arch}"
         gates.append(Gate(CAPABILITY, says))
     if not route.dtypes.allows(ask.dtype):
         says = f"{route.method} computes in {route.dtypes}; model runs in {ask.dtype}"
@@ -308,7 +311,7 @@ def _gates(ask: SupportQuery, policy: Policy, route: Route, name: str | None) ->
         if refusal.holds(ask):
             gates.append(Gate(refusal.name, refusal.says(ask)))
     if name and not policy.accepted_names.allows(name):
-        gates.append(Gate(NAME, f"{policy.name} does not accept {name} as a backend name"))
+        gates.append(Gate(NAME, f"{versioned(policy.name)} does not accept {name} as a backend name"))
     return tuple(gates)
 
 
@@ -327,17 +330,17 @@ def _reasons(candidates: Iterable[Candidate]) -> str:
 def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[Candidate, ...]) -> Failure:
     """Why no candidate is chosen, in one sentence."""
     if not name:
-        says = f"no backend of policy {policy.name} supports this deployment ({route.name})"
+        says = f"no backend of {versioned(policy.name)} supports this deployment ({route.name})"
         return Failure(says, route.fails)
     says = f"backend {name} does not support this deployment: {_reasons(candidates)}"
     if not candidates:
         names = ", ".join(route.names) or "none"
-        says = (
-            f"backend {name} is not available for {route.name} under policy {policy.name}; available: {names}"
-        )
+        engine = versioned(policy.name)
+        says = f"backend {name} is not available for {route.name} in {engine}; available: {names}"
         return Failure(says, route.fails_unknown or route.fails_by_name)
     return Failure(says, route.fails_by_name)
 
 
 def _unchecked(policy: Policy, chosen: Candidate) -> str:
-    return f"{policy.name} assigns {chosen.variant.experts} without checks, although {_reasons([chosen])}"
+    engine, experts = versioned(policy.name), chosen.variant.experts
+    return f"{engine} assigns {experts} without checks, although {_reasons([chosen])}"

@@ -10,6 +10,9 @@ from .checks import Verdict
 from .decision import Candidate
 from .registry import ENGINES, known_packages
 
+INVARIANCE = "batch invariance"
+"""The question that an environment variable of the engine asks."""
+
 SENTENCES: Mapping[str, str] = {
     "device": "needs {offered}; this device is {wanted}",
     "activation function": "supports only {offered}; model uses {wanted}",
@@ -31,11 +34,11 @@ SENTENCES: Mapping[str, str] = {
     "token format": "needs {offered} activation format; this setup uses the {wanted} one",
     "hash routing": "supports only routing {offered}; model routes {wanted}",
     "router dtype": "supports only {offered} router logits; these are {wanted}",
-    "batch invariance": "is not batch-invariant, which this setup requires",
+    INVARIANCE: "is not batch-invariant, which this setup requires",
     "adapters on experts": "does not support LoRA adapters on experts",
     "activation filter": "uses {offered} activations; policy allows only {wanted}",
     "order": "{offered}",
-    "Marlin tiles": "Marlin needs {offered}; this is {wanted}",
+    "Marlin tiles": "needs {wanted}",
     **dict.fromkeys(
         (
             "activation in FlashInfer",
@@ -87,10 +90,10 @@ def sentence(verdict: Verdict) -> str:
     if kind == "switch":
         return f"needs {name}={verdict.wanted} (currently {verdict.offered})"
     if question == "number formats":
-        return _makers_spelling(_formats(verdict))
+        return makers_spelling(_formats(verdict))
     wanted, offered = (_WORDS.get(text, text) for text in (verdict.wanted, verdict.offered))
     template = _template(question, wanted, offered)
-    return _makers_spelling(template.format(question=question, wanted=wanted, offered=offered))
+    return makers_spelling(template.format(question=question, wanted=wanted, offered=offered))
 
 
 def _template(question: str, wanted: str, offered: str) -> str:
@@ -100,19 +103,25 @@ def _template(question: str, wanted: str, offered: str) -> str:
         return EXCLUDED[question]
     if question == "token exchange" and offered == "none":
         return "does not support an all2all exchange; this setup uses {wanted}"
+    variable = _deciding_variables(tuple(ENGINES)).get(question)
+    if question == INVARIANCE and variable:
+        return f"is not batch-invariant, which {variable}=1 requires"
     if question in SENTENCES:
         return SENTENCES[question]
-    variable = _rule_variables(tuple(ENGINES)).get(question)
-    return "{question}: needs {offered}; this is {wanted}" + (f" ({variable})" if variable else "")
+    if variable:
+        return f"needs {{question}} {{offered}}; {variable} selects {{wanted}}"
+    return "{question}: needs {offered}; this is {wanted}"
 
 
 @cache
-def _rule_variables(engines: tuple[str, ...]) -> Mapping[str, str]:
-    """The environment variable that answers a rule's question, by the question, for these engines."""
-    return {
+def _deciding_variables(engines: tuple[str, ...]) -> Mapping[str, str]:
+    """The environment variable that decides a question, by the question, for these engines."""
+    policies = [ENGINES[name].policy for name in engines]
+    invariance = [(INVARIANCE, policy.invariance.name) for policy in policies if policy.invariance]
+    return dict(invariance) | {
         rule.question: rule.switch
-        for name in engines
-        for route in ENGINES[name].policy.routes
+        for policy in policies
+        for route in policy.routes
         for backend in route.backends()
         for variant in backend.variants
         for rule in variant.capability.rules
@@ -120,7 +129,7 @@ def _rule_variables(engines: tuple[str, ...]) -> Mapping[str, str]:
     }
 
 
-def _makers_spelling(text: str) -> str:
+def makers_spelling(text: str) -> str:
     """`text` with CUDA architectures in capitals, as NVIDIA spells them."""
     return _ARCH.sub(lambda match: f"SM{match[1]}", text)
 

@@ -43,7 +43,7 @@ def test_json_holds_the_same_and_the_exit_code_tells():
 
 def test_quiet_prints_problems_only():
     done = moectl("doctor", "-q", code=1, env={"VLLM_MXFP4_USE_MARLIN": "1"})
-    assert "variables: vllm-0.33.0 ignores VLLM_MXFP4_USE_MARLIN" in done.stdout
+    assert "variables: vLLM 0.33.0 ignores VLLM_MXFP4_USE_MARLIN" in done.stdout
 
 
 def test_markdown_and_verbose_are_longer():

@@ -79,3 +79,20 @@ def test_progress_is_silent_off_a_terminal(capsys):
     with Output("convert").progress("converting") as progress:
         progress(1, 2, "layer 0")
     assert capsys.readouterr() == ("", "")
+
+
+def test_messages_break_between_words_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    error = Unavailable("no GPU can be used " * 4, hint="pip install " + "x" * 70)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    out = Output("doctor", color="never")
+    out.error(error)
+    out.warn("the driver is older than the kernels " * 3)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("moectl: error: no GPU") and lines[1].startswith("  ")
+    assert [len(line) > 60 for line in lines] == [("x" * 70 in line) for line in lines]
+    assert any(line.startswith("moectl: warning: the driver") for line in lines)
+    # A pipe gets a line for each message.
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    out.warn("the driver is older than the kernels " * 3)
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -80,8 +80,8 @@ def test_its_variables_are_judged_as_its_own() -> None:
     env = ("--env", "ACME_QUICK=yes", "--env", "ACME_FAST=1", "--env", "ACME_QIUCK=1", "--env", "VLLM_X=1")
     found = explain(*env, code=0)["environment"]["variables"]
     remarks = {row["name"]: row["remark"] for row in found}
-    assert "acme-1.0 fails on ACME_QUICK='yes'" in remarks["ACME_QUICK"]
-    assert remarks["ACME_FAST"] == "acme-1.0 ignores ACME_FAST; use ACME_QUICK"
+    assert "Acme 1.0 fails on ACME_QUICK='yes'" in remarks["ACME_QUICK"]
+    assert remarks["ACME_FAST"] == "Acme 1.0 ignores ACME_FAST; use ACME_QUICK"
     assert "did you mean ACME_QUICK" in remarks["ACME_QIUCK"]
     assert set(remarks) == {"ACME_QUICK", "ACME_FAST", "ACME_QIUCK"}
     wrong = moectl("explain", GPT, "--policy", "acme", "--env", "ACME_QUICK", code=2)
@@ -156,7 +156,7 @@ def test_doctor_examines_it(tmp_path: Path) -> None:
     }
     says = [remark.says for remark in report.remarks]
     assert "Acme is not installed: its backends are judged by its rules alone" in says
-    assert "acme-1.0 ignores ACME_FAST; use ACME_QUICK" in says
+    assert "Acme 1.0 ignores ACME_FAST; use ACME_QUICK" in says
     (cache,) = [cache for cache in report.caches if cache.name == "Acme"]
     assert cache.path == str(tmp_path / "c")
     assert not report.installed("acme_kernels").present

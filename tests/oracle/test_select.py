@@ -190,7 +190,7 @@ def test_refusals_before_and_failures_after_the_choice() -> None:
     assert [gate.kind for gate in old.gates] == [CAPABILITY, DTYPE]
     assert old.to_json()["gates"][0] == {"kind": CAPABILITY, "says": str(old.gates[0])}
     assert (ordered.error_kind, channel.error_kind, old.error_kind) == ("ValueError", "AssertionError", "")
-    with pytest.raises(NoBackend, match="needs sm80"):
+    with pytest.raises(NoBackend, match="needs SM80"):
         old.require()
 
 

@@ -8,11 +8,12 @@ from itertools import groupby
 from ...explain import GroupExplanation
 from ...explain.decision_matrix import DecisionMatrix, MatrixCell
 from ...explain.decision_words import remark
+from ...oracle.registry import versioned
 from ...problem.layer_ranges import ranges
 from ...problem.moe_problem import Parallel
 from ..output import gib
 from ..text_blocks import Block, Heading, Listing, ListingEntry, TableBlock, TextLine
-from .text import lacking, layers_line, next_higher
+from .text import lacking, layers_words, next_higher
 
 
 class _Footnotes:
@@ -29,16 +30,23 @@ class _Footnotes:
             yield Listing(tuple(ListingEntry(f"[{number}]", text) for text, number in self.numbers.items()))
 
 
-def matrix_blocks(matrix: DecisionMatrix, width: int) -> Iterator[Block]:
-    """A table per layer group; groups with the same cells share one."""
-    yield Heading(f"{matrix.origin.name} under {matrix.question.policy.name}", 1)
-    notes, legend = _Footnotes(), set[str]()
+class _Legend:
+    """The marks in a table; `kinds`: whether kernels with fused routing are marked."""
+
+    def __init__(self, kinds: bool) -> None:
+        self.kinds, self.marks = kinds, set[str]()
+
+
+def matrix_blocks(matrix: DecisionMatrix, width: int, verbose: bool = False) -> Iterator[Block]:
+    """A table per layer group; groups with the same cells share one. `verbose`: with kinds of kernels."""
+    yield Heading(f"{matrix.origin.name}   {versioned(matrix.question.policy.name)}", 1)
+    notes, legend = _Footnotes(), _Legend(verbose)
     tables: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for cells in _layer_groups(matrix):
         rows = _rows(matrix, cells, notes, legend)
         tables.setdefault(rows, []).extend(cells[0].layers)
     for rows, layers in tables.items():
-        yield Heading(f"layers {layers_line(tuple(layers))}", 3)
+        yield Heading(layers_words(tuple(layers)) if len(tables) > 1 else f"all {len(layers)} MoE layers", 3)
         yield from _table(matrix, rows, width)
     yield from _explained(legend, notes)
 
@@ -49,10 +57,10 @@ def _layer_groups(matrix: DecisionMatrix) -> Iterator[tuple[MatrixCell, ...]]:
         yield matrix.cells[start : start + matrix.columns]
 
 
-def _explained(legend: set[str], notes: _Footnotes) -> Iterator[Block]:
+def _explained(legend: _Legend, notes: _Footnotes) -> Iterator[Block]:
     """What the marks of a table mean, then its footnotes."""
     for mark, meaning in _LEGEND.items():
-        if mark in legend:
+        if mark in legend.marks:
             yield TextLine(f"{mark}: {meaning}.")
     yield from notes.listing()
 
@@ -65,7 +73,7 @@ _LEGEND = {
 
 
 def _rows(
-    matrix: DecisionMatrix, cells: Sequence[MatrixCell], notes: _Footnotes, legend: set[str]
+    matrix: DecisionMatrix, cells: Sequence[MatrixCell], notes: _Footnotes, legend: _Legend
 ) -> tuple[tuple[str, ...], ...]:
     """GPUs with a cell for each deployment; adjacent GPUs with equal cells share a row."""
     deployments = len(matrix.parallels)
@@ -81,7 +89,7 @@ def _rows(
 
 
 def _cells(
-    matrix: DecisionMatrix, cells: Sequence[MatrixCell], notes: _Footnotes, legend: set[str]
+    matrix: DecisionMatrix, cells: Sequence[MatrixCell], notes: _Footnotes, legend: _Legend
 ) -> tuple[str, ...]:
     """A layer group's cell for every GPU and deployment."""
     return tuple(
@@ -90,19 +98,20 @@ def _cells(
     )
 
 
-def _cell(cell: MatrixCell, over: bool, notes: _Footnotes, legend: set[str]) -> str:
+def _cell(cell: MatrixCell, over: bool, notes: _Footnotes, legend: _Legend) -> str:
     marks = ["!"] if over else []
     text = _backend_name(cell.answer)
     reason = remark(cell.answer) if cell.answer else cell.refusal
-    legend |= {mark for mark in (*marks, *text.split(" ")) if mark in _LEGEND}
+    chosen = cell.answer.decision.chosen if cell.answer and cell.usable else None
+    if legend.kinds and chosen is not None and chosen.variant.monolithic:
+        marks.insert(0, "mono")
+    legend.marks |= {mark for mark in (*marks, text) if mark in _LEGEND}
     return " ".join([text, *marks, *([notes.mark(reason)] if reason else [])])
 
 
 def _backend_name(answer: GroupExplanation | None) -> str:
     chosen = answer.decision.chosen if answer and answer.decision.usable else None
-    return (
-        "none" if chosen is None else f"{chosen.backend.name}{' mono' if chosen.variant.monolithic else ''}"
-    )
+    return "none" if chosen is None else chosen.backend.name
 
 
 def parallel_name(parallel: Parallel) -> str:
@@ -140,7 +149,7 @@ def _merged_deployments(names: Sequence[str], cells: Sequence[str]) -> tuple[tup
     return tuple(merged)
 
 
-def several_blocks(matrices: Sequence[DecisionMatrix], width: int) -> Iterator[Block]:
+def several_blocks(matrices: Sequence[DecisionMatrix], width: int, verbose: bool = False) -> Iterator[Block]:
     """A row for each checkpoint, or for each of its layer groups that differ.
 
     Of one GPU and one deployment: backend, with the rejected one of higher priority in a footnote, and
@@ -148,13 +157,15 @@ def several_blocks(matrices: Sequence[DecisionMatrix], width: int) -> Iterator[B
     """
     if not matrices:
         return
-    first, notes, legend = matrices[0], _Footnotes(), set[str]()
+    first, notes, legend = matrices[0], _Footnotes(), _Legend(verbose)
     alone = first.columns == 1
     gpus = [machine.key or machine.device.name for machine in first.machines]
     deployments = [parallel_name(parallel) for parallel in first.parallels]
     shared = [*(gpus if len(gpus) == 1 else []), *(deployments if len(deployments) == 1 else [])]
     head = f"{len(matrices)} checkpoint{'s' if len(matrices) > 1 else ''}"
-    yield Heading("   ".join([head, *([", ".join(shared)] if shared else []), first.question.policy.name]), 1)
+    yield Heading(
+        "   ".join([head, *([", ".join(shared)] if shared else []), versioned(first.question.policy.name)]), 1
+    )
     table: list[tuple[str, str, tuple[str, ...]]] = []
     for matrix in matrices:
         merged: dict[tuple[str, ...], list[int]] = {}
@@ -222,7 +233,7 @@ def matrix_lines(matrix: DecisionMatrix) -> list[str]:
                 cell.machine.key or cell.machine.device.name,
                 parallel_name(cell.parallel),
                 ranges(cell.layers),
-                _backend_name(cell.answer).split(" ")[0],
+                _backend_name(cell.answer),
             )
         )
         for cell in matrix.cells

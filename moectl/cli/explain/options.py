@@ -150,8 +150,14 @@ class DecisionOptions:
     ] = None
     assume: Annotated[
         list[str] | None,
-        option("--assume", help="hidden=, act=, dtype=, ... instead of the checkpoint's."),
+        option("--assume", help="hidden=, act=, dtype=, lora=, ... of the checkpoint."),
     ] = None
+    lora: Annotated[
+        bool,
+        option(
+            "--enable-lora", "--lora", help="With LoRA adapters on experts: --assume lora=yes.", hidden=True
+        ),
+    ] = False
     activation: ActivationOption = None
     routing: RoutingOption = None
 
@@ -177,6 +183,7 @@ class DecisionOptions:
 
     def parallels(self, policy: "Policy") -> "tuple[Parallel, ...]":
         """Every deployment. Raises UsageError for invalid ranks and unknown exchanges."""
+        from ...oracle.registry import versioned
         from ...problem.moe_problem import Parallel
 
         exchange = self.all2all and pick(self.all2all, policy.exchanges, "exchange")
@@ -191,7 +198,7 @@ class DecisionOptions:
         for parallel in deployments:
             if self.ep_size not in (None, parallel.ep_size):
                 raise UsageError(
-                    f"{policy.name} distributes experts over all tp x dp ranks, "
+                    f"{versioned(policy.name)} distributes experts over all tp x dp ranks, "
                     f"{parallel.tp} x {parallel.dp} here, not over {self.ep_size}",
                     hint=f"use --ep without a number, or --tp and --dp with the product {self.ep_size}",
                 )
@@ -228,7 +235,8 @@ class DecisionOptions:
         from ...explain.measured_evidence import cached, nothing
 
         name = self.backend and pick_backend(self.backend, policy)
-        assumptions = pairs(self.assume or [], "--assume", "act=mxfp8")
+        assumptions = {"lora": "yes"} if self.lora else {}
+        assumptions |= pairs(self.assume or [], "--assume", "act=mxfp8")
         requested = None if name in (None, "", "auto") else name
         return Question(
             policy,
@@ -242,6 +250,8 @@ class DecisionOptions:
 
     def remarks(self, policy: "Policy", parallels: "tuple[Parallel, ...]") -> list[str]:
         """Notes on options without effect."""
+        from ...oracle.registry import versioned
+
         notes = []
         if self.implied_tp and parallels[0].ep:
             notes.append(f"--ep-size {self.ep_size} is taken as --tp {self.ep_size} --ep")
@@ -251,7 +261,9 @@ class DecisionOptions:
             if name not in policy.variables:
                 near = difflib.get_close_matches(name, policy.variables, n=1, cutoff=0.6)
                 also = f"; did you mean {near[0]}?" if near else ""
-                notes.append(f"no rule of {policy.name} reads the environment variable {name}{also}")
+                notes.append(
+                    f"no rule of {versioned(policy.name)} reads the environment variable {name}{also}"
+                )
         return notes
 
 

@@ -119,10 +119,10 @@ class AnswerOutput:
         width = 10_000 if self.markdown else text_blocks.terminal_width()
         document = matrix_document(matrices, question, unopened)
         if several:
-            self.show(document, several_blocks(matrices, width), several_lines(matrices))
+            self.show(document, several_blocks(matrices, width, self.verbose), several_lines(matrices))
         else:
             (matrix,) = matrices
-            blocks = [*matrix_blocks(matrix, width), *memory_blocks(matrix)]
+            blocks = [*matrix_blocks(matrix, width, self.verbose), *memory_blocks(matrix)]
             self.show(document, blocks, matrix_lines(matrix))
         passed = all(matrix.clean if self.strict else matrix.usable for matrix in matrices)
         codes = [ExitCode.DONE if passed else ExitCode.FOUND, *(item.error.exit_code for item in unopened)]

@@ -12,7 +12,7 @@ from ...explain.explanation import stages_of
 from ...explain.fallback import serves_request
 from ...oracle.backend import GROUPS, UNTRIED, Backend
 from ...oracle.decision import Decision
-from ...oracle.registry import policy_named
+from ...oracle.registry import policy_named, versioned
 from ...oracle.verdict_sentences import sentence
 from ...problem.layer_ranges import ranges
 from ...problem.layouts import LAYOUTS, loads_folder
@@ -20,7 +20,7 @@ from ...problem.moe_problem import MoEProblem, Parallel
 from ..output import duration, gib
 from ..text_blocks import Block, Heading, LabelledValues, TableBlock, TextLine
 from .environment import environment_blocks, environment_document, notes_of
-from .text import candidate_blocks, layers_line
+from .text import candidate_blocks, layers_words
 
 UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
 
@@ -42,7 +42,7 @@ def sections(explanation: Explanation, measured: bool = False) -> Iterator[Block
 def measured_blocks(explanation: Explanation) -> Iterator[Block]:
     """Measured times and kernel configs of this device for every layer group."""
     for group in explanation.groups:
-        yield Heading(f"layers {layers_line(group.layers)} {shape_words(group.problem)}")
+        yield Heading(f"{layers_words(group.layers)}: {shape_words(group.problem)}")
         yield from _measured(group)
 
 
@@ -87,7 +87,7 @@ def device_words(device: Device) -> str:
 
 def _head(explanation: Explanation) -> Iterator[Block]:
     origin, packages = explanation.origin, explanation.packages
-    yield Heading(f"{origin.name} on {explanation.device.name} under {explanation.policy}", 1)
+    yield Heading(f"{origin.name} on {explanation.device.name} under {versioned(explanation.policy)}", 1)
     revision = f", revision {origin.revision}" if origin.revision else ""
     switches = " ".join(f"{key}={value}" for key, value in packages.env.items())
     yield LabelledValues(
@@ -121,7 +121,7 @@ def _loading(explanation: Explanation) -> str:
 
 def _choice(group: GroupExplanation) -> Iterator[Block]:
     decision, memory, layers = group.decision, group.memory, len(group.layers)
-    yield Heading(f"layers {layers_line(group.layers)} {shape_words(group.problem)}")
+    yield Heading(f"{layers_words(group.layers)}: {shape_words(group.problem)}")
     chosen, dims = decision.chosen, decision.problem.dims
     if chosen is None or not decision.usable:
         for reason in refusals(decision):

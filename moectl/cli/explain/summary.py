@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 
 from ...checkpoint.checkpoint import Origin
 from ...environment.variables import SET
 from ...explain import Explanation, GroupExplanation, RankMemory
-from ...explain.decision_words import fallback_words, reason_words, refusals, usual_name
+from ...explain.decision_words import failure, fallback_words, reason_words, refusals, usual_name
+from ...explain.explanation import ASSUMED, with_expert_parallel
 from ...explain.rank_memory import TENSOR_PARALLEL
 from ...oracle.backend import UNTRIED
 from ...oracle.decision import Candidate, Decision
+from ...oracle.format_keys import act_key
 from ...oracle.policy import Policy
-from ...oracle.registry import engine_named, policy_named
+from ...oracle.registry import engine_named, policy_named, versioned
+from ...oracle.verdict_sentences import INVARIANCE
 from ...problem.layer_ranges import ranges
 from ...problem.moe_problem import Parallel
 from ...problem.schemes import A16, Scheme
-from ..output import gib
+from ..output import duration, gib
 from ..text_blocks import Block, Heading, LabelledValues
-from .environment import finding_words, package_sentences, variables
+from .environment import finding_words, notes_of, package_sentences, variables
 from .text import lacking, next_higher
 
 MOST_NAMES = 6
 """Other supported backends to name."""
+SAME_SIZE = 0.01
+"""Relative difference below which two sizes of experts are the same."""
 
 
 def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Block]:
@@ -32,8 +38,9 @@ def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Blo
     `alone`: nothing follows, so that warnings and notes are here, and how to see more.
     """
     engine = engine_named(explanation.policy)
-    head = (explanation.origin.name, deployment_words(explanation), engine_words(explanation.policy))
-    yield Heading("   ".join(head), 1)
+    head = (explanation.origin.name, deployment_words(explanation), versioned(explanation.policy))
+    # Each part stays on one line.
+    yield Heading("   ".join(part.replace(" ", "\u00a0") for part in head), 1)
     by_answer: dict[object, list[GroupExplanation]] = {}
     for group in explanation.groups:
         by_answer.setdefault(_answer_key(group), []).append(group)
@@ -44,14 +51,13 @@ def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Blo
         yield _choice(groups[0], f"all {total} MoE layers" if len(layers) == total else which)
     memory = explanation.memory
     rows = [("memory", memory_words(memory, explanation.parallel.tp, engine.memory_option))]
+    rows += _other_experts(explanation)
     if explanation.usable and memory.fits is not False:
-        requested = explanation.groups[0].decision.inputs.requested
-        policy, name = policy_named(explanation.policy), local_name(explanation.origin)
-        rows += [("run", serve_command(policy, name, explanation.parallel, requested))]
+        rows += [("run", unbroken_options(run_command(explanation)))]
     yield LabelledValues(tuple(rows), tones={"memory": "wrong"} if memory.fits is False else {})
     if not alone:
         return
-    notes = dict.fromkeys(note for group in explanation.groups for note in group.notes)
+    notes = dict.fromkeys(note for group in explanation.groups for note in (*_remarks(group), *group.notes))
     yield LabelledValues(
         (
             *(("warning", text) for text in warnings(explanation)),
@@ -60,13 +66,6 @@ def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Blo
         ),
         tones={"warning": "warning", "more": "dim"},
     )
-
-
-def engine_words(policy: str) -> str:
-    """The title and version of a policy's engine; one without versions by its title."""
-    engine = engine_named(policy)
-    version = engine.name.removeprefix(engine.family).lstrip("-")
-    return f"{engine.title} {version}".rstrip()
 
 
 def deployment_words(explanation: Explanation) -> str:
@@ -94,6 +93,8 @@ def _choice(group: GroupExplanation, which: str) -> LabelledValues:
     formats = format_words(decision.problem.scheme)
     if chosen is None:
         reasons = [("because", reason) for reason in refusals(decision)]
+        if not (decision.gates or decision.inputs.requested or decision.chosen):
+            reasons.append(("nearest", failure(decision)))
         return LabelledValues(
             (("backend", f"none for {which} ({formats})"), *reasons), tones={"backend": "wrong"}
         )
@@ -106,6 +107,7 @@ def _choice(group: GroupExplanation, which: str) -> LabelledValues:
             ("fallback", fallback_words(group)),
             ("not", f"{rejected.backend.name}: {lacking(rejected)}" if rejected else ""),
             ("also", _also(decision, chosen)),
+            ("env", _ruled_out(decision, chosen)),
         ),
         tones={"backend": "good", "fallback": "warning", "not": "dim"},
     )
@@ -120,7 +122,7 @@ def format_words(scheme: Scheme) -> str:
 def backend_title(decision: Decision, candidate: Candidate) -> str:
     """``triton (OpenAI triton_kernels)``: the engine's name, and the field's where it says more."""
     name, usual = candidate.backend.name, usual_name(decision, candidate)
-    return name if usual == name else f"{name} ({usual})"
+    return name if usual.lower() == name else f"{name} ({usual})"
 
 
 def _also(decision: Decision, chosen: Candidate) -> str:
@@ -131,6 +133,29 @@ def _also(decision: Decision, chosen: Candidate) -> str:
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return f"{', '.join(names[:MOST_NAMES])}{more} (--backend NAME)" if names else ""
+
+
+def _ruled_out(decision: Decision, chosen: Candidate) -> str:
+    """Backends that only the engine's variable for batch-invariant results rules out."""
+    variable = policy_named(decision.inputs.policy).invariance
+    names = dict.fromkeys(
+        c.backend.name
+        for c in decision.candidates
+        if c.failed and {verdict.question for verdict in c.failed} == {INVARIANCE}
+    )
+    names.pop(chosen.backend.name, None)
+    return f"{variable.name}=1 rules out {', '.join(names)}" if variable and names else ""
+
+
+def _remarks(group: GroupExplanation) -> Iterator[str]:
+    """Other notes of the decision: shards cut across blocks, failures to come; not special orders."""
+    decision = group.decision
+    rows = policy_named(decision.inputs.policy).rows()
+    orders = {move.why for row in rows if row.name == decision.route for move in row.moves}
+    assigned = decision.chosen is not None and decision.chosen.assigned
+    for note in (*decision.cut, *notes_of(decision)):
+        if note not in orders and not (assigned and " assigns the backend of " in note):
+            yield note
 
 
 def memory_words(memory: RankMemory, tp: int, option: str) -> str:
@@ -167,6 +192,71 @@ def serve_command(policy: Policy, checkpoint: str, parallel: Parallel, requested
     return " ".join(words)
 
 
+def _other_experts(explanation: Explanation) -> Iterator[tuple[str, str]]:
+    """What expert parallelism would change, or what it changes if it is used; nothing for one rank."""
+    ep = explanation.parallel.ep
+    other = with_expert_parallel(explanation, not ep) if explanation.parallel.ranks > 1 else None
+    if other is None or not other.usable:
+        return
+    here, there = (_backends(each) for each in (explanation, other))
+    instead = f"{', '.join(there)} instead of {', '.join(here) or 'none'}"
+    parts = ["the same backend" if here == there else instead]
+    group = (explanation if ep else other).groups[0]
+    experts, ranks = group.problem.experts, group.problem.parallel.ep_size
+    whole = f"{group.problem.local_experts} of {experts} experts"
+    parts.append(
+        f"1/{ranks} of each expert per GPU instead of {whole}"
+        if ep
+        else f"{whole} per GPU instead of 1/{ranks} of each"
+    )
+    sizes = [each.memory.experts for each in (explanation, other)]
+    if abs(sizes[1] - sizes[0]) < sizes[0] * SAME_SIZE:
+        parts.append("the same memory")
+    else:
+        parts.append(f"{gib(sizes[1])} of experts instead of {gib(sizes[0])}")
+    steps = [each.groups[0].roofline.decode[-1] for each in (explanation, other)]
+    times = [duration(step.roofline.seconds) for step in steps if step.roofline]
+    if len(times) == len(steps):
+        parts.append(f"roofline at M={steps[0].tokens} {times[1]} a layer instead of {times[0]}")
+    yield "without EP" if ep else "with EP", "; ".join(parts)
+
+
+def _backends(explanation: Explanation) -> tuple[str, ...]:
+    """The chosen backends, each once; none if some layers have none."""
+    chosen = [group.decision.chosen for group in explanation.groups if explanation.usable]
+    return tuple(dict.fromkeys(candidate.backend.name for candidate in chosen if candidate))
+
+
+def run_command(explanation: Explanation) -> str:
+    """The engine's command for what is explained: with the variables, adapters and activations asked for."""
+    policy, inputs = policy_named(explanation.policy), explanation.groups[0].decision.inputs
+    words = [f"{name}={shlex.quote(value)}" for name, value in stated_variables(explanation).items()]
+    words.append(
+        serve_command(policy, local_name(explanation.origin), explanation.parallel, inputs.requested)
+    )
+    if policy.serve.adapters and any(group.problem.lora for group in explanation.groups):
+        words.append(policy.serve.adapters)
+    for group in explanation.groups:
+        act = policy.act_overrides(group.problem).get(act_key(group.problem.scheme.act))
+        if act and group.sources.get("act") == ASSUMED:
+            return " ".join([*words, policy.serve.activation.format(act)])
+    return " ".join(words)
+
+
+def stated_variables(explanation: Explanation) -> dict[str, str]:
+    """The engine's variables that its default installation does not set, and that it reads."""
+    engine, packages = engine_named(explanation.policy), explanation.packages
+    name = engine.default_profiles.get(explanation.device.platform, "")
+    usual = engine.profiles()[name].env if name else {}
+    read = {finding.name for finding in variables(explanation.policy, packages) if finding.verdict == SET}
+    return {name: value for name, value in packages.env.items() if name in read and usual.get(name) != value}
+
+
+def unbroken_options(command: str) -> str:
+    """`command` with no-break spaces between options and their values, so that both are on one line."""
+    return re.sub(r"(--\S+) (?!-)", "\\1\u00a0", command)
+
+
 def local_name(origin: Origin) -> str:
     """What commands call a checkpoint: the path of a local one, or its name."""
     return str(origin.path) if origin.kind in ("folder", "config") and origin.path else origin.name
@@ -182,5 +272,5 @@ def warnings(explanation: Explanation) -> Iterator[str]:
 
 def _more(explanation: Explanation) -> str:
     count = max(len(group.decision.candidates) for group in explanation.groups)
-    listed = f"-v: all {count} candidates with reasons" if count else "-v: every fact"
-    return f"{listed}, rooflines, environment; --why NAME: what NAME would need"
+    listed = f"-v: all {count} candidates" if count > 1 else "-v: every fact"
+    return f"{listed}, with reasons; --why NAME: what NAME would need"

@@ -18,9 +18,9 @@ from ..text_blocks import Block, Heading, LabelledValues, Listing, ListingEntry,
 from .command_line import ExplainCommand
 
 
-def layers_line(layers: tuple[int, ...]) -> str:
-    """``(0-27, 29-47): 47 x``, as engines print models."""
-    return f"({ranges(layers)}): {len(layers)} x"
+def layers_words(layers: tuple[int, ...]) -> str:
+    """``layers 0-27, 29-47 (47)``, or ``layer 0``."""
+    return f"layers {ranges(layers)} ({len(layers)})" if len(layers) > 1 else f"layer {ranges(layers)}"
 
 
 LATER = "supported, lower priority"
@@ -142,21 +142,23 @@ def why_blocks(command: ExplainCommand, answers: Answers) -> Iterator[Block]:
     for layers, why in answers:
         groups.setdefault(str(why.to_json()), ([], why))[0].extend(layers)
     for numbers, why in groups.values():
-        yield Heading(f"what would have to change for {why.backend}: layers {layers_line(tuple(numbers))}")
+        yield Heading(f"why not {why.backend}: {layers_words(tuple(numbers))}")
+        yield LabelledValues(tuple((backend, reason) for backend, reason in why.why_not))
         yield from _group_answers(command, why)
 
 
 def _group_answers(command: ExplainCommand, why: Counterfactuals) -> Iterator[Block]:
     if why.chosen:
-        yield TextLine(f"Nothing: {why.backend} is chosen.", strong=True)
+        yield TextLine(f"{why.backend} is chosen.", strong=True)
     elif why.answers:
+        yield TextLine("what would make it the choice", strong=True)
         yield Listing(
             tuple(_answer_entry(command, number, answer) for number, answer in enumerate(why.answers, 1))
         )
         yield TextLine("Each answer was checked by deciding again with the change made.")
     else:
         yield TextLine("No change helps.", strong=True)
-        if why.reason:
+        if why.reason and why.reason not in dict(why.why_not).values():
             yield TextLine(f"{why.reason[0].upper()}{why.reason[1:]}.")
         yield Listing(
             tuple(
@@ -242,7 +244,7 @@ def difference_blocks(difference: ExplanationDiff) -> Iterator[Block]:
         )
     for layers, when in ((difference.only_old, "before"), (difference.only_new, "now")):
         if layers:
-            yield TextLine(f"Layers {layers_line(layers)} exist only {when}.")
+            yield TextLine(f"Only {when}: {layers_words(layers)}.")
     for group in difference.groups:
         yield from _group_difference(group)
 
@@ -268,7 +270,7 @@ def _rank_change(old: int, new: int) -> str:
 
 
 def _group_difference(group: GroupDifference) -> Iterator[Block]:
-    yield Heading(f"layers {layers_line(group.layers)}")
+    yield Heading(layers_words(group.layers))
     if group.old_choice != group.new_choice:
         rows = [("choice", f"{_choice(group.old_choice)} -> {_choice(group.new_choice)}")]
         rows += [("because", _cause(rule)) for rule in group.rules]

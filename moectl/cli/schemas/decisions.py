@@ -326,6 +326,11 @@ def _why() -> Schema:
             "answers": array(obj(answer), "Changes that make it the choice, the smallest first."),
             "remaining": array(_verdict(experts=STRING), "Checks that no change turns."),
             "reason": OPTIONAL_STRING,
+            "instead": said(OPTIONAL_STRING, "The backend that is chosen."),
+            "why_not": array(
+                obj({"backend": STRING, "reason": STRING}),
+                "Why it is not the choice; a name may mean several.",
+            ),
             "complete": said(BOOLEAN, "False: the search was cut short."),
         },
         about="With --why: what would have to change for a backend to be chosen.",

@@ -93,7 +93,7 @@ def test_verbose_says_where_facts_come_from():
     brief, text = (moectl("explain", KIMI, "--gpu", "h100", "--offline", *v).stdout for v in ([], ["-v"]))
     assert "config:moe_intermediate_size" not in brief
     assert "config:moe_intermediate_size" in text
-    for shown in ("read from: catalogue", "layers (1-60): 60 x", "HummingIndexedExperts"):
+    for shown in ("read from: catalogue", "layers 1-60 (60): 384 experts", "HummingIndexedExperts"):
         assert shown in text and shown not in brief
 
 

@@ -16,7 +16,7 @@ def explain(*options, code=0):
 def test_one_gpu_and_deployment_is_a_row_for_each_checkpoint():
     done = explain(GPT, MIXED, "--gpu", "h200", "--tp", "8")
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert done.stdout.splitlines()[0] == "2 checkpoints   h200, TP 8   vllm-0.33.0"
+    assert done.stdout.splitlines()[0] == "2 checkpoints   h200, TP 8   vLLM 0.33.0"
     assert lines[1] == ["checkpoint", "layers", "backend", "experts/GPU", "fits"]
     assert lines[2] == [GPT, "all", "triton", "[1]", "7.6", "GiB", "yes"]
     assert lines[3] == [MIXED, "0", "triton", "2.11", "GiB", "yes"]
@@ -34,7 +34,7 @@ def test_every_answer_is_that_of_the_checkpoint_alone():
 
 def test_gpus_and_deployments_are_columns():
     lines = explain(GPT, KIMI, "--gpu", "h100", "--tp", "1,8").stdout.splitlines()
-    assert lines[0] == "2 checkpoints   h100   vllm-0.33.0"
+    assert lines[0] == "2 checkpoints   h100   vLLM 0.33.0"
     assert lines[1].split() == ["checkpoint", "TP", "1", "TP", "8"]
     assert lines[3].split() == [KIMI, "humming", "!", "humming"]
     lines = explain(GPT, KIMI, "--gpu", "h100,b200").stdout.splitlines()

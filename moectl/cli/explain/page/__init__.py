@@ -25,7 +25,7 @@ from ....problem.layer_ranges import ranges
 from ....problem.moe_problem import MoEProblem, Parallel
 from ..command_line import parallel_options, words_of
 from ..matrix_text import parallel_name
-from ..summary import engine_words, local_name, serve_command
+from ..summary import local_name, serve_command
 
 AnswersJson = Mapping[str, Any]
 
@@ -215,7 +215,7 @@ def _policy(
     bare = serve_command(engine.policy, "M", Parallel())
     return {
         "name": engine.name,
-        "title": engine_words(engine.name),
+        "title": engine.versioned,
         "memory_option": engine.memory_option,
         "commands": plain,
         "options": [

@@ -98,6 +98,8 @@ POLICY = Policy(
         exchange="--all2all-backend {}",
         dtype="--dtype {}",
         pipeline="--pipeline-parallel-size {}",
+        adapters="--enable-lora",
+        activation="""--quantization-config '{{"moe":{{"activation":"{}"}}}}'""",
     ),
     dtype=dtype,
     activation=activation,

@@ -32,19 +32,26 @@ def shape_fits(ask: SupportQuery) -> bool:
     The hidden size is never padded. The intermediate size is, up to `TILE`, where the method pads
     weights; scale groups must not cross ranks either way. On ROCm the engine rejects every size.
     """
-    weight, dims = ask.problem.scheme.weight, ask.problem.dims
+    return not _misfits(ask)
+
+
+def _misfits(ask: SupportQuery) -> list[str]:
+    """What the sizes of one rank would have to be, and are not."""
+    weight, dims, misfits = ask.problem.scheme.weight, ask.problem.dims, list[str]()
     if weight.name not in INTEGERS:
-        return True
+        return misfits
     if ask.device.platform == "rocm":
-        return False
+        return ["a CUDA device"]
     group = weight.group
     step = max(group, 1) if ask.pads_tiles else max(TILE, group)
-    return dims.hidden % HIDDEN == 0 and dims.intermediate % step == 0 and group in GROUPS
-
-
-def _sizes(ask: SupportQuery) -> str:
-    dims, weight = ask.problem.dims, ask.problem.scheme.weight
-    return f"hidden {dims.hidden}, intermediate {dims.intermediate} per rank, {weight}"
+    if dims.hidden % HIDDEN:
+        misfits.append(f"a hidden size that {HIDDEN} divides; it is {dims.hidden}")
+    if group not in GROUPS:
+        misfits.append(f"group 32, 64, 128 or per channel; it is {group}")
+    if dims.intermediate % step:
+        of = f"{step} (the group)" if step == group else str(step)
+        misfits.append(f"an intermediate size that {of} divides; it is {dims.intermediate} per rank")
+    return misfits
 
 
 SHAPE = BackendRule(
@@ -52,8 +59,8 @@ SHAPE = BackendRule(
     group="shape",
     code="marlin_shape",
     holds=shape_fits,
-    wanted=_sizes,
-    offered=f"hidden a multiple of {HIDDEN}, group 32, 64, 128 or per channel, intermediate in whole groups",
+    wanted=lambda ask: ", and ".join(_misfits(ask)),
+    offered="what its tiles divide",
 )
 
 _WEIGHTS = frozenset(

@@ -66,6 +66,7 @@ _GPT_OSS = Route(
     storages=only("gpt_oss"),
     weights=frozenset({"mxfp4"}),
     act=RANKED_ACT,
+    act_overrides={"mxfp8": "mxfp8", "mxfp4": "mxfp4"},
     orders=(
         Order(
             (
@@ -105,6 +106,7 @@ _QUARK_MXFP4 = replace(
     method="QuarkOCP_MX_MoEMethod",
     storages=only("quark"),
     acts=only("a16", "mxfp4", "fp8 per tensor static"),
+    act_overrides={},
     platforms=but("xpu"),
     minimum=70,
     dtypes=only("bf16", "fp16"),
@@ -132,6 +134,7 @@ _COMPRESSED_MXFP4 = Route(
             name="MXFP4 of compressed-tensors, asked for by name",
             method="CompressedTensorsW4A4Mxfp4MoEMethod",
             act="own",
+            act_overrides={},
             rounds=False,
         ),
     ),
