@@ -37,6 +37,11 @@ def sentence(text: str) -> str:
     return capitalized if capitalized.endswith((".", "?", "!")) else f"{capitalized}."
 
 
+def install_hint(extra: str) -> str:
+    """The command lines that install an extra of moectl: from the index, and in a clone."""
+    return f"pip install 'moectl[{extra}]'   (in a clone of moectl: pip install '.[{extra}]')"
+
+
 class MoectlError(Exception):
     """An error that is explained to the user instead of printed as a traceback.
 

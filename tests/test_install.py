@@ -129,6 +129,7 @@ def test_dry_run_without_torch_plans_the_same(
         "bench {}",
         "tune {}",
         "bench --model gpt-oss-20b",
+        "bench --model gpt-oss-20b --with marlin",
         "synth gpt-oss-20b out",
         "convert {} out --to marlin",
     ],
@@ -141,4 +142,5 @@ def test_what_needs_torch_names_the_extra(core: Path, tiny_gpt_oss: Path, tmp_pa
         "moectl: error: this needs torch, which is not installed",
         "  next: pip install 'moectl[run]'   (in a clone of moectl: pip install '.[run]')",
     ]
+    assert "fetch" not in done.stderr
     assert not (tmp_path / "out").exists()

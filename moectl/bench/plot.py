@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import Unavailable, UsageError
+from ..errors import Unavailable, UsageError, install_hint
 from ..files.atomic import write_file
 from ..kernels.registry import REFERENCES
 from .bench_rows import BenchRow
@@ -63,7 +63,7 @@ def _pyplot() -> Any:
         import matplotlib
     except ImportError as error:
         raise Unavailable(
-            f"a plot needs the package matplotlib: {error}", hint="pip install 'moectl[plot]'"
+            f"a plot needs the package matplotlib: {error}", hint=install_hint("plot")
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot

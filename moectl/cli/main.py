@@ -23,6 +23,7 @@ from .peers import peers
 from .run.command import run as run_layers
 from .schema import schema
 from .synth import synth
+from .text_layout import wrap
 from .tune.command import tune
 from .unconvert import unconvert
 from .verify import verify
@@ -52,8 +53,13 @@ COMMANDS = (
 
 
 def epilog(examples: Sequence[str], more: Sequence[str] = ()) -> str:
-    """The epilog of a help page: the examples, then further lines."""
-    lines = ["Examples:", *(f"  {example}" for example in examples), *more]
+    """The epilog of a help page: the examples, then further lines, in lines of at most 80 columns."""
+    lines = ["Examples:"]
+    for example in examples:
+        # A command that goes on in the next line can be pasted.
+        lines += " \\\n".join(wrap(example, 76, "  ", "      ")).split("\n")
+    for line in more:
+        lines += wrap(line, 78)
     # A paragraph that begins with a backspace is not wrapped.
     return "\b\n" + "\n".join([*lines, ""])
 

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..cache.cache_file import CacheWarning
-from ..errors import ExitCode, MoectlError, Unavailable, UsageError
+from ..errors import ExitCode, MoectlError, Unavailable, UsageError, install_hint
 from .output import COLORS, Output, drop_stdout
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -366,7 +366,7 @@ def as_moectl_error(error: Exception) -> MoectlError:
     if isinstance(error, ModuleNotFoundError) and error.name in RUN_PACKAGES:
         return Unavailable(
             f"this needs {error.name}, which is not installed",
-            hint="pip install 'moectl[run]'   (in a clone of moectl: pip install '.[run]')",
+            hint=install_hint("run"),
         )
     return Unavailable(
         f"internal error: {type(error).__name__}: {text}",

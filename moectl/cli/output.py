@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import SCHEMA_VERSION, __version__
 from ..errors import MoectlError
-from .text_blocks import terminal_width
 from .text_layout import wrap
 
 if TYPE_CHECKING:
@@ -27,6 +26,9 @@ COLORS = ("auto", "always", "never")
 
 PLAIN = {"±": "+-", "µ": "u", "×": "x", "→": "->", "–": "-", "—": "-", "…": "...", "✔": "*", "≥": ">="}
 """Characters that have another spelling where an output's encoding lacks them."""
+
+LABEL = len("moectl: ")
+"""Columns by which further lines of a message on stderr are indented."""
 
 WIDEST = 10_000
 """Width in columns when not on a terminal, so that no line is wrapped."""
@@ -79,16 +81,24 @@ class Output:
     def note(self, message: str) -> None:
         """Prints a message that is not data to stderr, unless quiet."""
         if not self.quiet:
-            self._message("", message)
+            self._say("moectl: ", message)
 
     def warn(self, message: str) -> None:
         """Prints a note, in yellow, on something that may make the result wrong or unwanted."""
         if not self.quiet:
-            self._message("warning:", message, YELLOW)
+            self._say("moectl: warning: ", message, "warning:", YELLOW)
 
-    def _styled(self, text: str, code: str) -> str:
-        """`text` for stderr, in a colour if it has colours."""
-        return f"\x1b[{code}m{text}\x1b[0m" if uses_color(sys.stderr, self.color) else text
+    def _say(self, first: str, message: str, word: str = "", color: str = "") -> None:
+        """Prints `message` to stderr after `first`, on a terminal wrapped between words.
+
+        `word` is what is printed in `color` if stderr has colours.
+        """
+        lines = [first + message]
+        if sys.stderr.isatty():
+            lines = wrap(message, _stderr_width(), first, first if first.isspace() else " " * LABEL)
+        if word and uses_color(sys.stderr, self.color):
+            lines[0] = lines[0].replace(word, f"\x1b[{color}m{word}\x1b[0m", 1)
+        print("\n".join(lines), file=sys.stderr)
 
     def error(self, error: MoectlError) -> None:
         """Prints an error to stderr, and with --json also as a JSON document to stdout."""
@@ -98,17 +108,10 @@ class Output:
 
     def complain(self, error: MoectlError) -> None:
         """Prints an error to stderr."""
-        self._message("error:", error.what, RED)
-        for line in (error.reason, error.hint and f"next: {error.hint}"):
+        self._say("moectl: error: ", error.what, "error:", RED)
+        for first, line in (("  ", error.reason), ("  next: ", error.hint)):
             if line:
-                print("\n".join(_lines(line, "  ", "  ")), file=sys.stderr)
-
-    def _message(self, kind: str, text: str, code: str = "") -> None:
-        """Prints a message of a `kind` to stderr, wrapped between words on a terminal."""
-        lines = _lines(f"{kind} {text}".strip(), "moectl: ", "  ")
-        if kind:
-            lines[0] = lines[0].replace(kind, self._styled(kind, code), 1)
-        print("\n".join(lines), file=sys.stderr)
+                self._say(first, line)
 
     def json(self, document: Mapping[str, Any], indent: int | None = 2) -> str:
         """`document` as JSON with its schema version; non-finite numbers become null."""
@@ -132,13 +135,6 @@ class Output:
                         yield update
                     finally:
                         self._bar = None
-
-
-def _lines(text: str, first: str, rest: str) -> list[str]:
-    """`text` in lines of the terminal's width if stderr is one, else a single one."""
-    if not sys.stderr.isatty() or "\n" in text:
-        return [f"{first}{text}"]
-    return wrap(text, max(40, terminal_width()), first, rest)
 
 
 def _silent(done: int, total: int, text: str = "") -> None:
@@ -273,6 +269,14 @@ def _spelled_out(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 codecs.register_error(_SPELLED_OUT, _spelled_out)
+
+
+def _stderr_width() -> int:
+    """Width in columns of the terminal that is stderr: ``COLUMNS``, its own, or 80."""
+    try:
+        return int(os.environ.get("COLUMNS") or os.get_terminal_size(sys.stderr.fileno()).columns) or 80
+    except (ValueError, OSError):
+        return 80
 
 
 def _console(stream: Any, colored: bool) -> Any:

@@ -242,7 +242,8 @@ def _details_markdown(block: Details) -> str:
 
 
 _MARKDOWN: dict[type, Any] = {
-    Heading: lambda block: f"{'#' * (block.level + 1)} {_escaped(block.text)}",
+    # Wide gaps separate parts of a heading, and markdown would show them as one blank.
+    Heading: lambda block: f"{'#' * (block.level + 1)} {_escaped(block.text).replace('   ', ', ')}",
     TextLine: lambda block: f"**{_escaped(block.text)}**" if block.strong else _escaped(block.text),
     LabelledValues: _facts_markdown,
     Listing: _listing_markdown,

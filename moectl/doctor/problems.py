@@ -8,6 +8,7 @@ from ..capabilities.unpacked_libraries import VARIABLE
 from ..environment.gpus import cut_short
 from ..environment.installed_packages import unrelated_package
 from ..environment.packages import Packages
+from ..errors import install_hint
 from ..oracle.engine import Engine
 from ..oracle.registry import known_packages, newest_engines
 from .doctor_report import NOTE, PROBLEM, WARNING, DoctorRemark, DoctorReport
@@ -100,7 +101,7 @@ def _without_torch(report: DoctorReport) -> DoctorRemark:
         "torch",
         "torch is not installed: explain, list, compare, convert --dry-run and doctor work without it; run, "
         "bench, tune and convert need it",
-        "pip install 'moectl[run]'",
+        install_hint("run"),
     )
 
 

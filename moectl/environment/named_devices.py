@@ -61,6 +61,8 @@ _CPUS = {
 _PLUG_INS = ("tpu", "out-of-tree")
 """Platforms that engines support only through plug-ins."""
 _CUDA_ARCH = re.compile(r"sm_?(\d{2,3})[af]?")
+_COUNTED = re.compile(r"(?P<before>\d+)\s*[x*×]\s*(?P<gpu>.+)|(?P<named>.+?)\s*[x*×:]\s*(?P<after>\d+)", re.I)
+"""A number of GPUs and the name of one: ``8xh100``, ``h100:8``."""
 _NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|[\s_()-]")
 
 
@@ -167,9 +169,14 @@ def find_device(name: str) -> Device:
         near = sorted(architectures["cuda"], key=lambda known: abs(int(known[2:]) - int(cuda[1])))[:4]
     else:
         near = get_close_matches(text, dict.fromkeys([*architectures["rocm"], *names]), n=4, cutoff=0.5)
-    counted = re.match(r"\d+\s*x", name.strip(), re.IGNORECASE)
-    also = " One GPU is named; their number goes to --tp, or to --dp with --ep." if counted else ""
+    if counted := _COUNTED.fullmatch(name.strip()):
+        number, one = counted["before"] or counted["after"], counted["named"] or counted["gpu"]
+        if key := known_names().get(squeeze(one)):
+            raise UsageError(
+                f"no device is called {name!r}: --gpu takes one GPU's name, without a number",
+                hint=f"use --gpu {key} --tp {number}, or --dp {number} --ep",
+            )
     raise UsageError(
         f"no device is called {name!r}",
-        hint=(f"Near matches: {', '.join(near)}." if near else f"Known are {', '.join(names)}.") + also,
+        hint=f"Near matches: {', '.join(near)}." if near else f"Known are {', '.join(names)}.",
     )

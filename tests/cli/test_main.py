@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from moectl.cli.main import COMMANDS, epilog
+
 HEAVY = ("torch", "triton", "flashinfer")
 PROBE = """
 import sys
@@ -140,6 +142,23 @@ def test_help_fits_one_screen_with_examples(command):
     assert done.returncode == 0
     assert "Examples" in done.stdout
     assert len(done.stdout.splitlines()) <= 50, done.stdout
+
+
+def test_examples_fit_80_columns_and_can_be_pasted():
+    for function, name in COMMANDS:
+        module = sys.modules[function.__module__]
+        lines = epilog(module.EXAMPLES, getattr(module, "MORE", ())).splitlines()
+        assert max(map(len, lines)) <= 78, name
+        pasted = "\n".join(lines).replace("\\\n", " ")
+        for example in module.EXAMPLES:
+            assert example in " ".join(pasted.split()) and " moectl " not in example, example
+
+
+def test_a_long_example_goes_on_in_the_next_line():
+    long = f"moectl bench {' '.join(f'./checkpoint-{n}' for n in range(8))}"
+    first, *others = epilog([long]).splitlines()[2:]
+    assert first.startswith("  moectl bench ./checkpoint-0") and first.endswith(" \\")
+    assert others[0].startswith("      ./checkpoint-") and not others[-1].endswith("\\")
 
 
 def test_each_command_is_told_in_a_whole_line():

@@ -1,6 +1,7 @@
 """The output class: what goes where, in which form."""
 
 import json
+import sys
 
 import pytest
 
@@ -81,18 +82,43 @@ def test_progress_is_silent_off_a_terminal(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_messages_break_between_words_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    error = Unavailable("no GPU can be used " * 4, hint="pip install " + "x" * 70)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    out = Output("doctor", color="never")
-    out.error(error)
-    out.warn("the driver is older than the kernels " * 3)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("moectl: error: no GPU") and lines[1].startswith("  ")
-    assert [len(line) > 60 for line in lines] == [("x" * 70 in line) for line in lines]
-    assert any(line.startswith("moectl: warning: the driver") for line in lines)
-    # A pipe gets a line for each message.
-    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
-    out.warn("the driver is older than the kernels " * 3)
-    assert len(capsys.readouterr().err.splitlines()) == 1
+def on_terminals(monkeypatch, columns):
+    """Makes both streams terminals of that width."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+
+
+def test_messages_are_wrapped_between_words_on_a_terminal(capsys, monkeypatch):
+    on_terminals(monkeypatch, 40)
+    out = Output("run")
+    out.note("no engine loads this directory yet; it is for moectl")
+    out.warn("vLLM 0.29.0 is installed, and these rules are older")
+    out.error(
+        CheckpointError(
+            "the weights of org/name are not on this machine",
+            reason="known are a, b and c, and all that is like them",
+            hint="hf download org/name or something else",
+        )
+    )
+    assert capsys.readouterr().err.splitlines() == [
+        "moectl: no engine loads this directory",
+        "        yet; it is for moectl",
+        "moectl: warning: vLLM 0.29.0 is",
+        "        installed, and these rules are",
+        "        older",
+        "moectl: error: the weights of org/name",
+        "        are not on this machine",
+        "  Known are a, b and c, and all that is",
+        "  like them.",
+        "  next: hf download org/name or",
+        "        something else",
+    ]
+
+
+def test_a_wrapped_message_is_coloured_in_its_first_word_alone(capsys, monkeypatch):
+    on_terminals(monkeypatch, 40)
+    Output("run", color="always").warn("an error: of many words that need two lines")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "moectl: \x1b[33mwarning:\x1b[0m an error: of many words" and "\x1b" not in second

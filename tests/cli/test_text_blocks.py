@@ -51,3 +51,7 @@ def test_markdown_draws_no_boxes_and_keeps_bars_in_cells():
     assert "| --- | ---: |" in text
     assert "- label: **word" in text
     assert not set(text) & set("│─┌└")
+
+
+def test_parts_of_a_heading_are_separated_in_markdown():
+    assert markdown([Heading("org/name   1x H100   vLLM", 1)]) == "## org/name, 1x H100, vLLM\n"

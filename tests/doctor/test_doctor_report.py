@@ -17,6 +17,7 @@ from moectl.doctor.problems import remarks_on
 from moectl.doctor.software import cuda_toolkit, torch_build, try_import
 from moectl.environment import Packages, nvidia
 from moectl.environment.python_environments import PythonEnvironment, python_environment
+from moectl.errors import install_hint
 
 H200 = "0, GPU-aaaa, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled"
 OLD = "1, GPU-bbbb, Tesla T4, 15360, 7.5, 580.95.05, [N/A]"
@@ -82,7 +83,7 @@ def test_without_torch_and_engine_the_light_install_is_in_order(bench) -> None:
     report = examine(bench.env())
     assert report.problems == ()
     (remark,) = (remark for remark in report.remarks if remark.about == "torch")
-    assert remark.level == NOTE and remark.do == "pip install 'moectl[run]'"
+    assert remark.level == NOTE and remark.do == install_hint("run")
     assert "explain, list, compare" in remark.says
     bench.package("vllm", "vllm", "0.33.0")
     (problem,) = examine(bench.env()).problems

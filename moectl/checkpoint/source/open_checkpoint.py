@@ -33,6 +33,9 @@ from .shards import (
 MANIFEST = "moectl.json"
 """The manifest file, which identifies a converted directory."""
 
+LOG = "progress.jsonl"
+"""The log of a conversion's finished layers, which an unfinished output has."""
+
 
 def rank_folder(folder: Path, rank: int) -> Path:
     """The converted directory of one rank, inside the directory of all ranks."""
@@ -228,6 +231,11 @@ def _open_folder(folder: Path, origin: Origin) -> _OpenedSource:
         )
     config = read_document(folder, CONFIG)
     if config is None:
+        if (folder / LOG).exists():
+            raise CheckpointError(
+                f"{folder} is an unfinished conversion: it has {LOG} and no config.json.",
+                hint="Finish it with the same `moectl convert` command and --resume.",
+            )
         _refuse_other_models(folder)
         raise CheckpointError(
             f"{folder} has no config.json.",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,11 +39,11 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "moectl bench --model gpt-oss-20b --with marlin,humming,triton_kernels",
     "moectl bench ./gpt-oss-20b -m 1,8,64-1024*4",
-    "moectl bench ./prepared --backend moectl,torch --routing uniform,zipf:1.2 -o rows.jsonl",
-    "moectl bench --model gpt-oss-20b,kimi-k2 -m 1-8192*4 -o rows.jsonl --resume --plot out.svg",
+    "moectl bench ./prepared --backend moectl,torch --routing uniform,zipf:1.2",
+    "moectl bench --model kimi-k2 -m 1-8192*4 -o rows.jsonl --resume",
     "moectl bench --rows rows.jsonl --format md",
 )
-MORE = ("Weights come from memory, not caches; ± is half the distance between the rounds' quartiles.",)
+MORE = ("Weights come from memory, not caches; ± is half the interquartile range.",)
 
 
 SETTINGS = RecordOptions(
@@ -170,6 +171,9 @@ def bench(
     if checkpoint:
         source = find_source(checkpoint, settings.layer, offline=offline, activation=activation)
     shown.check([*settings.files, *([checkpoint] if checkpoint else [])])
+    if also:
+        # Nothing is downloaded for a run that cannot be.
+        import_module("torch")
     fetch_missing(also, offline=offline, out=out)
     if actions.compile_only:
         return _compile(settings, source, actions.jobs, out)

@@ -29,6 +29,9 @@ WISHES = {
     "modelopt": "--to nvfp4 --container native",
     "gptq_marlin": "--to int4-g128 --container gptq for engines, which repack it, or --to marlin for moectl",
     "awq_marlin": "--to int4-g128 for engines, which repack it, or --to marlin for moectl",
+    "mxfp8": "--to fp8-block or --to mxfp4: MXFP8 is read but not written",
+    "bnb": "--to nvfp4, mxfp4 or int4-g128: moectl neither reads nor writes bitsandbytes",
+    "bitsandbytes": "--to nvfp4, mxfp4 or int4-g128: moectl neither reads nor writes bitsandbytes",
     "gguf": "llama.cpp's convert_hf_to_gguf.py: moectl does not write GGUF",
 }
 """What to type for names that are no values of ``--to``, by their lower-case spelling with underscores."""

@@ -1,12 +1,14 @@
 """Plans and results of conversions as tables and as JSON data."""
 
 import re
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...problem.layer_ranges import ranges
 from ...problem.layouts import FOLDER_READERS
 from ..output import count, duration, gib, size, table
+from ..text_layout import labelled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -144,7 +146,18 @@ def draw_plans(plans: "Sequence[RankPlan]", rate: "ConversionRate", console: Any
                     size(item.worker_plan.disk_needed),
                 )
         console.print(plan_table)
+        parts = [item.worker_plan for item in plans]
+        written, disk = (sum(part.bytes_out for part in parts), sum(part.disk_needed for part in parts))
+        seconds = sum(part.bytes_in for part in parts) / rate.bytes_per_second
+        total = f"{size(written)} written, {size(disk)} of disk needed, in about {duration(seconds)}"
+        _print_labelled({f"all {len(parts)} ranks": total}, console)
     draw_plan(plans[0].worker_plan, rate, console)
+
+
+def _print_labelled(rows: dict[str, str], console: Any) -> None:
+    """Prints labels and values, wrapped to the console's width."""
+    for line, _ in labelled(tuple(rows.items()), console.width, 0):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> None:
@@ -154,18 +167,24 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
         return
     first = plan.layers[0]
     numbers = [layer.layer for layer in plan.layers if layer.layer >= 0]
-    plan_table = table(
-        "tensor",
-        "stored as",
-        "holds",
-        title=f"{plan.layout.name}: each of layers {ranges(numbers)}",
-    )
     seen: dict[str, tuple[str, str]] = {}
     for info in first.file.tensors.values():
         stored = (f"{info.dtype} {list(info.shape)}", first.logical_dtypes.get(info.name, info.dtype))
         seen.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", info.name), stored)
+    # What all names begin with is in the head of their column.
+    parts = zip(*(name.split(".")[:-1] for name in seen), strict=False)
+    common = ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))
+    # Only what is stored in another dtype than its own has to be told apart.
+    packed = any(stored[0].split()[0] != stored[1] for stored in seen.values())
+    of = f"rank {plan.shard.rank}, " if plan.shard.ranks > 1 else ""
+    plan_table = table(
+        f"{common}." if common else "tensor",
+        "stored as",
+        *(["holds"] if packed else []),
+        title=f"{of}{plan.layout.name}: {'each of ' if len(numbers) > 1 else ''}{_named(numbers)}",
+    )
     for name, stored in seen.items():
-        plan_table.add_row(name, *stored)
+        plan_table.add_row(name[len(common) + 1 :] if common else name, *stored[: 2 if packed else 1])
     console.print(plan_table)
     readers = "; ".join(plan.layout.readers) or "no engine"
     rows = {
@@ -181,8 +200,7 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
         "time": f"about {duration(plan.bytes_in / rate.bytes_per_second)}, "
         f"at {size(rate.bytes_per_second)}/s as {'measured on this CPU' if rate.measured else 'assumed'}",
     }
-    for name, value in rows.items():
-        console.print(f"{name:<15} {value}", markup=False)
+    _print_labelled(rows, console)
     console.print("nothing was written (--dry-run)")
 
 
@@ -237,11 +255,15 @@ def draw_costs(folder: Path, console: Any) -> None:
 
     report = read_report(folder)
     costs = CostTable(report["layers"])
+    kinds = {}
     for kind, layers in report["layer_kinds"].items():
-        word = "repacked exactly" if kind == "repacked" and costs.lossless(layers) else kind
-        what = "" if word == "repacked exactly" else f": {KINDS[kind]}"
-        console.print(f"{word:<17} {_named(layers)}{what}", markup=False)
-    plan_table = table(*costs.columns)
-    for row in costs.rows():
-        plan_table.add_row(*row)
-    console.print(plan_table)
+        exact = kind == "repacked" and costs.lossless(layers)
+        kinds["repacked exactly" if exact else kind] = _named(layers) + ("" if exact else f": {KINDS[kind]}")
+    _print_labelled(kinds, console)
+    rows = list(costs.rows())
+    filled = [i for i in range(len(costs.columns)) if any(row[i] for row in rows)]
+    plan_table = table(*(costs.columns[i] for i in filled))
+    for row in rows:
+        plan_table.add_row(*(row[i] for i in filled))
+    if rows:
+        console.print(plan_table)

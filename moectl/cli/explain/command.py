@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
-    "moectl explain gpt-oss-120b kimi-k2 --gpu h100,b200 --tp 4,8    moectl explain --html moe.html",
+    "moectl explain gpt-oss-120b kimi-k2 --gpu h100,b200 --tp 4,8",
     "moectl explain openai/gpt-oss-120b --gpu h200 --why flashinfer_trtllm",
-    "moectl explain ./ckpt --dp 8 --ep --json > a.json    moectl explain ./ckpt --diff a.json",
+    "moectl explain ./ckpt --dp 8 --ep --diff before.json",
 )
 
 

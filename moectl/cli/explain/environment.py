@@ -105,6 +105,22 @@ def tuned_sentences(explanation: Explanation) -> Iterator[str]:
         yield prefix + sentence
 
 
+def untuned_words(explanation: Explanation) -> str:
+    """That a chosen kernel finds no tuned file, and what makes one; empty if none is missing."""
+    engine = engine_named(explanation.policy)
+    missing = [
+        status for status in _statuses(explanation) if status.reads and not (status.found or status.why)
+    ]
+    if engine.tuned_files is None or not missing:
+        return ""
+    name = missing[0].wanted
+    makes = "; moectl tune --to vllm writes one" if name and engine.tuned_files.kernel(name) else ""
+    return (
+        f"no file for this GPU and shape: {engine.title} warns and uses its default kernel config, "
+        f"which is not an error{makes}"
+    )
+
+
 def file_sentences(explanation: Explanation) -> Iterator[str]:
     """Warnings about tuned files in a user's directory, each once."""
     files = engine_named(explanation.policy).tuned_files

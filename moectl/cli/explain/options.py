@@ -53,6 +53,25 @@ def exchange_names() -> list[str]:
     return sorted({name for engine in ENGINES.values() for name in engine.policy.exchanges})
 
 
+def policy_called(name: str) -> str:
+    """The policy called `name`, ignoring case and dashes. UsageError says whose rules there are."""
+    from ...oracle.registry import ENGINES
+
+    key = name.lower().replace("_", "-")
+    known = policy_names()
+    if key in known:
+        return key
+    titles = [f"{engine.title} {engine.version}".rstrip() for engine in ENGINES.values()]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    raise UsageError(
+        f"moectl has no rules for {name!r}",
+        reason=f"It has those of {' and '.join(titles)} (--policy {' or '.join(ENGINES)}).",
+        hint=f"did you mean --policy {near[0]}?"
+        if near and not any(letter.isdigit() for letter in key)
+        else f"leave --policy out for {titles[0]}'s answer; other engines and releases may choose otherwise",
+    )
+
+
 def policy_names() -> list[str]:
     """Values of --policy."""
     from ...oracle.registry import engine_names
@@ -171,7 +190,7 @@ class DecisionOptions:
         """The engine of the policy. Raises UsageError for an unknown name."""
         from ...oracle.registry import engine_named
 
-        return engine_named("" if self.policy is None else pick(self.policy, policy_names(), "policy"))
+        return engine_named(policy_called(self.policy) if self.policy else "")
 
     def policies(self) -> "tuple[Policy, tuple[Policy, ...]]":
         """The policy, and further ones to compare it with."""

@@ -47,7 +47,12 @@ class AnswerOutput:
         """Warn of what may make the answer wrong on `machines`, and keep it for JSON."""
         warnings = list(dict.fromkeys(text for machine in machines for text in machine.warnings))
         for warning in warnings:
-            self.out.note(f"warning: {warning}")
+            self.out.warn(warning)
+        if any(machine.device.platform == "cpu" and not machine.key for machine in machines):
+            self.out.note(
+                "no GPU was found, so this is the answer for the CPU; --gpu NAME asks for another device "
+                "(moectl list gpus)"
+            )
         notes = list(dict.fromkeys(note for machine in machines for note in machine.notes))
         first = machines[0]
         installed = {"installed_engine": first.installed, "python": first.python or None}

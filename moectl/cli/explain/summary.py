@@ -23,7 +23,7 @@ from ...problem.moe_problem import Parallel
 from ...problem.schemes import A16, Scheme
 from ..output import duration, gib
 from ..text_blocks import Block, Heading, LabelledValues
-from .environment import finding_words, notes_of, package_sentences, variables
+from .environment import finding_words, notes_of, package_sentences, untuned_words, variables
 from .text import lacking, next_higher
 
 MOST_NAMES = 6
@@ -61,6 +61,7 @@ def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Blo
     yield LabelledValues(
         (
             *(("warning", text) for text in warnings(explanation)),
+            ("tuned", untuned_words(explanation)),
             *(("note", note) for note in notes),
             ("more", _more(explanation)),
         ),

@@ -13,7 +13,7 @@ from ...oracle.checks import Verdict
 from ...oracle.decision import Candidate, Decision
 from ...oracle.verdict_sentences import reasons, sentence
 from ...problem.layer_ranges import ranges
-from ..output import count
+from ..output import count, gib
 from ..text_blocks import Block, Heading, LabelledValues, Listing, ListingEntry, TextLine
 from .command_line import ExplainCommand
 
@@ -239,7 +239,8 @@ def difference_blocks(difference: ExplanationDiff) -> Iterator[Block]:
     if difference.inputs:
         yield LabelledValues(
             tuple(
-                (change.path, f"{_value(change.old)} -> {_value(change.new)}") for change in difference.inputs
+                (change.path, f"{_value(change.old, change.path)} -> {_value(change.new, change.path)}")
+                for change in difference.inputs
             )
         )
     for layers, when in ((difference.only_old, "before"), (difference.only_new, "now")):
@@ -249,7 +250,18 @@ def difference_blocks(difference: ExplanationDiff) -> Iterator[Block]:
         yield from _group_difference(group)
 
 
-def _value(value: Any) -> str:
+_UNITS = {"bandwidth": "TB/s", "bf16_flops": "TFLOP/s", "fp8_flops": "TFLOP/s", "fp4_flops": "TFLOP/s"}
+"""Units of a device's rates."""
+
+
+def _value(value: Any, path: str = "") -> str:
+    """An input as text: figures of devices with their units, others as they are."""
+    name = path.removeprefix("device.")
+    if name != path and isinstance(value, (int, float)):
+        if name == "memory_bytes":
+            return gib(value)
+        if unit := _UNITS.get(name):
+            return f"{value / 1e12:.4g} {unit}" if value else "none"
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "none"
     return "absent" if value is None else str(value) or "present"

@@ -25,7 +25,8 @@ EXAMPLES = (
     "moectl tune --model qwen3-30b -m 16,1024 --budget 5m",
     "moectl tune ./gpt-oss-20b --tp 2 --budget 30m",
     "moectl tune Qwen/Qwen3-30B-A3B --to vllm ./tuned",
-    "moectl tune --list --stale    moectl tune --clear --model qwen3-30b",
+    "moectl tune --list --stale",
+    "moectl tune --clear --model qwen3-30b",
 )
 MORE = (
     "Launches are cached in MOECTL_CACHE (default: moectl in the platform's cache directory), for the same",

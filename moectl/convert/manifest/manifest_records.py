@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...checkpoint.source.open_checkpoint import LOG as LOG
 from ...checkpoint.source.open_checkpoint import MANIFEST as MANIFEST
 from ...checkpoint.source.shards import CONFIG as CONFIG
 from ...checkpoint.source.shards import INDEX as INDEX
@@ -27,7 +28,6 @@ READY = "READY"
 REPORT = "moectl-report.json"
 """The report of a portable output: what was converted, quantization errors, and the hashes of its files."""
 
-LOG = "progress.jsonl"
 SOURCE_CONFIG = f"source.{CONFIG}"
 SOURCE_INDEX = f"source.{INDEX}"
 QUANT_METHOD = "moectl"

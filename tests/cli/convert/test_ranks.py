@@ -28,6 +28,10 @@ def test_the_plan_of_every_rank(tiny_gpt_oss, tmp_path):
     assert {share["padded_intermediate"] for share in shares} == {128}
     shown = moectl("convert", tiny_gpt_oss, tmp_path / "out", *CONVERT, "--dry-run").stdout
     assert "96-191" in shown
+    ranks = planned["ranks"]
+    written, disk = (sum(rank[key] for rank in ranks) for key in ("bytes_out", "disk_bytes"))
+    assert f"all 4 ranks  {size(written)} written, {size(disk)} of disk needed" in shown
+    assert "rank 0, moectl-mtile64" in shown
     assert not (tmp_path / "out").exists()
 
 

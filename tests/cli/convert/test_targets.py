@@ -15,6 +15,8 @@ from support.invoking import moectl
         ("gguf", "convert_hf_to_gguf.py"),
         ("gptq-marlin", "--to marlin for moectl"),
         ("fp4", "--to nvfp4"),
+        ("mxfp8", "MXFP8 is read but not written"),
+        ("bnb", "neither reads nor writes bitsandbytes"),
     ],
 )
 def test_a_method_as_target_is_answered_with_what_to_type(tiny_kimi, tmp_path, typed, words):
@@ -78,3 +80,32 @@ def test_a_plug_in_is_one_row(monkeypatch):
         "moectl.problem.layouts.FOLDER_READERS", (*FOLDER_READERS, LayoutReader("vLLM", ("--load-format",)))
     )
     assert loads_folder("vllm") and not loads_folder("sglang")
+
+
+def test_an_unfinished_conversion_is_named_as_such(tiny_gpt_oss, tmp_path):
+    out = tmp_path / "out"
+    moectl("convert", tiny_gpt_oss, out, "--to", "moectl")
+    for name in ("READY", "config.json", "moectl.json"):
+        (out / name).unlink()
+    (out / "progress.jsonl").write_text("")
+    for command in ("run", "bench", "explain"):
+        said = " ".join(moectl(command, out, code=4).stderr.split())
+        assert "is an unfinished conversion" in said and "and --resume" in said
+
+
+def test_a_plan_names_what_all_tensors_begin_with_once(tiny_kimi, tmp_path):
+    shown = moectl("convert", tiny_kimi, tmp_path / "out", "--to", "bf16", "--dry-run").stdout
+    assert shown.count(".mlp.experts.") == 1
+    assert "holds" not in shown and "| down_proj.weight" in shown
+
+
+def test_a_plan_tells_dtypes_apart_where_they_differ(tiny_gpt_oss, tmp_path):
+    shown = moectl("convert", tiny_gpt_oss, tmp_path / "out", "--to", "marlin", "--dry-run").stdout
+    assert "| holds" in shown and "| F8_E8M0 |" in shown
+
+
+def test_columns_without_numbers_are_left_out(tiny_kimi, tmp_path):
+    exact = moectl("convert", tiny_kimi, tmp_path / "exact", "--to", "int4-g32").stdout
+    assert "lossless" in exact and "RMS error" not in exact
+    lossy = moectl("convert", tiny_kimi, tmp_path / "lossy", "--to", "nvfp4", "--requantize").stdout
+    assert "RMS error" in lossy and "lossless" not in lossy

@@ -179,7 +179,7 @@ def test_a_question_of_a_rule_reads_without_a_row_of_its_own():
 
 def test_markdown_can_be_pasted_into_an_issue():
     text = explain(GPT, "--gpu", "h200", "--md").stdout
-    assert text.startswith("## openai/gpt-oss-120b   1x NVIDIA H200   vLLM 0.33.0")
+    assert text.startswith("## openai/gpt-oss-120b, 1x NVIDIA H200, vLLM 0.33.0")
     assert "- backend: **triton (OpenAI triton_kernels), all 36 MoE layers" in text
     before, folded = text.split("<details>\n<summary>every fact and candidate</summary>")
     assert "candidates" not in before and folded.rstrip().endswith("</details>")
@@ -387,8 +387,33 @@ def test_names_that_begin_as_typed_are_meant_first():
     assert "Did you mean deepep_high_throughput or deepep_low_latency or deepep_v2?" in done.stderr
 
 
-def test_a_count_of_gpus_is_sent_to_the_ranks():
-    assert "their number goes to --tp" in explain(GPT, "--gpu", "8xh200", code=2).stderr
+@pytest.mark.parametrize("name", ["8xh200", "h200x8", "h200:8", "8 * H200", "NVIDIA H200 x 8"])
+def test_a_count_of_gpus_is_sent_to_the_ranks(name):
+    assert "Use --gpu h200 --tp 8, or --dp 8 --ep." in explain(GPT, "--gpu", name, code=2).stderr
+
+
+def test_a_count_of_unknown_gpus_says_which_are_known():
+    assert "Near matches" in explain(GPT, "--gpu", "8xh201", code=2).stderr
+
+
+def test_an_engine_without_rules_is_told_whose_rules_there_are():
+    for name in ("sglang", "vllm-0.29.0"):
+        said = explain(GPT, "--gpu", "h200", "--policy", name, code=2).stderr
+        assert f"no rules for {name!r}" in said and "those of vLLM 0.33.0" in said
+        assert "Leave --policy out for vLLM 0.33.0's answer" in said
+    assert "Did you mean --policy vllm?" in explain(GPT, "--gpu", "h200", "--policy", "vlm", code=2).stderr
+    assert explain(GPT, "--gpu", "h200", "--policy", "VLLM_0.33.0", "-q").stdout
+
+
+def test_a_missing_tuned_file_is_in_the_short_answer():
+    def rows(*words):
+        return " ".join(explain(*words).stdout.split())
+
+    untuned = rows("Qwen/Qwen3-30B-A3B", "--gpu", "h100-pcie", "--tp", "2")
+    assert "tuned no file for this GPU and shape: vLLM warns" in untuned
+    assert "moectl tune --to vllm writes one" in untuned
+    assert " tuned " not in rows("Qwen/Qwen3-30B-A3B", "--gpu", "h100", "--tp", "2")
+    assert " tuned " not in rows(GPT, "--gpu", "h100")
 
 
 def test_a_platform_without_rules_is_out_of_scope():
