@@ -80,7 +80,7 @@ def _remotes(library: Any, board: Any) -> list[str]:
 
 
 def _bus(info: Any) -> str:
-    """The PCI address in NVML's record, its domain without the zeros that some records have; empty for None."""
+    """The PCI address in NVML's record, without leading zeros, whose number differs; empty for None."""
     if info is None:
         return ""
     text = info.busId.decode(errors="replace") if isinstance(info.busId, bytes) else str(info.busId)
