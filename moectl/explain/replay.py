@@ -60,6 +60,17 @@ def _of(document: Mapping[str, Any], key: str, kind: type) -> Any:
     return value
 
 
+def _sources(group: Mapping[str, Any]) -> Mapping[str, str]:
+    """Where the facts of a group of layers come from, by name."""
+    sources: Mapping[str, str] = _of(group, "sources", dict)
+    if not all(isinstance(source, str) for source in sources.values()):
+        raise UsageError(
+            "the document's 'sources' must be strings",
+            hint="make it again with moectl explain CKPT --json",
+        )
+    return sources
+
+
 def _objects(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     objects = _of(document, key, list)
     if not all(isinstance(item, dict) for item in objects):
@@ -161,7 +172,7 @@ def replay(document: Mapping[str, Any]) -> Explanation:
         layers = _layers(group)
         notes = tuple(map(str, _of(group, "notes", list)))
         details = {str(name): str(value) for name, value in _of(group, "details", dict).items()}
-        groups.append(explained(layers, inputs, _of(group, "sources", dict), notes, others, details))
+        groups.append(explained(layers, inputs, _sources(group), notes, others, details))
     if not groups:
         raise UsageError("the document has no layer groups, so there is nothing to replay")
     first = groups[0].decision.inputs

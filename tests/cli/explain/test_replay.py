@@ -191,6 +191,15 @@ def test_a_damaged_matrix_ends_in_a_sentence(path, value):
         assert error.what
 
 
+@pytest.mark.parametrize("junk", [None, 1.5, {}, ["config"]])
+@pytest.mark.parametrize("name", ["experts", "router_dtype"])
+def test_sources_that_are_no_words_are_refused(tmp_path, name, junk):
+    path = tmp_path / "asked.json"
+    path.write_text(json.dumps(changed(BASE, ("groups", 0, "sources", name), junk)))
+    done = moectl("explain", "--replay", path, "-v", code=2)
+    assert "the document's 'sources' must be strings" in done.stderr
+
+
 def test_replay_takes_no_option_that_says_what_is_decided(written):
     path = written(GPT, "--gpu", "h200")
     done = moectl("explain", "--replay", path, "--gpu", "b200", "--tp", "2", code=2)
