@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import READABLE_SCHEMAS, SCHEMA_VERSION
 from ..checkpoint.checkpoint import Origin
+from ..checkpoint.config.fields import LIMITS
 from ..errors import UsageError
 from ..files.records import from_json, to_json
 from ..oracle.registry import policy_named
@@ -80,8 +81,11 @@ def _objects(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 def _layers(document: Mapping[str, Any]) -> tuple[int, ...]:
     layers = _of(document, "layers", list)
-    if not layers or not all(isinstance(number, int) for number in layers):
-        raise UsageError("the document's 'layers' must be numbers", hint="make it again with --json")
+    if not layers or not all(type(number) is int and 0 <= number < LIMITS["layers"] for number in layers):
+        raise UsageError(
+            f"the document's 'layers' must be numbers from 0 to {LIMITS['layers'] - 1}",
+            hint="make it again with moectl explain CKPT --json",
+        )
     return tuple(layers)
 
 
