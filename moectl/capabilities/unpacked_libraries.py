@@ -12,6 +12,7 @@ from pathlib import Path
 from ..environment.cache_folder import cache_folder
 from ..environment.installed_packages import InstalledPackage, lacking, package_folder, source_version
 from ..errors import UsageError
+from ..files.user_paths import user_path
 from .kernel_packages import KERNEL_PACKAGES, MARLIN_LIBRARY
 
 VARIABLE = "MOECTL_PEERS"
@@ -63,7 +64,7 @@ def peers_folder(env: Mapping[str, str] | None = None) -> Path | None:
     if not named:
         default = default_folder(env)
         return default.resolve() if default.is_dir() else None
-    folder = Path(named).expanduser()
+    folder = user_path(named)
     if not folder.is_dir():
         raise UsageError(
             f"{VARIABLE} must name a folder with unpacked libraries, got {named!r}",

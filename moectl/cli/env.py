@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..files.records import to_json
@@ -113,7 +112,12 @@ def shown_value(name: str, value: str, paths: bool) -> str:
 def _clean(text: str, paths: bool) -> str:
     """A sentence with shortened UUIDs, and without directories unless `paths`."""
     text = _UUID.sub(lambda match: match[0][:4] + "...", text)
-    return text if paths else re.sub(r"(?<![\w.])~?/[^\s,;:)']+", HIDDEN, text).replace(str(Path.home()), "~")
+    if paths:
+        return text
+    home = os.environ.get("HOME", "")
+    # First, as its name may have blanks; not one of "/", as users of containers have it.
+    text = text.replace(home, "~") if len(home) > 1 else text
+    return re.sub(r"(?<![\w.])~?/[^\s,;:)']+", HIDDEN, text)
 
 
 def document_lines(document: dict[str, Any]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from ..capabilities.kernel_packages import KERNEL_PACKAGES
 from ..capabilities.unpacked_libraries import VARIABLE, default_folder, peers_folder
 from ..environment.installed_packages import find_package
 from ..errors import ExitCode, Unavailable, UsageError
+from ..files.user_paths import user_path
 from ..peers.fetch import DONE, MISSING, OTHER, fetch, state_of, usable_already
 from ..peers.pinned import LIBRARIES, PinnedPeer, pinned_peer
 from ..peers.wheel_stream import WholeFileNeeded
@@ -93,7 +94,7 @@ def peers(
 
 def directory_of(named: Path | None) -> Path:
     """The directory that was `named`, else the one of the user's cache."""
-    return (named.expanduser() if named is not None else default_folder()).resolve()
+    return (user_path(named) if named is not None else default_folder()).resolve()
 
 
 def peer_names(text: str) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 from ..environment.detection import usable_cores
 from ..files.records import to_json
 from ..files.safe_reading import text_or_empty
+from ..files.user_paths import home_folder, user_path
 from ..oracle.engine import CacheFolder
 from ..oracle.registry import newest_engines
 
@@ -39,8 +40,8 @@ Env = Mapping[str, str]
 def cache_path(folder: CacheFolder, env: Env) -> Path:
     """The cache's directory for a process with `env`."""
     if named := env.get(folder.variable):
-        return Path(named).expanduser() / folder.below
-    home = env.get("HOME") or str(Path.home())
+        return user_path(named) / folder.below
+    home = str(home_folder(env))
     first, _, rest = folder.default.partition("/")
     roots = {"~": home, "@cache": env.get("XDG_CACHE_HOME") or f"{home}/.cache"}
     return Path(roots[first] if first in roots else _inductor()) / rest

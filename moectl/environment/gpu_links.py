@@ -55,7 +55,7 @@ def _nvml_links(library: Any) -> Links:
     remotes = [_remotes(library, board) for board in boards]
     links: dict[tuple[int, int], str] = {}
     for one, other in combinations(range(len(boards)), 2):
-        direct = remotes[one].count(buses[other])
+        direct = remotes[one].count(buses[other]) if buses[other] else 0
         # Links that end at no GPU lead to a switch, which connects all GPUs that have such links.
         switched = min(sum(bus not in buses for bus in remotes[i]) for i in (one, other))
         if bonded := direct or switched:
@@ -80,11 +80,12 @@ def _remotes(library: Any, board: Any) -> list[str]:
 
 
 def _bus(info: Any) -> str:
-    """The PCI address in NVML's record without its domain, whose length differs; empty for None."""
+    """The PCI address in NVML's record, without leading zeros, whose number differs; empty for None."""
     if info is None:
         return ""
     text = info.busId.decode(errors="replace") if isinstance(info.busId, bytes) else str(info.busId)
-    return text.upper().partition(":")[2]
+    domain, _, rest = text.upper().partition(":")
+    return f"{domain.lstrip('0')}:{rest}"
 
 
 def parse_topology(text: str) -> Links:

@@ -60,7 +60,7 @@ def find_host(env: Mapping[str, str]) -> Host:
 
 def _system() -> str:
     for name in ("etc/os-release", "usr/lib/os-release"):
-        if match := re.search(r'^PRETTY_NAME="?([^"\n]+)', text_or_empty(ROOT / name), re.MULTILINE):
+        if match := re.search(r"""^PRETTY_NAME=["']?([^"'\n]+)""", text_or_empty(ROOT / name), re.MULTILINE):
             return match[1].strip()
     release = platform.mac_ver()[0]
     return f"macOS {release}" if release else platform.system()

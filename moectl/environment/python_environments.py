@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import UsageError
 from ..files.safe_reading import text_or_empty
+from ..files.user_paths import user_path
 
 _INTERPRETER = re.compile(r"(?:python|pypy)(\d+\.\d+)?[\d.]*t?(?:\.exe)?")
 _SITE_FOLDERS = ("site-packages", "dist-packages")
@@ -44,7 +45,7 @@ def python_environment(path: str | Path) -> PythonEnvironment:
 
     UsageError if there is no interpreter, or no directory of packages that belongs to it.
     """
-    given = Path(path).expanduser()
+    given = user_path(path)
     if not given.exists():
         raise UsageError(f"--python {path}: there is no such file or directory")
     interpreter = _interpreter(given)

@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import READABLE_SCHEMAS, SCHEMA_VERSION
 from ..checkpoint.checkpoint import Origin
+from ..checkpoint.config.fields import LIMITS
 from ..errors import UsageError
 from ..files.records import from_json, to_json
 from ..oracle.registry import policy_named
@@ -60,6 +61,17 @@ def _of(document: Mapping[str, Any], key: str, kind: type) -> Any:
     return value
 
 
+def _sources(group: Mapping[str, Any]) -> Mapping[str, str]:
+    """Where the facts of a group of layers come from, by name."""
+    sources: Mapping[str, str] = _of(group, "sources", dict)
+    if not all(isinstance(source, str) for source in sources.values()):
+        raise UsageError(
+            "the document's 'sources' must be strings",
+            hint="make it again with moectl explain CKPT --json",
+        )
+    return sources
+
+
 def _objects(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     objects = _of(document, key, list)
     if not all(isinstance(item, dict) for item in objects):
@@ -69,8 +81,11 @@ def _objects(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 def _layers(document: Mapping[str, Any]) -> tuple[int, ...]:
     layers = _of(document, "layers", list)
-    if not layers or not all(isinstance(number, int) for number in layers):
-        raise UsageError("the document's 'layers' must be numbers", hint="make it again with --json")
+    if not layers or not all(type(number) is int and 0 <= number < LIMITS["layers"] for number in layers):
+        raise UsageError(
+            f"the document's 'layers' must be numbers from 0 to {LIMITS['layers'] - 1}",
+            hint="make it again with moectl explain CKPT --json",
+        )
     return tuple(layers)
 
 
@@ -161,7 +176,7 @@ def replay(document: Mapping[str, Any]) -> Explanation:
         layers = _layers(group)
         notes = tuple(map(str, _of(group, "notes", list)))
         details = {str(name): str(value) for name, value in _of(group, "details", dict).items()}
-        groups.append(explained(layers, inputs, _of(group, "sources", dict), notes, others, details))
+        groups.append(explained(layers, inputs, _sources(group), notes, others, details))
     if not groups:
         raise UsageError("the document has no layer groups, so there is nothing to replay")
     first = groups[0].decision.inputs

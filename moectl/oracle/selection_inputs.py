@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..cache.backend_times import MeasuredTimes, current_name
+from ..checkpoint.config.fields import LIMITS
 from ..environment import Device, Packages
 from ..errors import UsageError
 from ..files.records import from_json, to_json
@@ -76,6 +77,25 @@ def _measured(rows: object) -> MeasuredTimes:
     return MeasuredTimes(tuple(replace(row, backend=current_name(row.backend)) for row in measured.rows))
 
 
+def _problem(value: Any) -> MoEProblem:
+    """The layer of a document, with sizes as a config may have them."""
+    problem = from_json(MoEProblem, value, "inputs.problem", UsageError)
+    sizes = {
+        "experts": problem.experts,
+        "top_k": problem.top_k,
+        "hidden": problem.dims.hidden,
+        "intermediate": problem.dims.intermediate,
+    }
+    for name, size in sizes.items():
+        high = min(LIMITS[name], problem.experts) if name == "top_k" else LIMITS[name]
+        if not 1 <= size <= high:
+            raise UsageError(
+                f"{name} of inputs.problem must be a number from 1 to {high}, got {size}",
+                hint="make the document again with moectl explain CKPT --json",
+            )
+    return problem
+
+
 def replay_inputs(document: Mapping[str, Any]) -> SelectionInputs:
     """The inputs in a document made by `Decision.to_json`. Raises UsageError for any other document.
 
@@ -97,7 +117,7 @@ def replay_inputs(document: Mapping[str, Any]) -> SelectionInputs:
     ):
         raise UsageError("inputs.packages must be an object with objects versions and env, and missing")
     return SelectionInputs(
-        problem=from_json(MoEProblem, inputs.get("problem"), "inputs.problem", UsageError),
+        problem=_problem(inputs.get("problem")),
         device=from_json(Device, inputs.get("device"), "inputs.device", UsageError),
         packages=Packages(
             versions={str(k): str(v) for k, v in dict(packages.get("versions", {})).items()},

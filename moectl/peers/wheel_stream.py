@@ -50,13 +50,20 @@ class WholeFileNeeded(Unavailable):
 
 
 def check_url(url: str, what: str) -> None:
-    """Raises UsageError unless `url` is one of HTTPS, or of HTTP on this machine."""
+    """Raises UsageError unless `url` is one of HTTPS, or of HTTP on this machine, without a user name."""
     try:
         parts = urllib.parse.urlsplit(url)
         local = parts.scheme == "http" and parts.hostname in _LOCAL
         good = bool(parts.hostname) and (parts.scheme == "https" or local)
+        login = "@" in parts.netloc
     except ValueError:
-        good = False
+        good = login = False
+    if login:
+        # Without the address, which may have a password in it.
+        raise UsageError(
+            f"{what} has a user name in its address, and moectl logs in nowhere",
+            hint="give an address that needs no login, or bring a directory that `moectl peers` has filled",
+        )
     if not good:
         raise UsageError(f"{what} must be an https:// address, got {url!r}")
 
@@ -84,7 +91,10 @@ def find_wheel(index: str, project: str, wheel: str) -> str:
         raise Unavailable(f"{page} is not a page of a package index") from error
     for name, url in links:
         if name == wheel:
-            found: str = urllib.parse.urljoin(address, url.partition("#")[0])
+            try:
+                found: str = urllib.parse.urljoin(address, url.partition("#")[0])
+            except ValueError as error:
+                raise Unavailable(f"{page} has no address of {wheel}, but {url!r}") from error
             check_url(found, f"the link to {wheel}")
             return found
     raise Unavailable(
@@ -248,6 +258,9 @@ def _request(url: str, headers: dict[str, str], name: str, read: Callable[[Any],
         if error.code in _TRANSIENT:
             raise _Retry(says) from error
         raise Unavailable(says, hint=RETRY) from error
+    except (ValueError, http.client.InvalidURL) as error:
+        # Not ASCII, blanks in it, a host name or port that nothing can have.
+        raise Unavailable(f"{name} has an address that cannot be asked for: {error}", hint=RETRY) from error
     except (OSError, http.client.HTTPException) as error:
         raise _Retry(f"cannot reach {_host(url)}: {_words(error)}") from error
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -14,6 +13,7 @@ from ..checkpoint.source.open_checkpoint import open_checkpoint
 from ..checkpoint.source.shards import CONFIG, QUANTIZATION_FILES, read_document, separate_quantization
 from ..checkpoint.tensors.shapes import AxisSize
 from ..errors import MoectlError, UsageError
+from ..files.user_paths import user_path
 
 
 def schema_of(model: str) -> tuple[CatalogueEntry, Mapping[str, Any]]:
@@ -25,7 +25,7 @@ def schema_of(model: str) -> tuple[CatalogueEntry, Mapping[str, Any]]:
     Raises UsageError for an unknown model or a config that no built-in model is like, CheckpointError for a
     checkpoint that cannot be read.
     """
-    path = Path(model).expanduser()
+    path = user_path(model)
     is_config = path.suffix == ".json" and path.is_file()
     if not is_config and not (path / CONFIG).is_file():
         if path.is_dir() and ("/" not in model or model.startswith((".", "/", "~"))):

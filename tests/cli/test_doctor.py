@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from moectl.cli.doctor import against, drawn
-from moectl.cli.env import HIDDEN, document_lines, environment_document, shown_value
+from moectl.cli.env import HIDDEN, _clean, document_lines, environment_document, shown_value
 from moectl.cli.text_blocks import text_lines
 from moectl.doctor import examine
 from moectl.doctor.runnable_backends import BackendStatus
@@ -138,6 +138,15 @@ def test_nothing_secret_and_no_folder_is_printed(monkeypatch, tmp_path):
 )
 def test_values_that_tell_too_much_are_hidden(name, value, shown):
     assert shown_value(name, value, paths=False) == shown
+
+
+@pytest.mark.parametrize("home", ["/", "", "/Users/Ann Lee"])
+def test_sentences_lose_paths_alone_wherever_home_is(home, monkeypatch):
+    monkeypatch.setenv("HOME", home)
+    text = "torch 2.13/cu130 at /Users/Ann Lee/venv, read/write"
+    hidden = "torch 2.13/cu130 at {}, read/write"
+    shown = _clean(text, paths=False)
+    assert shown == hidden.format(HIDDEN if "Ann" in home else f"{HIDDEN} Lee/venv")
 
 
 def test_a_wrong_folder_of_libraries_is_reported():

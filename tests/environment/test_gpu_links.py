@@ -37,6 +37,22 @@ def test_bridges_connect_pairs_and_pcie_the_rest(bench):
     assert link_words(links).startswith("NV4 (4 NVLinks): 0-1, 2-3; SYS (")
 
 
+def test_gpus_at_one_address_in_several_domains_are_told_apart(bench):
+    """As on Grace, where each GPU has a PCI domain of its own."""
+
+    def grace(number: int) -> dict:
+        links = tuple(f"000{other}:01:00.0" for other in range(1, 5) if other != number for _ in range(6))
+        return {**board(number, links=links), "bus": f"0000000{number}:01:00.0"}
+
+    bench.nvml(*map(grace, range(1, 5)))
+    assert set(gpu_links().values()) == {"NV6"} and len(gpu_links()) == 6
+
+
+def test_addresses_that_the_driver_does_not_tell_are_no_direct_link(bench):
+    bench.nvml(*({**board(i, node=i, links=("0000:1B:00.0", None)), "bus": None} for i in range(2)))
+    assert gpu_links() == {(0, 1): "NV2"}
+
+
 def test_without_nvlinks_the_pcie_topology_is_told(bench):
     bench.nvml({**board(0), "bus": "0:1:0"}, {**board(1), "bus": "0:2:0"})
     assert gpu_links() == {(0, 1): "PIX"}

@@ -8,8 +8,10 @@ from moectl.environment import host
 from moectl.environment.host import find_host
 
 
-def test_the_system_is_named_by_its_release_file(bench):
-    bench.file("etc/os-release", 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04.3 LTS"\nID=ubuntu\n')
+@pytest.mark.parametrize("quote", ['"', "'", ""])
+def test_the_system_is_named_by_its_release_file(bench, quote):
+    named = f"PRETTY_NAME={quote}Ubuntu 24.04.3 LTS{quote}"
+    bench.file("etc/os-release", f'NAME="Ubuntu"\n{named}\nID=ubuntu\n')
     found = find_host({})
     assert found.system == "Ubuntu 24.04.3 LTS"
     assert (found.kernel, found.machine) == (platform.release(), platform.machine())

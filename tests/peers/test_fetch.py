@@ -212,6 +212,32 @@ def test_indexes_are_https(url: str, peer: PinnedPeer, folder: Path) -> None:
         fetch([peer], folder, index=url)
 
 
+@pytest.mark.parametrize("url", ["https://me:secret@mirror.example/simple", "https://me@mirror.example"])
+def test_an_index_with_a_login_is_refused_without_its_password(
+    url: str, peer: PinnedPeer, folder: Path
+) -> None:
+    with pytest.raises(UsageError, match="has a user name in its address") as error:
+        fetch([peer], folder, index=url)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "host", ["https://" + "a" * 64, "https://...", "https://h:port", "LOCAL/\u00e9", "LOCAL/a b"]
+)
+def test_addresses_that_cannot_be_asked_for_are_told(
+    host: str, server: Server, peer: PinnedPeer, folder: Path
+) -> None:
+    with pytest.raises(Unavailable, match="has an address that cannot be asked for"):
+        fetch([peer], folder, index=host.replace("LOCAL", server.url))
+
+
+def test_a_page_with_a_broken_link_is_told(server: Server, peer: PinnedPeer, folder: Path) -> None:
+    page = json.dumps({"files": [{"filename": WHEEL, "url": "http://[x"}]}).encode()
+    server.files["/simple/humming-kernels/"] = (page, "application/vnd.pypi.simple.v1+json")
+    with pytest.raises(Unavailable, match="has no address of humming_kernels"):
+        fetch([peer], folder, index=f"{server.url}/simple")
+
+
 @pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "a//b", "./a", "a\\b", "C:/x", "", "a/\0"])
 def test_paths_that_lead_out_of_the_directory_are_refused(path: str) -> None:
     with pytest.raises(ValueError, match="must have a relative path"):

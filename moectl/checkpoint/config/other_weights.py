@@ -45,14 +45,14 @@ class _Sizes:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
 
-    def __call__(self, *keys: str, default: int | None = None) -> int:
-        """The first of `keys` that is present; a dot separates nested keys."""
+    def __call__(self, *keys: str, default: int | None = None, low: int = 1) -> int:
+        """The first of `keys` that is present, at least `low`; a dot separates nested keys."""
         for key in keys:
             value: Any = self.values
             for part in key.split("."):
                 value = value.get(part) if isinstance(value, Mapping) else None
             if value is not None:
-                if type(value) is not int or not 0 <= value <= _LARGEST:
+                if type(value) is not int or not low <= value <= _LARGEST:
                     raise _Unknown(key)
                 return value
         if default is None:
@@ -233,10 +233,10 @@ class _Model:
         if isinstance(kinds, (str, list)) and len(kinds) >= self.declared.layers:
             return str(kinds[layer])
         if self.fields.has("attn_layer_period"):
-            at = self.sizes("attn_layer_offset", default=0)
-            return "attention" if layer % max(1, self.sizes("attn_layer_period")) == at else "mamba"
+            at = self.sizes("attn_layer_offset", default=0, low=0)
+            return "attention" if layer % self.sizes("attn_layer_period") == at else "mamba"
         if self.fields.has("full_attention_interval"):
-            last = (layer + 1) % max(1, self.sizes("full_attention_interval")) == 0
+            last = (layer + 1) % self.sizes("full_attention_interval") == 0
             return "full_attention" if last else "linear_attention"
         if self.known.kinds:
             raise _Unknown("layer_types")
@@ -260,7 +260,7 @@ class _Model:
     def _attention(self, kind: str) -> Iterator[_Matrix]:
         sizes, hidden, at = self.sizes, self.hidden, self.known.attention
         heads = sizes(*HEADS)
-        groups, size = sizes(*KV_HEADS, default=heads), sizes("head_dim", default=hidden // max(1, heads))
+        groups, size = sizes(*KV_HEADS, default=heads), sizes("head_dim", default=hidden // heads)
         shares_values = False
         if kind == "full_attention" and self.fields.has("global_head_dim"):
             size = sizes("global_head_dim")
@@ -359,7 +359,9 @@ class _Model:
             if problem.dims.hidden != hidden:
                 yield _Matrix(f"{at}.fc1_latent_proj", problem.dims.hidden, hidden)
                 yield _Matrix(f"{at}.fc2_latent_proj", hidden, problem.dims.hidden)
-            width = problem.shared_experts * self.sizes(*_SHARED_WIDTHS, default=problem.dims.intermediate)
+            width = problem.shared_experts * self.sizes(
+                *_SHARED_WIDTHS, default=problem.dims.intermediate, low=0
+            )
             if width:
                 yield from self._dense(f"{at}.{self.known.shared}", width)
             if not self.known.parallel_mlp:
@@ -414,7 +416,7 @@ def _vision_weights(sizes: _Sizes, text_hidden: int) -> int:
         merged = 4 * text_hidden
         return blocks + 2 * patch + text_hidden * (hidden + 2 * text_hidden + merged)
     merge = sizes("spatial_merge_size", default=2) ** 2 * hidden
-    positions = sizes("num_position_embeddings", "init_pos_emb_height", default=0)
+    positions = sizes("num_position_embeddings", "init_pos_emb_height", default=0, low=0)
     if "init_pos_emb_height" in sizes.values:  # Kimi: a square of them
         positions *= positions
     mergers = sizes.values.get("deepstack_visual_indexes")

@@ -20,6 +20,7 @@ from ...files.safe_reading import open_regular
 from ...files.safetensors_header import HEADER_LIMIT, LENGTH_BYTES, Budget, read_header
 from ...files.strict_json import parse_json_object
 from ...files.tensor_table import TensorTable, joined
+from ...files.user_paths import home_folder, user_path
 from .shards import index_files, shard_names
 
 LIBRARY = "moectl"
@@ -99,10 +100,10 @@ class HeaderCache:
 
 def may_be_cached(repo: str) -> bool:
     """False when the Hub's cache has nothing of `repo`; found without importing the Hub's client."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache") / "huggingface"
     home = Path(os.environ.get("HF_HOME") or home)
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub"
-    return (Path(cache).expanduser() / _folder_name(repo)).is_dir()
+    return (user_path(cache) / _folder_name(repo)).is_dir()
 
 
 def _folder_name(repo: str) -> str:

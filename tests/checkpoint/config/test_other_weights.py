@@ -191,6 +191,8 @@ def test_modules_have_the_format_that_the_config_gives_them(name: str, gib: floa
         {"vocab_size": None},
         {"layer_types": ["mamba", "mamba", "attention", "surprise"]},
         {"mamba_n_heads": -1},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
         {"vision_config": "large"},
         {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}},
     ],

@@ -292,6 +292,21 @@ def test_a_page_of_one_hostile_name_has_it_escaped_in_its_title(made, tmp_path):
     assert "&lt;/script&gt;&lt;img src=x" in re.search("<title>(.*?)</title>", text)[1]
 
 
+def test_a_name_that_is_no_utf8_makes_a_page(made):
+    name = made[1]["rows"][0]["checkpoint"]
+    document = json.loads(json.dumps(made[1]).replace(name, "m\\udcff"))
+    document["rows"] = [row for row in document["rows"] if row["checkpoint"] == "m\udcff"]
+    assert "<title>m?: MoE backends" in html_page([document], "moectl").decode()
+
+
+def test_equally_frequent_backends_are_in_the_order_of_the_rows(made):
+    """Whatever the hashes of their names are in this process."""
+    first = next(row for row in made[1]["rows"] if row["usable"])
+    names = [f"backend{number}" for number in range(12)]
+    rows = [{**first, "backend": name, "layers": [number]} for number, name in enumerate(names)]
+    assert page_data([{**made[1], "rows": rows}], "moectl")["backends"] == names
+
+
 def test_nothing_in_a_page_is_loaded_or_markup_from_data(made):
     text = made[0].read_text()
     assert not re.search(r"""(?:src|href|url|import)\s*[=(]\s*["']?(?:https?:)?//""", text)

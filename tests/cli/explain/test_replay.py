@@ -193,6 +193,36 @@ def test_a_damaged_matrix_ends_in_a_sentence(path, value):
         assert error.what
 
 
+@pytest.mark.parametrize("junk", [None, 1.5, {}, ["config"]])
+@pytest.mark.parametrize("name", ["experts", "router_dtype"])
+def test_sources_that_are_no_words_are_refused(tmp_path, name, junk):
+    path = tmp_path / "asked.json"
+    path.write_text(json.dumps(changed(BASE, ("groups", 0, "sources", name), junk)))
+    done = moectl("explain", "--replay", path, "-v", code=2)
+    assert "the document's 'sources' must be strings" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "junk", "words"),
+    [
+        (("layers", 0), 10**30, "'layers' must be numbers from 0 to 16383"),
+        (("layers", 0), -1, "'layers' must be numbers from 0 to 16383"),
+        (("decision", "inputs", "problem", "top_k"), 10**30, "top_k of inputs.problem must be a number from"),
+        (("decision", "inputs", "problem", "experts"), 0, "experts of inputs.problem must be a number from"),
+        (
+            ("decision", "inputs", "problem", "dims", "hidden"),
+            -1,
+            "hidden of inputs.problem must be a number",
+        ),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(tmp_path, place, junk, words):
+    path = tmp_path / "asked.json"
+    path.write_text(json.dumps(changed(GRID, ("rows", 0, *place), junk)))
+    done = moectl("explain", "--replay", path, code=2)
+    assert words in " ".join(done.stderr.split())
+
+
 def test_replay_takes_no_option_that_says_what_is_decided(written):
     path = written(GPT, "--gpu", "h200")
     done = moectl("explain", "--replay", path, "--gpu", "b200", "--tp", "2", code=2)

@@ -63,7 +63,9 @@ def html_page(documents: Sequence[AnswersJson], command: str, stated: str = "") 
         "data": embedded(data),
     }
     # One pass, so that nothing inserted is read as a placeholder.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template).encode()
+    page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+    # A folder's name may have bytes that are no UTF-8.
+    return page.encode(errors="replace")
 
 
 def embedded(data: Any) -> str:
@@ -133,7 +135,8 @@ def page_data(documents: Sequence[AnswersJson], command: str, stated: str = "") 
             name = models.values[model]
             if name not in abouts:
                 abouts[name] = _about(rows)
-            backends.update({row["backend"] for row in rows if _state(row) == "chosen"})
+            # In the rows' order, which the page keeps among equally frequent ones.
+            backends.update([*dict.fromkeys(row["backend"] for row in rows if _state(row) == "chosen")])
         policies.append(_policy(document, models.values, [key for _, key in columns.values], table))
     origins = {each["name"]: _origin(each) for document in documents for each in checkpoints_of(document)}
     exchange = engine_named(documents[0]["policy"]).policy.default_exchange
