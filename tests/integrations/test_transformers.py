@@ -1,5 +1,6 @@
 """Models of transformers with experts that moectl loads and computes."""
 
+import json
 import shutil
 
 import pytest
@@ -104,6 +105,54 @@ def test_it_generates_and_compiles(folders):
     assert relative(logits(compiled), logits(model)) < 0.02
 
 
+def pack_attention(folder, out):
+    """The INT4 checkpoint `folder` with its attention quantized, too; and one with the values of that."""
+    packing = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    from safetensors.torch import load_file, save_file
+
+    dense = out.with_name(f"{out.name}-dense")
+    for copy in (out, dense):
+        shutil.copytree(folder, copy)
+    config = json.loads((out / "config.json").read_text())
+    quantization = config["quantization_config"]
+    quantization["ignore"] = [name for name in quantization["ignore"] if "self_attn" not in name]
+    (out / "config.json").write_text(json.dumps(config))
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    for file in sorted(set(index["weight_map"].values())):
+        plain, packed = {}, {}
+        for name, tensor in load_file(out / file).items():
+            plain[name] = packed[name] = tensor
+            if not name.endswith("_proj.weight") or "self_attn" not in name:
+                continue
+            groups = tensor.float().unflatten(1, (-1, 32))
+            scale = (groups.abs().amax(-1) / 7).to(torch.bfloat16)
+            codes = (groups / scale.float()[..., None]).round().clamp(-8, 7)
+            plain[name] = (codes * scale.float()[..., None]).flatten(1).to(torch.bfloat16)
+            del packed[name]
+            prefix = name.removesuffix("weight")
+            packed[prefix + "weight_packed"] = packing.pack_to_int32(codes.flatten(1).to(torch.int8), 4)
+            packed[prefix + "weight_scale"] = scale
+            packed[prefix + "weight_shape"] = torch.tensor(tensor.shape)
+        save_file(plain, dense / file, {"format": "pt"})
+        save_file(packed, out / file, {"format": "pt"})
+        index["weight_map"] = {
+            **{name: at for name, at in index["weight_map"].items() if at != file},
+            **dict.fromkeys(packed, file),
+        }
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    return out, dense
+
+
+def test_other_quantized_modules_are_left_to_the_published_quantizer(folders, tmp_path):
+    packed, dense = pack_attention(folders["qwen3"][1], tmp_path / "packed")
+    moectl.convert(packed, tmp_path / "marlin", "marlin")
+    want = logits(load(dense, config=moectl_config(dense)))
+    for model in (load(tmp_path / "marlin"), load(packed, config=moectl_config(packed))):
+        names = {type(module).__name__ for module in model.model.layers[0].modules()}
+        assert "MoectlExperts" in names and model.config.quantization_config.quant_method == "moectl"
+        assert relative(logits(model), want) < 0.01
+
+
 def test_what_does_not_work_is_refused(folders, tmp_path, caplog):
     prepared = folders["gpt-oss"][2]
     model = load(prepared)
@@ -125,3 +174,24 @@ def test_an_unfinished_directory_is_refused(folders, tmp_path):
     (broken / "READY").unlink()
     with pytest.raises(CheckpointError, match="READY is missing"):
         load(broken)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ("gpt-oss", "qwen3"))
+def test_a_gpu_computes_the_same_with_moectl_kernels(folders, kind):
+    _, quantized, prepared = folders[kind]
+    want = logits(load(prepared))
+    out = prepared.with_name(f"{kind}-own")
+    moectl.convert(quantized, out, "moectl")
+    model = load(out, device_map="cuda")
+    experts = next(module for module in model.modules() if isinstance(module, MoectlExperts))
+    assert experts.layer.backend == "moectl" and experts.layer.device.type == "cuda"
+    with torch.no_grad():
+        got = model(X.cuda()).logits
+        assert torch.equal(got, model(X.cuda()).logits)
+    assert relative(got.cpu(), want) < 0.02
+    told = model.generate(X.cuda(), max_new_tokens=8, do_sample=False)
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        assert relative(compiled(X.cuda()).logits, got) < 0.02
+    assert told.shape == (2, 24)
