@@ -106,7 +106,7 @@ NEXT = {
     ListTopic.backends: "; --backend and --why take these names",
     ListTopic.gpus: "; --gpu takes these names, the product's, and architectures such as sm90",
     ListTopic.variables: "; --env NAME=VALUE tries one",
-    ListTopic.layouts: "; loaded by moectl run, bench and load_prepared, and by no engine yet",
+    ListTopic.layouts: "; moectl and transformers load such directories, no serving engine does yet",
     ListTopic.formats: "; convert --to takes these names, --container chooses among containers",
 }
 """What the names are for."""

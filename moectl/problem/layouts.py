@@ -183,11 +183,18 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
 }
 """Facts by layout name."""
 
-FOLDER_READERS: tuple[LayoutReader, ...] = (LayoutReader("moectl", ("run", "bench", "load_prepared")),)
+FOLDER_READERS: tuple[LayoutReader, ...] = (
+    LayoutReader("moectl", ("run", "bench", "load_prepared")),
+    LayoutReader("transformers", ("moectl.integrations.transformers",)),
+)
 """Who loads a directory converted to a kernel layout. A plug-in for an engine adds its row here.
 
 The readers of `LAYOUTS` use the layout in memory; they repack ordinary checkpoints themselves.
 """
+
+
+LIBRARIES = frozenset(("moectl", "transformers"))
+"""Those of `FOLDER_READERS` that serve no requests."""
 
 
 def loads_folder(engine: str) -> bool:

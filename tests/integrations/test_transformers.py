@@ -1,7 +1,9 @@
 """Models of transformers with experts that moectl loads and computes."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -166,6 +168,16 @@ def test_what_does_not_work_is_refused(folders, tmp_path, caplog):
     assert load(prepared).dtype == torch.bfloat16
     wide = transformers.AutoModelForCausalLM.from_pretrained(prepared, dtype=torch.float32)
     assert wide.dtype == torch.bfloat16
+
+
+def test_examples_of_the_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2] / "docs" / "transformers.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    names = {}
+    for block in blocks:
+        exec(block, names)
 
 
 def test_an_unfinished_directory_is_refused(folders, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...problem.layer_ranges import ranges
-from ...problem.layouts import FOLDER_READERS
+from ...problem.layouts import FOLDER_READERS, LIBRARIES
 from ..output import count, duration, gib, size, table
 from ..text_layout import labelled
 
@@ -46,9 +46,10 @@ def _named(layers: "Sequence[int]") -> str:
 def unread_warning(plan: "ConversionPlan") -> str:
     """What to know before work begins if no engine loads the output; empty if one does."""
     if plan.finalizer is None:
-        others = [reader for reader in FOLDER_READERS if reader.engine != "moectl"]
-        programs = ", ".join(name for reader in FOLDER_READERS for name in reader.backends)
-        return "" if others else f"no engine loads this directory yet; it is for moectl ({programs})"
+        if any(reader.engine not in LIBRARIES for reader in FOLDER_READERS):
+            return ""
+        programs = " and ".join(f"{it.engine} ({', '.join(it.backends)})" for it in FOLDER_READERS)
+        return f"no serving engine loads this directory yet; it is for {programs}"
     if plan.finalizer.served:
         return ""
     readers = " and ".join(["moectl", *plan.layout.readers])
