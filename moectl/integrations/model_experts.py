@@ -14,17 +14,21 @@ import torch
 from ..checkpoint import open_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.source.catalogue import weights_missing
-from ..checkpoint.source.open_checkpoint import MANIFEST
+from ..checkpoint.source.open_checkpoint import MANIFEST, rank_folder
+from ..convert.manifest.manifest_records import SOURCE_CONFIG, unpadded
+from ..convert.rank_slice import RankShard, RankSlice
 from ..convert.sources import output_name
 from ..errors import CheckpointError, UsageError
 from ..files.strict_json import parse_json_object
 from ..kernels.prepared_layer import PreparedMoE
+from ..layer.experts import ExpertLayer
 from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
-from ..run.layer_variants import in_dtype
+from ..problem.moe_problem import MoEProblem
+from ..run.layer_variants import in_dtype, rank_share
 from ..run.run_machine import choose_backends, this_machine
 
-SOURCE_CONFIG = "source.config.json"
-"""File of a converted directory: config.json as it was published."""
+WHOLE = RankShard()
+"""The only rank of a deployment on one GPU."""
 
 QUANTIZED_NAMES = re.compile(r"(_packed|_scale|_scale_inv|_scale_2|scales|_blocks|qweight|qzeros|g_idx)$")
 """Ends of the names of tensors that belong to quantized matrices."""
@@ -46,27 +50,73 @@ class ModelExperts:
     expert_names: tuple[str, ...]
     others_quantized: bool
 
+    @property
+    def converted(self) -> bool:
+        """Whether the experts are in a kernel's layout already."""
+        return isinstance(self.source, ConvertedLayers)
+
     @cached_property
     def layers(self) -> frozenset[int]:
         """Numbers of the layers whose experts are here."""
         return frozenset(self.source.layers())
 
-    def prepared(self, layer: int, device: torch.device, dtype: str, backend: str = "") -> PreparedMoE:
+    def problem_of(self, layer: int, shard: RankShard = WHOLE) -> MoEProblem:
+        """What rank `shard` computes of `layer`; reads no weights."""
+        if isinstance(self.source, CheckpointLayers):
+            return RankSlice(self.source.checkpoint.group_of(layer).problem, shard).problem
+        return unpadded(self._of_rank(shard).manifest.problem_of(layer))
+
+    def prepared(
+        self,
+        layer: int,
+        device: torch.device,
+        dtype: str,
+        backend: str = "",
+        shard: RankShard = WHOLE,
+    ) -> PreparedMoE:
         """The experts of `layer` on `device`, for tokens of `dtype` (``bf16`` or ``fp16``).
 
-        `backend` is a name of ``moectl list backends``; if empty, the fastest that supports the layer here.
-        Raises NoBackend if none does, and what reading the layer raises.
+        Args:
+            backend: a name of ``moectl list backends``; if empty, the fastest that supports the layer here.
+            shard: the rank whose share of the layer is wanted.
+
+        Raises NoBackend if no backend supports it, and what reading the layer raises.
         """
-        experts = in_dtype(self.source.layer(layer), dtype)
+        experts = in_dtype(self._experts(layer, shard), dtype)
         if experts.problem.routing.weight_on_input:
             raise UsageError(
                 f"layer {layer} applies router weights to its input, which this model's experts do outside",
                 hint="leave these experts to the library itself",
             )
+        name = backend or self.backends(experts.problem, device, experts.layout)[0]
+        if backend:
+            machine = replace(this_machine(device.type), torch=device)
+            choose_backends(experts.problem, machine, [backend], experts.layout).require()
+        return experts.prepared(name, device)
+
+    @staticmethod
+    def backends(problem: MoEProblem, device: torch.device, stored: str = "") -> tuple[str, ...]:
+        """Backends that support `problem` on `device`, best first; NoBackend if there is none."""
         machine = replace(this_machine(device.type), torch=device)
-        names = [backend] if backend else []
-        choice = choose_backends(experts.problem, machine, names, experts.layout).require()
-        return experts.prepared(choice.names[0], device)
+        return choose_backends(problem, machine, (), stored).require().names
+
+    def _experts(self, layer: int, shard: RankShard) -> ExpertLayer:
+        if isinstance(self.source, CheckpointLayers):
+            return rank_share(self.source.layer(layer), shard)
+        return self._of_rank(shard).layer(layer)
+
+    def _of_rank(self, shard: RankShard) -> ConvertedLayers:
+        """The converted directory of rank `shard`: this one, or one beside it."""
+        source = self.source
+        assert isinstance(source, ConvertedLayers)
+        if source.shard != shard and shard.ranks == source.shard.ranks:
+            source = ConvertedLayers(rank_folder(source.folder.parent, shard.rank))
+        if source.shard != shard:
+            raise UsageError(
+                f"{source.folder} was converted for {source.shard}, this is {shard}",
+                hint="convert with --tp-size and --ep-size of this deployment",
+            )
+        return source
 
 
 def open_experts(name: str | Path, *, offline: bool = True) -> ModelExperts:
