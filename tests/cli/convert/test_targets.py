@@ -2,7 +2,7 @@
 
 import pytest
 
-from moectl.problem.layouts import FOLDER_READERS, LayoutReader, loads_folder
+from moectl.problem.layouts import FOLDER_READERS, DirectoryReader, loads_folder
 from support.invoking import moectl
 
 
@@ -65,7 +65,7 @@ def test_a_layout_says_that_no_engine_loads_it(tmp_path):
     words = ("openai/gpt-oss-120b", tmp_path / "out", "--to", "marlin", "--dry-run", "--offline")
     ran = moectl("convert", *words)
     told, shown = " ".join(ran.stderr.split()), " ".join(ran.stdout.split())
-    assert "no serving engine loads this directory yet; it is for moectl (run, bench" in told
+    assert "no serving engine loads this directory as it is; it is for moectl (run, bench" in told
     assert "loaded by moectl run, bench, load_prepared; transformers moectl.integrations" in shown
 
 
@@ -78,6 +78,8 @@ def test_explain_proposes_a_conversion_only_where_it_is_loaded():
 
 def test_a_plug_in_is_one_row(monkeypatch):
     monkeypatch.setattr(
-        "moectl.problem.layouts.FOLDER_READERS", (*FOLDER_READERS, LayoutReader("vLLM", ("--load-format",)))
+        "moectl.problem.layouts.FOLDER_READERS",
+        (*FOLDER_READERS, DirectoryReader("SGLang", ("--load-format",))),
     )
-    assert loads_folder("vllm") and loads_folder("transformers") and not loads_folder("sglang")
+    assert all(loads_folder(engine, "marlin-int4") for engine in ("transformers", "sglang"))
+    assert loads_folder("vllm", "moectl-mtile64") and not loads_folder("vllm", "marlin-int4")

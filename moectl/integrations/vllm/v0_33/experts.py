@@ -93,7 +93,7 @@ class MoectlMoEMethod(FusedMoEMethodBase):
     def __init__(self, moe: FusedMoEConfig, experts: ModelExperts, number: int, backend: str) -> None:
         super().__init__(moe)
         self.experts, self.number, self.backend = experts, number, backend
-        self.experts_cls = MoectlExperts
+        self.experts_cls = VllmExperts
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate: int, *args: Any, **kwargs: Any
@@ -129,7 +129,7 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         around = maybe_make_prepare_finalize(
             self.moe, self.moe_quant_config, layer._expert_routing_tables(), allow_new_interface=True
         )
-        self.moe_kernel = mk.FusedMoEKernel(around, MoectlExperts(self.moe, self.moe_quant_config, kernel))
+        self.moe_kernel = mk.FusedMoEKernel(around, VllmExperts(self.moe, self.moe_quant_config, kernel))
 
     def _check_map(self, expert_map: Tensor | None, prepared: PreparedMoE) -> None:
         if expert_map is not None and not torch.equal(expert_map.to(prepared.device), map_of(prepared)):
@@ -167,7 +167,7 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         )
 
 
-class MoectlExperts(mk.FusedMoEExpertsModular):
+class VllmExperts(mk.FusedMoEExpertsModular):
     """moectl's kernel behind vLLM's interface: it applies router weights, sums, and has its own workspace."""
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: Any, kernel: FusedMoEKernel) -> None:
