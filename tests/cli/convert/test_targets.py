@@ -83,3 +83,32 @@ def test_a_plug_in_is_one_row(monkeypatch):
     )
     assert all(loads_folder(engine, "marlin-int4") for engine in ("transformers", "sglang"))
     assert loads_folder("vllm", "moectl-mtile64") and not loads_folder("vllm", "marlin-int4")
+
+
+def test_an_unfinished_conversion_is_named_as_such(tiny_gpt_oss, tmp_path):
+    out = tmp_path / "out"
+    moectl("convert", tiny_gpt_oss, out, "--to", "moectl")
+    for name in ("READY", "config.json", "moectl.json"):
+        (out / name).unlink()
+    (out / "progress.jsonl").write_text("")
+    for command in ("run", "bench", "explain"):
+        said = " ".join(moectl(command, out, code=4).stderr.split())
+        assert "is an unfinished conversion" in said and "and --resume" in said
+
+
+def test_a_plan_names_what_all_tensors_begin_with_once(tiny_kimi, tmp_path):
+    shown = moectl("convert", tiny_kimi, tmp_path / "out", "--to", "bf16", "--dry-run").stdout
+    assert shown.count(".mlp.experts.") == 1
+    assert "holds" not in shown and "| down_proj.weight" in shown
+
+
+def test_a_plan_tells_dtypes_apart_where_they_differ(tiny_gpt_oss, tmp_path):
+    shown = moectl("convert", tiny_gpt_oss, tmp_path / "out", "--to", "marlin", "--dry-run").stdout
+    assert "| holds" in shown and "| F8_E8M0 |" in shown
+
+
+def test_columns_without_numbers_are_left_out(tiny_kimi, tmp_path):
+    exact = moectl("convert", tiny_kimi, tmp_path / "exact", "--to", "int4-g32").stdout
+    assert "lossless" in exact and "RMS error" not in exact
+    lossy = moectl("convert", tiny_kimi, tmp_path / "lossy", "--to", "nvfp4", "--requantize").stdout
+    assert "RMS error" in lossy and "lossless" not in lossy
