@@ -106,7 +106,7 @@ NEXT = {
     ListTopic.backends: "; --backend and --why take these names",
     ListTopic.gpus: "; --gpu takes these names, the product's, and architectures such as sm90",
     ListTopic.variables: "; --env NAME=VALUE tries one",
-    ListTopic.layouts: "; loaded by moectl run, bench and load_prepared, and by no engine yet",
+    ListTopic.layouts: "; moectl and transformers load all such directories, vLLM with moectl[vllm] moectl's",
     ListTopic.formats: "; convert --to takes these names, --container chooses among containers",
 }
 """What the names are for."""
@@ -210,7 +210,7 @@ def _variables() -> Iterable[dict[str, Any]]:
 
 
 def _layouts() -> Iterable[dict[str, Any]]:
-    from ..problem.layouts import FOLDER_READERS, LAYOUTS
+    from ..problem.layouts import LAYOUTS, folder_readers
 
     for name, facts in LAYOUTS.items():
         yield {
@@ -218,7 +218,7 @@ def _layouts() -> Iterable[dict[str, Any]]:
             "to": facts.target,
             "act": ", ".join(facts.acts),
             "archs": ", ".join(facts.archs),
-            "loaded_by": "; ".join(map(str, FOLDER_READERS)),
+            "loaded_by": "; ".join(map(str, folder_readers(name))),
             "kernels": "; ".join(map(str, facts.readers)),
             "verified": "yes" if facts.verified else "unverified",
         }

@@ -81,6 +81,8 @@ class Runner:
         workspace: ``workspace(prepared, tokens, form)``: upper bound in bytes on what a call allocates
             besides arguments and result; with batched activations `tokens` are the rows of one expert.
             None: unknown.
+        into: ``into(y, prepared, x, ids, weights)``: `compute` with its result written to the contiguous `y`;
+            None if the result is always a new tensor.
 
     Example:
         >>> from moectl.kernels.registry import runner_for
@@ -105,6 +107,7 @@ class Runner:
     tiled: bool = False
     input_scale: Callable[[PreparedMoE], Tensor | None] = lambda prepared: None
     workspace: Callable[[PreparedMoE, int, ActivationFormat], int] | None = None
+    into: Run | None = None
 
     def in_form(self, form: ActivationFormat) -> Run | None:
         """The function that computes in `form`, or None."""

@@ -78,10 +78,12 @@ class CheckpointLayers:
 class ConvertedLayers:
     """The layers of a converted directory, whose manifest is read once.
 
-    Raises CheckpointError on first access if the directory is incomplete.
+    With `check`, tensors are checked against their SHA-256 when a layer is opened; sizes and headers always
+    are. Raises CheckpointError on first access if the directory is incomplete.
     """
 
     folder: Path
+    check: bool = True
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -113,4 +115,4 @@ class ConvertedLayers:
         """See `LayerSource`."""
         from .prepare import converted_layer
 
-        return converted_layer(self.manifest, number)
+        return converted_layer(self.manifest, number, check=self.check)

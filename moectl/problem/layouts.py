@@ -183,16 +183,46 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
 }
 """Facts by layout name."""
 
-FOLDER_READERS: tuple[LayoutReader, ...] = (LayoutReader("moectl", ("run", "bench", "load_prepared")),)
+
+@dataclass(frozen=True, slots=True)
+class DirectoryReader:
+    """Who loads directories that were converted to a kernel layout.
+
+    Attributes:
+        program: the engine or library.
+        how: its commands, or what it needs.
+        serves: whether it serves requests.
+        layouts: the layouts that it takes as they are; empty for all.
+    """
+
+    program: str
+    how: tuple[str, ...]
+    serves: bool = False
+    layouts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.program} {', '.join(self.how)}"
+
+
+FOLDER_READERS: tuple[DirectoryReader, ...] = (
+    DirectoryReader("moectl", ("run", "bench", "load_prepared")),
+    DirectoryReader("transformers", ("moectl.integrations.transformers",)),
+    DirectoryReader("vLLM", ("0.33 with moectl[vllm]",), serves=True, layouts=("moectl-mtile64",)),
+)
 """Who loads a directory converted to a kernel layout. A plug-in for an engine adds its row here.
 
 The readers of `LAYOUTS` use the layout in memory; they repack ordinary checkpoints themselves.
 """
 
 
-def loads_folder(engine: str) -> bool:
-    """True if `engine` (such as ``vLLM``, in any case) loads directories in a kernel layout."""
-    return any(reader.engine.casefold() == engine.casefold() for reader in FOLDER_READERS)
+def folder_readers(layout: str) -> tuple[DirectoryReader, ...]:
+    """Those of `FOLDER_READERS` that load directories in `layout` as they are."""
+    return tuple(reader for reader in FOLDER_READERS if not reader.layouts or layout in reader.layouts)
+
+
+def loads_folder(engine: str, layout: str) -> bool:
+    """True if `engine` (such as ``vLLM``, in any case) loads directories in `layout` as they are."""
+    return any(reader.program.casefold() == engine.casefold() for reader in folder_readers(layout))
 
 
 TARGETS: Mapping[str, tuple[LayoutReader, ...]] = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..convert.canonical import padded, scale_dtype
-from ..convert.rank_slice import RankSlice, shard_of
+from ..convert.rank_slice import RankShard, RankSlice, shard_of
 from ..convert.recipe.chain import Chain
 from ..convert.recipe.recipe import Recipe, StoredOutput
 from ..convert.steps.value_steps import Shapes
@@ -94,8 +94,27 @@ def expert_shard(layer: ExpertLayer, ranks: int, rank: int) -> ExpertLayer:
 
     Raises UsageError if there are more ranks than experts.
     """
-    rank_slice = RankSlice(layer.problem, shard_of(rank, tp_size=1, ep_size=ranks))
-    return _subset(layer, rank_slice, range(*rank_slice.experts))
+    return rank_share(layer, shard_of(rank, tp_size=1, ep_size=ranks))
+
+
+def rank_share(layer: ExpertLayer, shard: RankShard) -> ExpertLayer:
+    """What the rank `shard` holds of the unsharded `layer`: some experts, or slices of each.
+
+    Raises UsageError if the layer cannot be sharded so.
+    """
+    if shard.ranks == 1:
+        return layer
+    rank_slice = RankSlice(layer.problem, shard)
+    first, last = rank_slice.experts
+    if not rank_slice.sliced:
+        return _subset(layer, rank_slice, range(first, last))
+
+    def canonical(ids: Ids) -> dict[str, Tensor]:
+        return dict(rank_slice.slice(layer.canonical([first + int(i) for i in ids])))
+
+    whole = {role: form.with_first_axis(last - first) for role, form in layer.recipe.shapes.items()}
+    share = replace(layer, problem=rank_slice.problem, rank_slice=rank_slice, whole=layer)
+    return _canonical_layer(share, rank_slice.shapes(whole), canonical)
 
 
 def every_second(layer: ExpertLayer) -> tuple[ExpertLayer, Tensor]:

@@ -61,8 +61,12 @@ def test_formats_and_layouts_name_only_who_loads_them():
     gpt_oss = {(row["name"], row["container"]) for row in rows if not row["not_for"]}
     assert gpt_oss == {("mxfp4", "native"), ("bf16", "native")}
     for row in moectl("list", "layouts", "--json").document["layouts"]:
-        assert row["loaded_by"] == "moectl run, bench, load_prepared" and row["kernels"]
-    assert "loaded by" in moectl("list", "layouts", "marlin-int4").words
+        served = "; vLLM 0.33 with moectl[vllm]" if row["name"] == "moectl-mtile64" else ""
+        library = "; transformers moectl.integrations.transformers"
+        assert row["loaded_by"] == f"moectl run, bench, load_prepared{library}{served}" and row["kernels"]
+    assert (
+        "moectl and transformers load all such directories" in moectl("list", "layouts", "marlin-int4").words
+    )
 
 
 def test_backends_have_the_names_that_request_them():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...problem.layer_ranges import ranges
-from ...problem.layouts import FOLDER_READERS
+from ...problem.layouts import folder_readers
 from ..output import count, duration, gib, size, table
 from ..text_layout import labelled
 
@@ -46,9 +46,11 @@ def _named(layers: "Sequence[int]") -> str:
 def unread_warning(plan: "ConversionPlan") -> str:
     """What to know before work begins if no engine loads the output; empty if one does."""
     if plan.finalizer is None:
-        others = [reader for reader in FOLDER_READERS if reader.engine != "moectl"]
-        programs = ", ".join(name for reader in FOLDER_READERS for name in reader.backends)
-        return "" if others else f"no engine loads this directory yet; it is for moectl ({programs})"
+        loading = folder_readers(plan.layout.name)
+        if any(reader.serves for reader in loading):
+            return ""
+        programs = " and ".join(f"{reader.program} ({', '.join(reader.how)})" for reader in loading)
+        return f"no serving engine loads this directory as it is; it is for {programs}"
     if plan.finalizer.served:
         return ""
     readers = " and ".join(["moectl", *plan.layout.readers])
@@ -89,7 +91,7 @@ def plan_document(plan: "ConversionPlan") -> dict[str, Any]:
         ],
         "layout": layout.name,
         "layout_version": layout.version,
-        "readers": list(layout.readers) if portable else [str(reader) for reader in FOLDER_READERS],
+        "readers": list(layout.readers) if portable else list(map(str, folder_readers(layout.name))),
         "kernels": [] if portable else list(layout.readers),
         "layer_kinds": {kind: list(layers) for kind, layers in layer_kinds(plan).items()},
         "tensors_in": plan.tensors_in,
@@ -207,7 +209,7 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
 def folder_rows(plan: "ConversionPlan") -> dict[str, str]:
     """Who loads a directory in a kernel layout, and which kernels have that layout."""
     return {
-        "loaded by": "; ".join(map(str, FOLDER_READERS)),
+        "loaded by": "; ".join(map(str, folder_readers(plan.layout.name))),
         "layout of": f"{'; '.join(plan.layout.readers)} (in memory)",
     }
 

@@ -130,7 +130,7 @@ def _choice(group: GroupExplanation) -> Iterator[Block]:
         return
     kind = "router logits (monolithic)" if chosen.variant.monolithic else "top-k ids and weights (modular)"
     layout = chosen.layout
-    if layout in LAYOUTS and loads_folder(decision.inputs.policy.partition("-")[0]):
+    if layout in LAYOUTS and loads_folder(decision.inputs.policy.partition("-")[0], layout):
         layout = f"{layout}: moectl convert CKPT OUT --to {LAYOUTS[layout].target}"
     yield LabelledValues(
         (

@@ -139,6 +139,22 @@ class FusedMoEKernel:
         y = self.prepare_finalize.finalize(y, sent, self.dtype or x.dtype)
         return y if self.shared is None or not len(x) else y + self.shared(x).to(y.dtype)
 
+    def call_into(self, y: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        """`call` with its result written to the contiguous `y`, of the shape and dtype of `x`.
+
+        Nothing is copied where the backend can write to a given tensor.
+        """
+        into, alone = self.runner.into, isinstance(self.exchange, SingleRankExchange)
+        plain = self.form is ActivationFormat.STANDARD and alone and self.shared is None
+        if into is None or not plain or y.dtype != x.dtype or not y.is_contiguous() or not len(x):
+            y.copy_(self.call(x, ids, weights))
+            return
+        experts = None if self.expert_map is None else len(self.expert_map)
+        check_arguments(self.prepared, x, ids, weights, experts)
+        sent = self.prepare_finalize.prepare(x, ids, weights)
+        assert sent is not None
+        into(y, self.prepared, sent.tokens, sent.ids, sent.weights)
+
     def apply_monolithic(self, x: Tensor, logits: Tensor, correction_bias: Tensor | None = None) -> Tensor:
         """``[tokens, hidden]`` output of tokens that the kernel routes by ``[tokens, experts]`` logits.
 

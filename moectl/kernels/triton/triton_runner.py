@@ -178,6 +178,10 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
     return run_with(prepared, x, ids, weights, launch_on(prepared, len(x)))
 
 
+def _compute_into(y: Tensor, prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return run_into(y, prepared, x, ids, weights, launch_on(prepared, len(x)))
+
+
 def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
     # Only the GPU knows how many rows are tokens, so the launch is chosen for a full batch.
     rows = x.shape[0] * x.shape[1]
@@ -227,4 +231,5 @@ RUNNER = Runner(
     tactic=_tactic,
     masks_padding=True,
     workspace=_workspace,
+    into=_compute_into,
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moectl.problem.layouts import FOLDER_READERS, LayoutReader, loads_folder
+from moectl.problem.layouts import FOLDER_READERS, DirectoryReader, loads_folder
 from support.invoking import moectl
 
 
@@ -64,8 +64,9 @@ def test_the_default_container_is_one_that_an_engine_loads_this_model_from(tmp_p
 def test_a_layout_says_that_no_engine_loads_it(tmp_path):
     words = ("openai/gpt-oss-120b", tmp_path / "out", "--to", "marlin", "--dry-run", "--offline")
     ran = moectl("convert", *words)
-    assert "no engine loads this directory yet; it is for moectl (run, bench" in " ".join(ran.stderr.split())
-    assert "loaded by moectl run, bench, load_prepared" in " ".join(ran.stdout.split())
+    told, shown = " ".join(ran.stderr.split()), " ".join(ran.stdout.split())
+    assert "no serving engine loads this directory as it is; it is for moectl (run, bench" in told
+    assert "loaded by moectl run, bench, load_prepared; transformers moectl.integrations" in shown
 
 
 def test_explain_proposes_a_conversion_only_where_it_is_loaded():
@@ -77,9 +78,11 @@ def test_explain_proposes_a_conversion_only_where_it_is_loaded():
 
 def test_a_plug_in_is_one_row(monkeypatch):
     monkeypatch.setattr(
-        "moectl.problem.layouts.FOLDER_READERS", (*FOLDER_READERS, LayoutReader("vLLM", ("--load-format",)))
+        "moectl.problem.layouts.FOLDER_READERS",
+        (*FOLDER_READERS, DirectoryReader("SGLang", ("--load-format",))),
     )
-    assert loads_folder("vllm") and not loads_folder("sglang")
+    assert all(loads_folder(engine, "marlin-int4") for engine in ("transformers", "sglang"))
+    assert loads_folder("vllm", "moectl-mtile64") and not loads_folder("vllm", "marlin-int4")
 
 
 def test_an_unfinished_conversion_is_named_as_such(tiny_gpt_oss, tmp_path):

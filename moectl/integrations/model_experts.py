@@ -1,0 +1,184 @@
+"""The experts of a model that another library builds, by the numbers of their layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint import open_checkpoint
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.source.catalogue import weights_missing
+from ..checkpoint.source.open_checkpoint import MANIFEST, rank_folder
+from ..convert.manifest.manifest_records import SOURCE_CONFIG, unpadded
+from ..convert.rank_slice import RankShard, RankSlice
+from ..convert.sources import output_name
+from ..errors import CheckpointError, UsageError
+from ..files.strict_json import parse_json_object
+from ..kernels.prepared_layer import PreparedMoE
+from ..layer.experts import ExpertLayer
+from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
+from ..problem.moe_problem import MoEProblem
+from ..run.layer_variants import in_dtype, rank_share
+from ..run.run_machine import choose_backends, this_machine
+
+WHOLE = RankShard()
+"""The only rank of a deployment on one GPU."""
+
+QUANTIZED_NAMES = re.compile(r"(_packed|_scale|_scale_inv|_scale_2|scales|_blocks|qweight|qzeros|g_idx)$")
+"""Ends of the names of tensors that belong to quantized matrices."""
+
+
+@dataclass(frozen=True)
+class ModelExperts:
+    """The MoE layers of a published checkpoint or a converted directory, as a model's builder sees them.
+
+    Attributes:
+        source: the layers.
+        published: the ``quantization_config`` that the checkpoint was published with; empty without one.
+        expert_names: regular expressions of the full names of the experts' tensors in its files.
+        others_quantized: whether other tensors than experts are quantized, and need another loader.
+    """
+
+    source: LayerSource
+    published: dict[str, Any]
+    expert_names: tuple[str, ...]
+    others_quantized: bool
+
+    @property
+    def converted(self) -> bool:
+        """Whether the experts are in a kernel's layout already."""
+        return isinstance(self.source, ConvertedLayers)
+
+    @cached_property
+    def layers(self) -> frozenset[int]:
+        """Numbers of the layers whose experts are here."""
+        return frozenset(self.source.layers())
+
+    def problem_of(self, layer: int, shard: RankShard = WHOLE) -> MoEProblem:
+        """What rank `shard` computes of `layer`; reads no weights."""
+        if isinstance(self.source, CheckpointLayers):
+            return RankSlice(self.source.checkpoint.group_of(layer).problem, shard).problem
+        return unpadded(self._of_rank(shard).manifest.problem_of(layer))
+
+    def prepared(
+        self,
+        layer: int,
+        device: torch.device,
+        dtype: str,
+        backend: str = "",
+        shard: RankShard = WHOLE,
+    ) -> PreparedMoE:
+        """The experts of `layer` on `device`, for tokens of `dtype` (``bf16`` or ``fp16``).
+
+        Args:
+            backend: a name of ``moectl list backends``; if empty, the fastest that supports the layer here.
+            shard: the rank whose share of the layer is wanted.
+
+        Raises NoBackend if no backend supports it, and what reading the layer raises.
+        """
+        experts = in_dtype(self._experts(layer, shard), dtype)
+        if experts.problem.routing.weight_on_input:
+            raise UsageError(
+                f"layer {layer} applies router weights to its input, which this model's experts do outside",
+                hint="leave these experts to the library itself",
+            )
+        name = backend or self.backends(experts.problem, device, experts.layout)[0]
+        if backend:
+            machine = replace(this_machine(device.type), torch=device)
+            choose_backends(experts.problem, machine, [backend], experts.layout).require()
+        return experts.prepared(name, device)
+
+    @staticmethod
+    def backends(problem: MoEProblem, device: torch.device, stored: str = "") -> tuple[str, ...]:
+        """Backends that support `problem` on `device`, best first; NoBackend if there is none."""
+        machine = replace(this_machine(device.type), torch=device)
+        return choose_backends(problem, machine, (), stored).require().names
+
+    def _experts(self, layer: int, shard: RankShard) -> ExpertLayer:
+        if isinstance(self.source, CheckpointLayers):
+            return rank_share(self.source.layer(layer), shard)
+        return self._of_rank(shard).layer(layer)
+
+    def _of_rank(self, shard: RankShard) -> ConvertedLayers:
+        """The converted directory of rank `shard`: this one, or one beside it."""
+        source = self.source
+        assert isinstance(source, ConvertedLayers)
+        if source.shard != shard and shard.ranks == source.shard.ranks:
+            source = replace(source, folder=rank_folder(source.folder.parent, shard.rank))
+        if source.shard != shard:
+            raise UsageError(
+                f"{source.folder} was converted for {source.shard}, this is {shard}",
+                hint="convert with --tp-size and --ep-size of this deployment",
+            )
+        return source
+
+
+def open_experts(name: str | Path, *, offline: bool = True) -> ModelExperts:
+    """The experts of `name`: a converted directory, a checkpoint's directory, or a Hub id in the local cache.
+
+    Raises:
+        CheckpointError: it has no MoE layers, is damaged, or has tensors of a kind that is not supported.
+        Unavailable: its weights are not on this machine.
+    """
+    folder = Path(name)
+    return _converted(folder) if (folder / MANIFEST).exists() else _published(str(name), offline)
+
+
+def _converted(folder: Path) -> ModelExperts:
+    # `moectl verify` hashes everything; a server that starts does not.
+    source = ConvertedLayers(folder, check=False)
+    names = sorted(
+        {
+            _pattern(output_name(group.prefix, role))
+            for group in source.manifest.record.groups
+            for role in group.roles
+        }
+    )
+    config = parse_json_object((folder / SOURCE_CONFIG).read_bytes(), SOURCE_CONFIG)
+    return ModelExperts(
+        source, quantization_of(config), tuple(names), _quantized(source.manifest.passthrough)
+    )
+
+
+def _published(name: str, offline: bool) -> ModelExperts:
+    checkpoint = open_checkpoint(name, offline=offline)
+    if checkpoint.folder is None:
+        raise weights_missing(checkpoint.origin.name)
+    if not checkpoint.groups:
+        raise CheckpointError(f"{name} has no MoE layers", hint="load it without moectl")
+    names = tuple(sorted(set(_expert_names(checkpoint))))
+    known = re.compile("|".join(names))
+    others = (tensor for tensor in checkpoint.tensors if not known.fullmatch(tensor))
+    return ModelExperts(
+        CheckpointLayers(checkpoint), quantization_of(checkpoint.config), names, _quantized(others)
+    )
+
+
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``quantization_config`` of a config.json or of the text model in it; empty without one."""
+    inner = config.get("text_config")
+    for place in (config, inner if isinstance(inner, dict) else {}):
+        if found := place.get("quantization_config"):
+            return dict(found)
+    return {}
+
+
+def _expert_names(checkpoint: Checkpoint) -> Iterable[str]:
+    for group in checkpoint.groups:
+        for template in group.names.experts.values():
+            yield _pattern(template)
+
+
+def _pattern(template: str) -> str:
+    escaped = re.escape(template)
+    return escaped.replace(re.escape("{layer}"), r"\d+").replace(re.escape("{expert}"), r"\d+")
+
+
+def _quantized(names: Iterable[str]) -> bool:
+    return any(QUANTIZED_NAMES.search(name) for name in names)

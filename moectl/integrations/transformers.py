@@ -1,0 +1,227 @@
+"""moectl's experts in Hugging Face transformers.
+
+Importing this module registers a quantizer. Directories that `moectl convert` has written then load like any
+other, and `moectl_config` does it for checkpoints as published:
+
+    import moectl.integrations.transformers as moectl_experts
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained("./prepared", device_map="cuda")
+
+    config = moectl_experts.moectl_config("openai/gpt-oss-20b")
+    model = AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", config=config, device_map="cuda")
+
+Routed experts are loaded and computed by moectl, all other modules by transformers. Generation and
+``torch.compile`` work; training, saving, and tensor or expert parallelism are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..errors import CheckpointError, NoBackend, UsageError
+from ..kernels.prepared_layer import PreparedMoE
+from .model_experts import ModelExperts, open_experts
+
+METHOD = "moectl"
+
+logger = logging.get_logger(__name__)
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:[^.]+\.)*experts$")
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@register_quantization_config(METHOD)
+class MoectlConfig(QuantizationConfigMixin):
+    """The ``quantization_config`` of converted directories, and of checkpoints that `moectl_config` opens.
+
+    Attributes:
+        backend: a name of ``moectl list backends``; empty for the fastest that supports a layer here.
+    """
+
+    def __init__(self, backend: str = "", **stated: Any) -> None:
+        self.quant_method: Any = METHOD
+        self.backend = backend
+        for key, value in stated.items():
+            if key != "quant_method":
+                setattr(self, key, value)
+
+
+def moectl_config(name: str, backend: str = "", **options: Any) -> PreTrainedConfig:
+    """The config of the checkpoint `name`, changed so that moectl loads and computes its experts.
+
+    Args:
+        name: a checkpoint's directory or Hub id, or a converted directory.
+        backend: see `MoectlConfig`.
+        options: of ``AutoConfig.from_pretrained``.
+    """
+    config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
+    config.quantization_config = {"quant_method": METHOD, "backend": backend}
+    inner = config.get_text_config(decoder=True)
+    if inner is not config and getattr(inner, "quantization_config", None) is not None:
+        del inner.quantization_config
+    return config
+
+
+class MoectlExperts(nn.Module):
+    """Stands in a model where its experts were."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.layer: PreparedMoE | None = None
+
+    def put(self, layer: PreparedMoE) -> None:
+        """Give the module its weights, which move with it from then on."""
+        self.layer = layer
+        for role, tensor in layer.weights.items():
+            self.register_buffer(role, tensor, persistent=False)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The experts' weighted sum, of the shape and dtype of `hidden_states` ``[..., hidden]``."""
+        layer = self.layer
+        if layer is None:
+            raise UsageError(f"{self.name} has no weights yet", hint="load the model with from_pretrained")
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        ids = top_k_index.reshape(len(tokens), -1).to(torch.int32)
+        out = layer(tokens, ids, top_k_weights.reshape(ids.shape).float())
+        return out.view(hidden_states.shape)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MoectlExperts:
+        layer = self.layer
+        if layer is not None and fn(torch.empty(0, device=layer.device)).device != layer.device:
+            raise UsageError(
+                f"the experts of {self.name} are on {layer.device} and stay there",
+                hint="give from_pretrained the device_map that the model is to be on",
+            )
+        return self
+
+    def extra_repr(self) -> str:
+        return "no weights" if self.layer is None else repr(self.layer)
+
+
+@register_quantizer(METHOD)
+class MoectlQuantizer(HfQuantizer):
+    """Replaces experts before weights are loaded, and gives them moectl's afterwards.
+
+    What else is quantized in the checkpoint is left to the quantizer of its published config, `inner`.
+    """
+
+    requires_calibration = True
+
+    quantization_config: MoectlConfig
+
+    def __init__(self, quantization_config: MoectlConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.inner: HfQuantizer | None = None
+        self.experts: ModelExperts | None = None
+        self.places: dict[str, int] = {}
+        self.dtype = torch.bfloat16
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        device_map = kwargs.get("device_map")
+        if isinstance(device_map, Mapping) and "disk" in device_map.values():
+            raise UsageError(
+                "moectl's experts cannot be offloaded to disk", hint="leave disk out of device_map"
+            )
+        self.options = kwargs
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype not in DTYPES:
+            logger.warning_once(
+                f"moectl's experts take 16-bit tokens: the model is loaded in bfloat16, not {dtype}"
+            )
+            return torch.bfloat16
+        return dtype
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if getattr(model, "_tp_size", None) not in (None, 1):
+            raise NoBackend("moectl's experts in transformers run on one rank", hint="leave tp_plan out")
+        self.dtype = model.dtype
+        self.experts = experts = open_experts(self._reference(model.config))
+        self._delegate(model, experts, kwargs)
+        for name, module in list(model.named_modules()):
+            found = _LAYER.search(name)
+            if found and int(found[1]) in experts.layers and not isinstance(module, MoectlExperts):
+                self.places[name] = int(found[1])
+                model.set_submodule(name, MoectlExperts(name))
+        missing = experts.layers - set(self.places.values())
+        if missing:
+            raise CheckpointError(
+                f"{type(model).__name__} has no experts in layers {sorted(missing)}, the checkpoint has",
+                hint="load it with the model class that its config names",
+            )
+        ours = [f"^{name}$" for name in experts.expert_names]
+        ours += [rf"^{re.escape(name)}\." for name in self.places]
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*ignored, *ours}
+        return model
+
+    @staticmethod
+    def _reference(config: PreTrainedConfig) -> str:
+        name, commit = str(config.name_or_path), getattr(config, "_commit_hash", None)
+        return f"{name}@{commit}" if commit else name
+
+    def _delegate(self, model: Any, experts: ModelExperts, kwargs: Mapping[str, Any]) -> None:
+        """Hand the other quantized modules of `model` to the quantizer of the published config."""
+        if not experts.others_quantized or not experts.published:
+            return
+        self.inner = AutoHfQuantizer.from_config(dict(experts.published), pre_quantized=True)
+        self.inner.validate_environment(**self.options)
+        self.inner.preprocess_model(model, **kwargs)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.inner is not None:
+            self.inner.postprocess_model(model, **kwargs)
+            model.config.quantization_config = self.quantization_config
+        assert self.experts is not None
+        for name, layer in self.places.items():
+            module = model.get_submodule(name)
+            device = next(model.get_submodule(name.rpartition(".")[0]).parameters()).device
+            backend = self.quantization_config.backend
+            module.put(self.experts.prepared(layer, device, DTYPES[self.dtype], backend))
+        return model
+
+    def update_device_map(self, device_map: Any) -> Any:
+        return device_map
+
+    def get_weight_conversions(self) -> list[Any]:
+        asked: Any = self.inner
+        return [] if asked is None else list(asked.get_weight_conversions())
+
+    def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:
+        asked: Any = self.inner if self.inner is not None else super()
+        return asked.update_weight_conversions(weight_conversions, *args)
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        return self.inner is not None and self.inner.param_needs_quantization(model, param_name, **kwargs)
+
+    def get_quantize_ops(self) -> Any:
+        asked: Any = self.inner if self.inner is not None else super()
+        return asked.get_quantize_ops()
+
+    @property
+    def is_compileable(self) -> bool:
+        return self.inner is None or self.inner.is_compileable
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        logger.error(
+            "the weights of moectl's experts are in a kernel's layout, which save_pretrained does not write; "
+            "copy the converted directory, or restore the original with moectl unconvert"
+        )
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False

@@ -1,0 +1,43 @@
+"""moectl's experts in vLLM, as a plug-in of the entry-point group ``vllm.general_plugins``.
+
+vLLM calls `register` in every process, so it imports nothing but what registering needs. What a release
+of vLLM asks of a quantization method is in one adapter for a range of releases (`ADAPTERS`).
+"""
+
+from importlib import import_module
+
+from ...errors import NoBackend
+
+METHOD = "moectl"
+
+ADAPTERS = {"0.33": "v0_33"}
+"""Modules of adapters, by the first two numbers of vLLM's version."""
+
+
+def register() -> None:
+    """Make ``quantization="moectl"`` known to vLLM, with the adapter for its release.
+
+    With a release that has no adapter, vLLM starts as ever, and refuses in one sentence to serve with moectl.
+    """
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.version import __version__ as release
+
+    name = ADAPTERS.get(".".join(release.split(".")[:2]))
+    if name is None:
+        register_quantization_config(METHOD)(_refusing(release))
+        return
+    adapter = import_module(f".{name}.quantization", __name__)
+    register_quantization_config(METHOD)(adapter.MoectlQuantization)
+
+
+def _refusing(release: str) -> type:
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        known = " and ".join(ADAPTERS)
+        raise NoBackend(
+            f"moectl has no adapter for vLLM {release}, only for {known}",
+            hint="use one of these releases of vLLM, or serve without moectl",
+        )
+
+    return type("RefusingQuantization", (QuantizationConfig,), {"__init__": refuse, "from_config": refuse})

@@ -1,0 +1,1 @@
+"""The adapter for vLLM 0.33."""

@@ -1,0 +1,169 @@
+"""The plug-in for vLLM, against stand-ins for its classes."""
+
+import json
+
+import pytest
+import torch
+
+import moectl
+from moectl.errors import MoectlError
+from moectl.integrations import vllm as plugin
+from moectl.kernels.modular.fused_moe_kernel import map_of
+from moectl.layer.layer_source import CheckpointLayers
+from support.vllm_stubs import METHODS, FusedMoEConfig, ParallelConfig, RoutedExperts, install
+
+EXPERTS, TOP_K, HIDDEN = 8, 4, 256
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch):
+    install(monkeypatch)
+    monkeypatch.setenv("MOECTL_BACKEND", "torch")
+    plugin.register()
+
+
+@pytest.fixture(scope="module")
+def converted(tiny_gpt_oss, tmp_path_factory):
+    out = tmp_path_factory.mktemp("converted")
+    moectl.convert(tiny_gpt_oss, out / "whole", "marlin")
+    moectl.convert(tiny_gpt_oss, out / "tp", "marlin", tp_size=2)
+    moectl.convert(tiny_gpt_oss, out / "ep", "marlin", ep_size=2)
+    return out
+
+
+def opened(folder):
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    quantization = METHODS["moectl"].from_config(config)
+    quantization.maybe_update_config(str(folder))
+    return quantization
+
+
+def built(quantization, number=0, **parallel):
+    """One layer as vLLM builds it: method, weights, loading, what follows loading."""
+    moe = FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, ParallelConfig(**parallel))
+    layer = RoutedExperts(moe)
+    if moe.moe_parallel_config.ep_size > 1:
+        half = EXPERTS // 2
+        first = half * moe.moe_parallel_config.ep_rank
+        layer.expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
+        layer.expert_map[first : first + half] = torch.arange(half, dtype=torch.int32)
+    method = quantization.get_quant_method(layer, f"model.layers.{number}.mlp.experts")
+    sizes = method.maybe_roundup_sizes(HIDDEN, 192, torch.bfloat16, None)
+    assert sizes == (HIDDEN, 192)
+    method.create_weights(layer, EXPERTS, *sizes, torch.bfloat16, weight_loader=None)
+    assert sum(parameter.numel() for parameter in layer.parameters()) == 0
+    method.process_weights_after_loading(layer)
+    assert all(parameter.numel() for parameter in layer.parameters())
+    return lambda x, weights, ids: method.apply(layer, x, weights, ids, None, None)
+
+
+def inputs(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(5, HIDDEN, generator=g).to(torch.bfloat16)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=g)[:TOP_K] for _ in range(5)])
+    return x, torch.rand(5, TOP_K, generator=g), ids
+
+
+def wanted(folder, number=0):
+    x, weights, ids = inputs()
+    layer = CheckpointLayers(moectl.open_checkpoint(folder)).layer(number).prepared("torch", "cpu")
+    return layer(x, ids.to(torch.int32), weights)
+
+
+def test_published_and_converted_experts_give_the_same(tiny_gpt_oss, converted):
+    for folder in (tiny_gpt_oss, converted / "whole"):
+        for number in (0, 1):
+            got = built(opened(folder), number)(*inputs())
+            assert torch.equal(got, wanted(tiny_gpt_oss, number)), folder
+
+
+@pytest.mark.parametrize("kind", ("tp", "ep"))
+def test_ranks_add_up(tiny_gpt_oss, converted, kind):
+    want = wanted(tiny_gpt_oss).float()
+    for of_rank in (lambda rank: tiny_gpt_oss, lambda rank: converted / kind / "rank-00"):
+        parts = [
+            built(opened(of_rank(rank)), **{f"{kind}_size": 2, f"{kind}_rank": rank})(*inputs())
+            for rank in (0, 1)
+        ]
+        assert (sum(part.float() for part in parts) - want).norm() < 0.01 * want.norm()
+
+
+def test_a_directory_of_another_deployment_is_refused(converted):
+    with pytest.raises(MoectlError, match=r"was converted for rank 0 of 2 .* this is rank 0 of 1"):
+        built(opened(converted / "tp" / "rank-00"))
+
+
+def test_experts_reach_no_model_class_and_other_layers_are_left_alone(tiny_gpt_oss, converted):
+    names = set(moectl.open_checkpoint(tiny_gpt_oss).tensors)
+    quantization = opened(tiny_gpt_oss)
+    assert not any(quantization.get_checkpoint_weight_mapper().drops(name) for name in names)
+    built(quantization, 0)
+    mapper = quantization.get_checkpoint_weight_mapper()
+    dropped = {name for name in names if mapper.drops(name)}
+    assert dropped == {name for name in names if "layers.0.mlp.experts." in name} and len(dropped) == 6
+    linear = torch.nn.Linear(1, 1)
+    assert quantization.get_quant_method(linear, "model.layers.0.self_attn.qkv") == (
+        "vLLM's method of model.layers.0.self_attn.qkv"
+    )
+    assert opened(converted / "whole").inner.config["quant_method"] == "mxfp4"
+
+
+def test_who_is_taken_over(monkeypatch):
+    claims = METHODS["moectl"].override_quantization_method
+    published = {"quant_method": "mxfp4"}
+    assert claims({"quant_method": "moectl"}, None) == claims(published, "moectl") == "moectl"
+    assert claims(published, None) is None and claims(None, "moectl") is None
+    monkeypatch.setenv("MOECTL_EXPERTS", "kernels")
+    assert claims(published, None) == "moectl" and claims(published, "fp8") is None
+
+
+def test_what_it_does_not_do_is_refused_with_every_reason(tiny_gpt_oss):
+    quantization = opened(tiny_gpt_oss)
+    moe = FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, ParallelConfig(enable_eplb=True), is_lora_enabled=True)
+    with pytest.raises(MoectlError, match="do not support LoRA on experts, EPLB"):
+        quantization.get_quant_method(RoutedExperts(moe), "model.layers.0.mlp.experts")
+    other = FusedMoEConfig(EXPERTS, 2, HIDDEN, ParallelConfig())
+    with pytest.raises(MoectlError, match=r"layer 0 has .* vLLM's model has \(8, 2, 256\)"):
+        quantization.get_quant_method(RoutedExperts(other), "model.layers.0.mlp.experts")
+
+
+def test_layers_without_a_kernel_are_left_to_vllm(tiny_gpt_oss, converted, monkeypatch):
+    monkeypatch.delenv("MOECTL_BACKEND")
+    layer = RoutedExperts(FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, ParallelConfig()))
+    quantization = opened(tiny_gpt_oss)
+    # No kernel of moectl's own runs on the CPU.
+    assert str(quantization.get_quant_method(layer, "model.layers.0.mlp.experts")).startswith("vLLM's method")
+    assert not quantization.taken
+    with pytest.raises(MoectlError, match="is in a converted directory, and moectl has no kernel"):
+        opened(converted / "whole").get_quant_method(layer, "model.layers.0.mlp.experts")
+
+
+def test_another_placement_of_experts_is_refused(tiny_gpt_oss):
+    quantization = opened(tiny_gpt_oss)
+    moe = FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, ParallelConfig(ep_size=2))
+    layer = RoutedExperts(moe, torch.tensor([0, -1, 1, -1, 2, -1, 3, -1], dtype=torch.int32))
+    method = quantization.get_quant_method(layer, "model.layers.0.mlp.experts")
+    with pytest.raises(MoectlError, match="otherwise than in consecutive ranges"):
+        method.process_weights_after_loading(layer)
+
+
+def test_another_release_is_refused_in_one_sentence(monkeypatch):
+    install(monkeypatch, "0.40.1")
+    plugin.register()
+    with pytest.raises(MoectlError, match=r"no adapter for vLLM 0.40.1, only for 0.33"):
+        METHODS["moectl"].from_config({"quant_method": "moectl"})
+
+
+def test_an_expert_map_is_that_of_the_layer(tiny_gpt_oss):
+    quantization = opened(tiny_gpt_oss)
+    built(quantization, ep_size=2, ep_rank=1)
+    layer = quantization.experts.prepared(
+        0, torch.device("cpu"), "bf16", "torch", plugin_shard(ep_size=2, ep_rank=1)
+    )
+    assert map_of(layer).tolist() == [-1] * 4 + [0, 1, 2, 3]
+
+
+def plugin_shard(**sizes):
+    from moectl.convert.rank_slice import RankShard
+
+    return RankShard(**sizes)

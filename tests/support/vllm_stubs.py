@@ -1,0 +1,184 @@
+"""Stand-ins for what moectl's plug-in takes from vLLM 0.33: names and signatures, no engine."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+METHODS: dict[str, Any] = {}
+
+
+class QuantizationConfig:
+    def __init__(self) -> None:
+        self.packed_modules_mapping: dict[str, list[str]] = {}
+
+    @staticmethod
+    def get_cache_scale_mapper() -> WeightsMapper:
+        return WeightsMapper()
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> WeightsMapper:
+        return WeightsMapper()
+
+    def apply_vllm_mapper(self, mapper: Any) -> None: ...
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: Any = None) -> None: ...
+
+    @classmethod
+    def override_quantization_method(cls, config: Any, user_quant: Any, hf_config: Any = None) -> Any:
+        return None
+
+
+class PublishedConfig(QuantizationConfig):
+    """vLLM's own config of a published checkpoint."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> PublishedConfig:
+        return cls(config)
+
+    def get_quant_method(self, layer: Any, prefix: str) -> str:
+        return f"vLLM's method of {prefix}"
+
+
+@dataclass
+class WeightsMapper:
+    orig_to_new_regex: dict[re.Pattern[str], Any] = field(default_factory=dict)
+
+    def __or__(self, other: WeightsMapper) -> WeightsMapper:
+        return WeightsMapper({**self.orig_to_new_regex, **other.orig_to_new_regex})
+
+    def drops(self, name: str) -> bool:
+        return any(new is None and old.search(name) for old, new in self.orig_to_new_regex.items())
+
+
+@dataclass
+class ParallelConfig:
+    tp_size: int = 1
+    tp_rank: int = 0
+    ep_size: int = 1
+    ep_rank: int = 0
+    enable_eplb: bool = False
+    use_batched_activation_format: bool = False
+
+
+@dataclass
+class FusedMoEConfig:
+    num_experts: int
+    experts_per_token: int
+    hidden_dim: int
+    moe_parallel_config: ParallelConfig
+    in_dtype: torch.dtype = torch.bfloat16
+    is_lora_enabled: bool = False
+
+
+class RoutedExperts(torch.nn.Module):
+    """A layer of experts as vLLM makes it; `expert_map` as for a linear placement."""
+
+    def __init__(self, moe_config: FusedMoEConfig, expert_map: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.moe_config, self.expert_map = moe_config, expert_map
+        self.activation, self.global_num_experts = "silu", moe_config.num_experts
+        self.apply_router_weight_on_input = False
+
+    def _expert_routing_tables(self) -> None:
+        return None
+
+
+class FusedMoEMethodBase:
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        self.moe, self.moe_kernel, self.moe_quant_config = moe, None, None
+
+
+class FusedMoEExpertsModular:
+    def __init__(self, moe_config: FusedMoEConfig, quant_config: Any) -> None:
+        self.moe_config, self.quant_config = moe_config, quant_config
+
+
+class FusedMoEKernel:
+    """Calls the experts as vLLM does for one rank: the workspace and the output are its own."""
+
+    def __init__(self, around: Any, experts: Any) -> None:
+        self.around, self.fused_experts = around, experts
+
+    def apply(
+        self, hidden_states: torch.Tensor, topk_weights: Any, topk_ids: Any, **named: Any
+    ) -> torch.Tensor:
+        experts, w1, w2 = self.fused_experts, named["w1"], named["w2"]
+        _, m, n, k, top_k = experts.moe_problem_size(hidden_states, w1, w2, topk_ids)
+        shapes = experts.workspace_shapes(m, n, k, top_k, named["global_num_experts"], 0, None, "silu")
+        output = torch.full(shapes[2], float("nan"), dtype=hidden_states.dtype)
+        rest = (named["activation"], named["global_num_experts"], named["expert_map"], None, None)
+        experts.apply(output, hidden_states, w1, w2, topk_weights, topk_ids, *rest, None, None, None, False)
+        return output
+
+
+def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
+    """Make ``import vllm`` find the stand-ins; each test gets moectl's adapter anew."""
+    METHODS.clear()
+
+    def register(name: str) -> Any:
+        def registered(cls: Any) -> Any:
+            METHODS[name] = cls
+            return cls
+
+        return registered
+
+    moe = "vllm.model_executor.layers.fused_moe"
+    quantization = "vllm.model_executor.layers.quantization"
+    modules: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.version": {"__version__": version},
+        "vllm.logger": {"init_logger": lambda name: SimpleNamespace(info_once=lambda *words: None)},
+        "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.linear": {
+            "LinearBase": torch.nn.Linear,
+            "UnquantizedLinearMethod": type("UnquantizedLinearMethod", (), {}),
+        },
+        "vllm.model_executor.models": {},
+        "vllm.model_executor.models.utils": {
+            "WeightsMapper": WeightsMapper,
+            "extract_layer_index": lambda prefix: int(re.findall(r"\.(\d+)\.", prefix)[0]),
+        },
+        quantization: {
+            "QUANTIZATION_METHODS": ["mxfp4"],
+            "QuantizationMethods": None,
+            "get_quantization_config": lambda name: PublishedConfig,
+            "register_quantization_config": register,
+        },
+        f"{quantization}.base_config": {
+            "QuantizationConfig": QuantizationConfig,
+            "QuantizeMethodBase": object,
+        },
+        moe: {"FusedMoEMethodBase": FusedMoEMethodBase, "RoutedExperts": RoutedExperts},
+        f"{moe}.all2all_utils": {"maybe_make_prepare_finalize": lambda *words, **named: "around"},
+        f"{moe}.config": {"FUSED_MOE_UNQUANTIZED_CONFIG": "unquantized", "FusedMoEConfig": FusedMoEConfig},
+        f"{moe}.modular_kernel": {
+            "FusedMoEExpertsModular": FusedMoEExpertsModular,
+            "FusedMoEKernel": FusedMoEKernel,
+            "FusedMoEActivationFormat": SimpleNamespace(Standard="standard"),
+            "TopKWeightAndReduce": object,
+        },
+        f"{moe}.topk_weight_and_reduce": {"TopKWeightAndReduceNoOP": type("NoOP", (), {})},
+    }
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        module.__path__ = []
+        for key, value in contents.items():
+            setattr(module, key, value)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, leaf = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], leaf, module)
+    for name in [name for name in sys.modules if name.startswith("moectl.integrations.vllm.")]:
+        monkeypatch.delitem(sys.modules, name)
