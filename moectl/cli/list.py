@@ -106,7 +106,7 @@ NEXT = {
     ListTopic.backends: "; --backend and --why take these names",
     ListTopic.gpus: "; --gpu takes these names, the product's, and architectures such as sm90",
     ListTopic.variables: "; --env NAME=VALUE tries one",
-    ListTopic.layouts: "; moectl and transformers load all such directories, vLLM with moectl[vllm] moectl's",
+    ListTopic.layouts: "; --json says who loads a directory in each as it is",
     ListTopic.formats: "; convert --to takes these names, --container chooses among containers",
 }
 """What the names are for."""

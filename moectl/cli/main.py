@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -59,7 +60,10 @@ def epilog(examples: Sequence[str], more: Sequence[str] = ()) -> str:
         # A command that goes on in the next line can be pasted.
         lines += " \\\n".join(wrap(example, 76, "  ", "      ")).split("\n")
     for line in more:
-        lines += wrap(line, 78)
+        # What follows a word in a column of its own stays in its column.
+        column = re.match(r" +\S+ +", line)
+        lead = column[0] if column else ""
+        lines += wrap(line[len(lead) :], 78, lead, " " * len(lead))
     # A paragraph that begins with a backspace is not wrapped.
     return "\b\n" + "\n".join([*lines, ""])
 

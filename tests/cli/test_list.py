@@ -64,9 +64,7 @@ def test_formats_and_layouts_name_only_who_loads_them():
         served = "; vLLM 0.33 with moectl[vllm]" if row["name"] == "moectl-mtile64" else ""
         library = "; transformers moectl.integrations.transformers"
         assert row["loaded_by"] == f"moectl run, bench, load_prepared{library}{served}" and row["kernels"]
-    assert (
-        "moectl and transformers load all such directories" in moectl("list", "layouts", "marlin-int4").words
-    )
+    assert "--json says who loads a directory" in moectl("list", "layouts", "marlin-int4").words
 
 
 def test_backends_have_the_names_that_request_them():

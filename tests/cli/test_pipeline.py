@@ -96,7 +96,7 @@ def test_dry_run_plans_from_the_catalogue_and_writes_nothing(tmp_path):
         3072 // 16,
         2 * 2944 * 2,
     ]
-    assert plan["readers"] == ["moectl run, bench, load_prepared"]
+    assert plan["readers"][0] == "moectl run, bench, load_prepared" and len(plan["readers"]) > 1
     assert "vLLM marlin, batched_marlin" in plan["kernels"]
     text = moectl("convert", "openai/gpt-oss-120b", out, "--to", "marlin", "--dry-run", "--offline").stdout
     assert "nothing was written" in text

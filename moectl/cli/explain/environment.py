@@ -114,7 +114,9 @@ def untuned_words(explanation: Explanation) -> str:
     if engine.tuned_files is None or not missing:
         return ""
     name = missing[0].wanted
-    makes = "; moectl tune --to vllm writes one" if name and engine.tuned_files.kernel(name) else ""
+    makes = (
+        f"; moectl tune --to {engine.family} writes one" if name and engine.tuned_files.kernel(name) else ""
+    )
     return (
         f"no file for this GPU and shape: {engine.title} warns and uses its default kernel config, "
         f"which is not an error{makes}"

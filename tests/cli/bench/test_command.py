@@ -363,7 +363,7 @@ def test_every_verdict_is_explained():
     told = moectl("compare", "--help", env={"TERMINAL_WIDTH": "100"}).stdout
     docs = (ROOT / "docs/bench.md").read_text().partition("## Compare")[2].lower()
     for word, meaning in VERDICTS.items():
-        assert re.search(rf"^ +{word} +{re.escape(meaning)}$", told, re.MULTILINE), word
+        assert f" {word} {meaning} " in f" {' '.join(told.split())} ", word
         assert f"*{word}*" in docs, word
     assert re.search(r"exit code 1: slower, failing, missing", told)
 

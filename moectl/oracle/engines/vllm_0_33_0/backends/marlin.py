@@ -59,7 +59,7 @@ SHAPE = BackendRule(
     group="shape",
     code="marlin_shape",
     holds=shape_fits,
-    wanted=lambda ask: ", and ".join(_misfits(ask)),
+    wanted=lambda ask: ", and ".join(_misfits(ask)) or "sizes that its tiles divide",
     offered="what its tiles divide",
 )
 
