@@ -31,7 +31,7 @@ def doctor(
         bool, option("--deep", help="Import each installed package, in its own process.")
     ] = False,
     python: Annotated[
-        str | None, option("--python", help="Look into another environment: PATH/bin/python.")
+        str | None, option("--python", help="Inspect another environment: PATH/bin/python.")
     ] = None,
     md: Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")] = False,
     verbose: Annotated[

@@ -63,7 +63,7 @@ def peers(
         str, option("--index-url", metavar="URL", help="A mirror of PyPI, such as https://mirror/simple.")
     ] = "",
     replace: Annotated[bool, option("--replace", help="Replace another version in the directory.")] = False,
-    yes: Annotated[bool, option("--yes", "-y", help="Read a whole wheel where parts cannot be had.")] = False,
+    yes: Annotated[bool, option("--yes", "-y", help="Download whole wheels if necessary.")] = False,
     *,
     out: Output,
 ) -> ExitCode:

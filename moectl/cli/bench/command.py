@@ -62,7 +62,7 @@ SETTINGS = RecordOptions(
     ),
     layer=option("--layer", help="Layer number; default: first of a group.", min=0),
     tp=option("--tp", "--tp-size", help="Slices of each expert.", min=1),
-    ep=option("--ep", "--ep-size", help="Ranks that share experts.", min=1),
+    ep=option("--ep", "--ep-size", help="Expert-parallel ranks.", min=1),
     device=DEVICE,
     routings=ParsedOption(
         option(
@@ -79,7 +79,7 @@ SETTINGS = RecordOptions(
         lambda path: str(path or ""),
         kind=Path | None,
     ),
-    warm=option("--warm", help="Leave weights in the cache."),
+    warm=option("--warm", help="Keep weights in L2 between calls."),
     rounds=option("--repeats", help="Rounds per row.", min=1),
     seed=SEED,
 )

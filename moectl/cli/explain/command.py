@@ -57,7 +57,7 @@ def explain(
 ) -> ExitCode:
     """Show which fused-MoE backend checkpoints get, and why.
 
-    Needs config and tensor headers alone: no weights, no GPU, no engine.
+    Needs only config and tensor headers: no weights, no GPU, no engine.
     """
     from .output import AnswerOutput
 

@@ -108,7 +108,7 @@ class DecisionOptions:
         str | None,
         option(
             "--gpu",
-            help="h200, sm90, gfx942, cpu; a list; all. Default: this machine's.",
+            help="h200, sm90, cpu, a list, or all; default: this machine's.",
             autocompletion=completed(gpu_names),
         ),
     ] = None

@@ -47,7 +47,7 @@ PLAN = RecordOptions(
         option(
             "--backend",
             own=True,
-            help="A name, several separated by commas, or all that support the layer; default: the best.",
+            help="A name, a comma-separated list, or all; default: the best that supports the layer.",
         ),
         lambda text: EVERY if text == "all" else tuple(backend_names(text)),
     ),
