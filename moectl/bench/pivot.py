@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..kernels.registry import REFERENCES
+from ..problem.schemes import scheme_words
 from .bench_rows import BenchRow
 
 TableKey = tuple[str, str, str, str, str]
@@ -16,11 +17,6 @@ TableKey = tuple[str, str, str, str, str]
 def table_key(row: BenchRow) -> TableKey:
     """The table that a row belongs to."""
     return row.model, row.layers, row.scheme, row.parallel, row.routing
-
-
-def scheme_words(scheme: str) -> str:
-    """A row's scheme for people: ``mxfp4 group 32, 16-bit activations``."""
-    return scheme.replace("a16 activations", "16-bit activations")
 
 
 def layer_title(key: TableKey) -> str:

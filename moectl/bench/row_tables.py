@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..problem.schemes import scheme_words
 from .bench_rows import KEY_FIELDS, NOISY_SPREAD, BenchRow, PreparationCosts
-from .pivot import scheme_words
 from .read_rows import CONSTANT
 
 Facts = Mapping[str, Any]

@@ -152,7 +152,7 @@ class PreparedMoE:
         share = "" if self.problem.local_experts == self.problem.experts else f" of {self.problem.experts}"
         return (
             f"PreparedMoE({self.problem.local_experts}{share} experts, top-{self.problem.top_k}, "
-            f"{dims.hidden} x {dims.intermediate}, {self.problem.scheme};\n"
+            f"{dims.hidden} x {dims.intermediate}, {self.problem.scheme.words};\n"
             f"  backend {self.backend}, layout {self.layout}, {self.nbytes / 1e6:.3g} MB on {self.device}: "
             f"{', '.join(self.weights)})"
         )

@@ -113,6 +113,21 @@ class Scheme:
     def __str__(self) -> str:
         return f"{self.weight}, {self.act} activations"
 
+    @property
+    def words(self) -> str:
+        """`str` for people: ``mxfp4 group 32, 16-bit activations``."""
+        return scheme_words(str(self))
+
+
+def scheme_words(scheme: str) -> str:
+    """What a `Scheme` prints, for people.
+
+    Example:
+        >>> scheme_words("mxfp4 group 32, a16 activations")
+        'mxfp4 group 32, 16-bit activations'
+    """
+    return scheme.replace("a16 activations", "16-bit activations")
+
 
 def weight_format(name: str, block: tuple[int, int] | None = None) -> WeightFormat:
     """The weight format `name`; `block` is required for formats without a fixed block."""

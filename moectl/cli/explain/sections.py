@@ -17,6 +17,7 @@ from ...oracle.verdict_sentences import sentence
 from ...problem.layer_ranges import ranges
 from ...problem.layouts import LAYOUTS, loads_folder
 from ...problem.moe_problem import MoEProblem, Parallel
+from ...problem.schemes import scheme_words
 from ..output import duration, gib
 from ..text_blocks import Block, Heading, LabelledValues, TableBlock, TextLine
 from .environment import environment_blocks, environment_document, notes_of
@@ -57,7 +58,7 @@ def shape_words(problem: MoEProblem) -> str:
     local = "" if problem.local_experts == problem.experts else f" ({problem.local_experts} on this rank)"
     return (
         f"{problem.experts} experts{local}, top-{problem.top_k}, hidden {dims.hidden}, "
-        f"intermediate {dims.intermediate}, {problem.scheme}"
+        f"intermediate {dims.intermediate}, {problem.scheme.words}"
     )
 
 
@@ -263,7 +264,9 @@ def _measured(group: GroupExplanation) -> Iterator[Block]:
 
 def _facts(group: GroupExplanation) -> Iterator[Block]:
     yield Heading("what the layers are", 3)
-    rows = ((fact, value, source_of(fact, group.sources)) for fact, value in group.facts.items())
+    rows = (
+        (fact, scheme_words(value), source_of(fact, group.sources)) for fact, value in group.facts.items()
+    )
     yield LabelledValues(
         tuple((fact, f"{value} ({source})" if source else value) for fact, value, source in rows)
     )

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ExitCode, MoectlError
+from ...problem.schemes import scheme_words
 from ..output import count, duration, gib, table
 from ..text_blocks import print_segments
 from ..text_layout import Segment, wrap
@@ -198,7 +199,8 @@ def _facts(head: Data, layer: Data) -> dict[str, str]:
     """Labelled lines on what was run."""
     other = f"{layer['dtype']} activations, the model's are {layer['model_dtype']}"
     return {
-        "layer": f"{layer['layer']} of {head['checkpoint']}, {layer['scheme']}: {layer['computed']}",
+        "layer": f"{layer['layer']} of {head['checkpoint']}, {scheme_words(layer['scheme'])}: "
+        f"{layer['computed']}",
         "dtype": other if layer["dtype"] != layer["model_dtype"] else "",
         "tokens": f"{layer['tokens']}, routed by {layer['routed_by']}, top-{layer['problem']['top_k']}",
         "partial": layer["partial"],
