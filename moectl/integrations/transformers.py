@@ -83,7 +83,7 @@ class MoectlExperts(nn.Module):
         self.layer: PreparedMoE | None = None
 
     def put(self, layer: PreparedMoE) -> None:
-        """Give the module its weights, which move with it from then on."""
+        """Give the module its weights, which stay on their device."""
         self.layer = layer
         for role, tensor in layer.weights.items():
             self.register_buffer(role, tensor, persistent=False)
