@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from ..checkpoint.source.open_checkpoint import MANIFEST, rank_folder
 from ..convert.manifest.manifest_records import SOURCE_CONFIG, unpadded
 from ..convert.rank_slice import RankShard, RankSlice
 from ..convert.sources import output_name
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, NoBackend, UsageError
 from ..files.strict_json import parse_json_object
 from ..kernels.prepared_layer import PreparedMoE
 from ..layer.experts import ExpertLayer
@@ -29,6 +30,18 @@ from ..run.run_machine import choose_backends, this_machine
 
 WHOLE = RankShard()
 """The only rank of a deployment on one GPU."""
+
+OWN = ("moectl", "moectl_marlin")
+"""Backends that are faster than the engines' own; what has none of them is left to the engine."""
+
+BACKEND = "MOECTL_BACKEND"
+"""Environment variable that names the backend of every layer."""
+
+SWITCH = "MOECTL_EXPERTS"
+"""Environment variable: ``kernels`` takes experts over in published checkpoints without an option."""
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Names of the dtypes that tokens may have."""
 
 QUANTIZED_NAMES = re.compile(r"(_packed|_scale|_scale_inv|_scale_2|scales|_blocks|qweight|qzeros|g_idx)$")
 """Ends of the names of tensors that belong to quantized matrices."""
@@ -41,7 +54,8 @@ class ModelExperts:
     Attributes:
         source: the layers.
         published: the ``quantization_config`` that the checkpoint was published with; empty without one.
-        expert_names: regular expressions of the full names of the experts' tensors in its files.
+        expert_names: regular expressions of the full names of the experts' tensors in its files, and in those
+            of the checkpoint that it was converted from.
         others_quantized: whether other tensors than experts are quantized, and need another loader.
     """
 
@@ -100,6 +114,46 @@ class ModelExperts:
         machine = replace(this_machine(device.type), torch=device)
         return choose_backends(problem, machine, (), stored).require().names
 
+    def own_backends(
+        self, device: torch.device, shard: RankShard = WHOLE
+    ) -> tuple[dict[int, str], dict[str, list[int]]]:
+        """Who computes the layers of rank `shard` in an engine that has experts of its own.
+
+        Returns moectl's backend of each layer that has one of `OWN`, or the one that `BACKEND` names; and the
+        layers left to the engine, by their scheme. Raises NoBackend if a layer of a converted directory would
+        be left: no engine reads it itself.
+        """
+        asked, chosen, ours = os.environ.get(BACKEND, ""), dict[MoEProblem, str](), dict[int, str]()
+        left: dict[str, list[int]] = {}
+        for number in sorted(self.layers):
+            problem = self.problem_of(number, shard)
+            if problem not in chosen:
+                chosen[problem] = asked or self._own_backend(problem, device)
+            if name := chosen[problem]:
+                ours[number] = name
+            else:
+                left.setdefault(str(problem.scheme), []).append(number)
+        if left and self.converted:
+            schemes = " and ".join(left)
+            raise NoBackend(
+                f"moectl has no kernel for {schemes} here, without which no engine reads a converted directory",
+                hint=f"serve the published checkpoint, or set {BACKEND}",
+            )
+        return ours, left
+
+    def _own_backend(self, problem: MoEProblem, device: torch.device) -> str:
+        try:
+            name = self.backends(problem, device)[0]
+        except NoBackend:
+            return ""
+        return name if name in OWN else ""
+
+    def tensor_names(self, layers: Iterable[int]) -> re.Pattern[str]:
+        """Matches the full names of the experts' tensors of `layers`, and nothing if there are none."""
+        numbers = "|".join(map(str, sorted(layers)))
+        names = [name.replace(r"\d+", f"(?:{numbers})", 1) for name in self.expert_names if numbers]
+        return re.compile("|".join(names) or r"(?!)")
+
     def _experts(self, layer: int, shard: RankShard) -> ExpertLayer:
         if isinstance(self.source, CheckpointLayers):
             return rank_share(self.source.layer(layer), shard)
@@ -119,6 +173,12 @@ class ModelExperts:
         return source
 
 
+def default_device() -> torch.device:
+    """The GPU that this process uses, else the CPU."""
+    cuda = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
 def open_experts(name: str | Path, *, offline: bool = True) -> ModelExperts:
     """The experts of `name`: a converted directory, a checkpoint's directory, or a Hub id in the local cache.
 
@@ -135,9 +195,12 @@ def _converted(folder: Path) -> ModelExperts:
     source = ConvertedLayers(folder, check=False)
     names = sorted(
         {
-            _pattern(output_name(group.prefix, role))
+            _pattern(name)
             for group in source.manifest.record.groups
-            for role in group.roles
+            for name in (
+                *(output_name(group.prefix, role) for role in group.roles),
+                *(part.template for part in group.parts.values()),
+            )
         }
     )
     config = parse_json_object((folder / SOURCE_CONFIG).read_bytes(), SOURCE_CONFIG)

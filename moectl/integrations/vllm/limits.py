@@ -3,40 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """An option or call of vLLM that moectl's experts do not support.
-
-    Attributes:
-        option: as on the command line of ``vllm serve``, or a method of ``vllm.LLM`` with its arguments.
-        values: the values that are refused; empty for any that turns the option on.
-        why: what is not supported, as it continues "moectl's experts do not support".
-        hint: what to do instead.
-        only: the values that are allowed, where all others are refused.
-    """
-
-    option: str
-    why: str
-    hint: str
-    values: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()
-
-    def refuses(self, value: object) -> bool:
-        """Whether `value` of the option is refused: None and False never are.
-
-        Example:
-            >>> [LIMITS["--load-format"].refuses(name) for name in ("auto", "tensorizer")]
-            [False, True]
-        """
-        if value is None or value is False:
-            return False
-        if self.only:
-            return str(value) not in self.only
-        return not self.values or str(value) in self.values
-
+from ..limits import Limit, limits_met, reasons_and_hints
 
 _ROWS = (
     Limit("--enable-eplb", "EPLB", "leave out --enable-eplb"),
@@ -94,9 +62,7 @@ def refusals(options: Mapping[str, object]) -> tuple[Limit, ...]:
         >>> [limit.why for limit in refusals({"--enable-eplb": True, "--enable-lora": False, "--seed": 7})]
         ['EPLB']
     """
-    return tuple(
-        LIMITS[name] for name, value in options.items() if name in LIMITS and LIMITS[name].refuses(value)
-    )
+    return limits_met(LIMITS.values(), options)
 
 
 def sentence(limits: tuple[Limit, ...]) -> tuple[str, str]:
@@ -106,7 +72,4 @@ def sentence(limits: tuple[Limit, ...]) -> tuple[str, str]:
         >>> sentence(refusals({"--enable-eplb": True, "--enable-lora": True}))[0]
         "moectl's experts in vLLM do not support EPLB, LoRA"
     """
-    return (
-        f"moectl's experts in vLLM do not support {', '.join(dict.fromkeys(limit.why for limit in limits))}",
-        "; ".join(dict.fromkeys(limit.hint for limit in limits)),
-    )
+    return reasons_and_hints("vLLM", limits)

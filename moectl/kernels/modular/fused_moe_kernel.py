@@ -204,13 +204,18 @@ def layer_kernel(prepared: PreparedMoE) -> FusedMoEKernel:
     It has a copy of `prepared` with derived values of its own, so that a layer that keeps its kernel is freed
     with its last reference. Raises NoBackend when the backend does not run it, or takes no ids.
     """
+    share = map_of(prepared) if prepared.problem.local_experts < prepared.problem.experts else None
+    return share_kernel(prepared, share)
+
+
+def share_kernel(prepared: PreparedMoE, expert_map: Tensor | None = None) -> FusedMoEKernel:
+    """`layer_kernel` for calls with ids that `expert_map` maps; with local ids if there is none."""
     runner = runner_for(prepared.backend)
     form = next(
         (form for form in (ActivationFormat.STANDARD, ActivationFormat.BATCHED) if form in runner.forms),
         ActivationFormat.STANDARD,
     )
-    share = map_of(prepared) if prepared.problem.local_experts < prepared.problem.experts else None
-    return FusedMoEKernel(replace(prepared, derived={}), runner, form, expert_map=share)
+    return FusedMoEKernel(replace(prepared, derived={}), runner, form, expert_map=expert_map)
 
 
 Reason = tuple[str, str]
