@@ -23,6 +23,7 @@ from .output import drop_stdout, spell_out
 from .peers import peers
 from .run.command import run as run_layers
 from .schema import schema
+from .serve_check import serve_check
 from .synth import synth
 from .text_layout import wrap
 from .tune.command import tune
@@ -39,6 +40,7 @@ COMMANDS = (
     (explain, "explain"),
     (convert, "convert"),
     (verify, "verify"),
+    (serve_check, "serve-check"),
     (unconvert, "unconvert"),
     (run_layers, "run"),
     (bench, "bench"),

@@ -114,6 +114,10 @@ class ModelExperts:
         machine = replace(this_machine(device.type), torch=device)
         return choose_backends(problem, machine, (), stored).require().names
 
+    def directory(self, shard: RankShard = WHOLE) -> ConvertedLayers:
+        """The converted directory that rank `shard` reads; UsageError if there is none for it."""
+        return self._of_rank(shard)
+
     def own_backends(
         self, device: torch.device, shard: RankShard = WHOLE
     ) -> tuple[dict[int, str], dict[str, list[int]]]:
@@ -136,7 +140,7 @@ class ModelExperts:
         if left and self.converted:
             schemes = " and ".join(left)
             raise NoBackend(
-                f"moectl has no kernel for {schemes} here, without which no engine reads a converted directory",
+                f"moectl has no kernel for {schemes} here, and no engine reads a converted directory alone",
                 hint=f"serve the published checkpoint, or set {BACKEND}",
             )
         return ours, left

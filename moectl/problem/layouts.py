@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -191,14 +192,39 @@ class DirectoryReader:
     Attributes:
         program: the engine or library.
         how: its commands, or what it needs.
-        serves: whether it serves requests.
         layouts: the layouts that it takes as they are; empty for all.
+        serve: the command that serves a directory; empty for one that does not serve requests.
+        ranks: its option for the number of ranks; `experts`: that for experts distributed over some of them.
+        mixed: whether it slices experts that it distributes.
     """
 
     program: str
     how: tuple[str, ...]
-    serves: bool = False
     layouts: tuple[str, ...] = ()
+    serve: str = ""
+    ranks: str = ""
+    experts: str = ""
+    mixed: bool = False
+
+    def command(self, path: str, tp_size: int = 1, ep_size: int = 1) -> str:
+        """The command line that serves `path` with each expert in `tp_size` slices, over `ep_size` groups of
+        ranks; empty if it cannot.
+
+        Example:
+            >>> vllm = next(reader for reader in FOLDER_READERS if reader.program == "vLLM")
+            >>> vllm.command("./out", 2), vllm.command("./out", 2, 2)
+            ('vllm serve ./out --tensor-parallel-size 2', '')
+        """
+        if not self.serve or (tp_size > 1 and ep_size > 1 and not self.mixed):
+            return ""
+        return self.spelled(path, tp_size * ep_size, ep_size)
+
+    def spelled(self, path: str, ranks: int, groups: int) -> str:
+        """The command line with numbers as the engine counts: ranks, and groups of them for experts."""
+        words = [self.serve.format(shlex.quote(path))]
+        words += [self.ranks.format(ranks)] if ranks > 1 else []
+        words += [self.experts.format(groups)] if groups > 1 else []
+        return " ".join(words)
 
     def __str__(self) -> str:
         return f"{self.program} {', '.join(self.how)}"
@@ -207,7 +233,23 @@ class DirectoryReader:
 FOLDER_READERS: tuple[DirectoryReader, ...] = (
     DirectoryReader("moectl", ("run", "bench", "load_prepared")),
     DirectoryReader("transformers", ("moectl.integrations.transformers",)),
-    DirectoryReader("vLLM", ("0.33 with moectl[vllm]",), serves=True, layouts=("moectl-mtile64",)),
+    DirectoryReader(
+        "vLLM",
+        ("0.33 with moectl[vllm]",),
+        ("moectl-mtile64",),
+        "vllm serve {}",
+        "--tensor-parallel-size {}",
+        "--enable-expert-parallel",
+    ),
+    DirectoryReader(
+        "SGLang",
+        ("0.5.23 with moectl[sglang]",),
+        ("moectl-mtile64",),
+        "sglang serve --model-path {}",
+        "--tp-size {}",
+        "--ep-size {}",
+        mixed=True,
+    ),
 )
 """Who loads a directory converted to a kernel layout. A plug-in for an engine adds its row here.
 

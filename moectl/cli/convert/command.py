@@ -22,6 +22,7 @@ from .text import (
     finished_document,
     plan_document,
     ranks_document,
+    serve_commands,
     source_bytes,
     unread_warning,
 )
@@ -156,7 +157,7 @@ def convert(
         str(target),
     )
     if partition is None:
-        out.note(f"check it with: moectl verify {target}")
+        _what_next(plans, target, out)
     else:
         out.note(f"part {partition} is done; complete {target} with --finish when all parts are")
     return None
@@ -180,7 +181,14 @@ def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
     layers = len({layer for summary in summaries for layer in summary.resumed if layer >= 0})
     text = f"{target}: {layout}, complete with {count(layers, 'layer')}"
     out.result(ranks_document(documents), lambda console: console.print(text, markup=False), str(target))
+    _what_next(plans, target, out)
+
+
+def _what_next(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
+    """Names the commands for which `target` is ready."""
     out.note(f"check it with: moectl verify {target}")
+    for command in serve_commands(plans, target):
+        out.note(f"serve it with: {command}")
 
 
 def _plan(plans: "Sequence[RankPlan]", threads: int | None, out: Output) -> None:

@@ -47,7 +47,7 @@ def unread_warning(plan: "ConversionPlan") -> str:
     """What to know before work begins if no engine loads the output; empty if one does."""
     if plan.finalizer is None:
         loading = folder_readers(plan.layout.name)
-        if any(reader.serves for reader in loading):
+        if any(reader.serve for reader in loading):
             return ""
         programs = " and ".join(f"{reader.program} ({', '.join(reader.how)})" for reader in loading)
         return f"no serving engine loads this directory as it is; it is for {programs}"
@@ -56,6 +56,17 @@ def unread_warning(plan: "ConversionPlan") -> str:
     readers = " and ".join(["moectl", *plan.layout.readers])
     model = plan.checkpoint.groups[0].problem.model_type
     return f"no engine loads {model} in {plan.layout.name}; {readers} read it"
+
+
+def serve_commands(plans: "Sequence[RankPlan]", target: Path) -> tuple[str, ...]:
+    """The commands by which engines serve `target` as it is; none if a rank is missing, or other weights."""
+    plan = plans[0].plan
+    if plan.finalizer is not None or plan.experts_only or len(plans) < plan.shard.ranks:
+        return ()
+    shard = plan.shard
+    readers = folder_readers(plan.layout.name)
+    commands = (reader.command(str(target), shard.tp_size, shard.ep_size) for reader in readers)
+    return tuple(filter(None, commands))
 
 
 def source_bytes(plans: "Sequence[RankPlan]") -> int:

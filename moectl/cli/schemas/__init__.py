@@ -14,6 +14,7 @@ from .decisions import explain
 from .json_types import ERROR, STRING, Schema, obj
 from .machine import doctor, env, list_names, peers
 from .measurements import bench, compare, run, tune
+from .serving import serve_check
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -21,6 +22,7 @@ DOCUMENTS: dict[str, Callable[[], Schema]] = {
     "explain": explain,
     "convert": convert,
     "verify": verify,
+    "serve-check": serve_check,
     "unconvert": unconvert,
     "run": run,
     "bench": bench,

@@ -1,0 +1,306 @@
+"""Whether an engine would serve a checkpoint or converted directory with moectl's experts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.source.open_checkpoint import MANIFEST, rank_folder
+from ..convert.rank_slice import RankShard
+from ..environment import Device, Packages
+from ..environment.cache_folder import cache_folder
+from ..environment.installed_packages import distribution_version
+from ..errors import MoectlError, UsageError, install_hint
+from ..layer.layer_source import CheckpointLayers, ConvertedLayers
+from ..oracle.machine_packages import packages_from
+from ..oracle.registry import policy_named
+from ..oracle.select import OutOfScope, select
+from ..problem.layer_ranges import ranges
+from ..problem.moe_problem import MoEProblem
+from ..run.run_plan import POLICY
+from .limits import reasons_and_hints
+from .model_experts import BACKEND, OWN, ModelExperts, open_experts
+from .serve_report import FINE, REFUSED, WARNING, ServedLayers, ServeFinding, ServeReport
+from .served_engines import ServedEngine
+
+OLDEST = 80
+"""Lowest compute capability of moectl's kernels in engines, as ten times its number."""
+
+DTYPES = ("auto", "bfloat16", "float16", "half")
+SPARE_DISK = 2 << 30
+"""Bytes that compiled kernels may need on the disk of the caches."""
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """What is to be served, where and how.
+
+    Attributes:
+        checkpoint: a directory or Hub id.
+        device: the GPU of each rank.
+        tp, ep: sizes of tensor and expert parallelism, as the engine counts.
+        options: of the engine's command line, ``--name`` to value; True for flags.
+        release: of the engine, to be assumed; None for what is installed.
+        verify: hash all files of a converted directory.
+        offline: do not contact the Hub.
+    """
+
+    checkpoint: str
+    engine: ServedEngine
+    device: Device
+    tp: int = 1
+    ep: int = 1
+    options: Mapping[str, object] = field(default_factory=dict)
+    release: str | None = None
+    verify: bool = False
+    offline: bool = False
+
+
+def check_serving(request: ServeRequest) -> ServeReport:
+    """Every reason why `request` would not work, and what would; reads headers, no weights.
+
+    Errors of the checkpoint are findings. Raises UsageError for arguments that mean nothing.
+    """
+    engine, findings = request.engine, list(_engine_findings(request))
+    findings += _option_findings(request)
+    findings += _device_findings(request)
+    layers: tuple[ServedLayers, ...] = ()
+    converted: bool | None = None
+    served, shards = request.checkpoint, engine.shards(request.tp, request.ep, request.options)
+    if isinstance(shards, str):
+        findings.append(ServeFinding("ranks", REFUSED, shards, "choose other sizes"))
+        shards = ()
+    try:
+        read, served = _places(request.checkpoint)
+        experts = open_experts(read, offline=request.offline)
+        converted = experts.converted
+        files = list(_file_findings(request, experts, shards))
+        findings += files
+        if shards and all(finding.level != REFUSED for finding in files):
+            layers = tuple(_layers(request, experts, shards[0]))
+            findings += _layer_findings(request, experts, layers)
+            findings += _memory_findings(request, experts, shards)
+    except MoectlError as error:
+        findings.append(_finding("checkpoint", error))
+    given = request.options.items()
+    kept = {name: value for name, value in given if not _refused_option(engine, name, value)}
+    return ServeReport(
+        checkpoint=request.checkpoint,
+        engine=engine.name,
+        release=_release(request),
+        gpu=request.device.name,
+        tp=request.tp,
+        ep=request.ep,
+        converted=converted,
+        findings=tuple(findings),
+        layers=layers,
+        serve=engine.command(served, request.tp, request.ep, kept, bool(converted)),
+    )
+
+
+def _refused_option(engine: ServedEngine, name: str, value: object) -> bool:
+    """Whether an option is to be left out of the command."""
+    own = name == "--quantization" or (name == "--dtype" and value not in DTYPES)
+    return own or bool(engine.refusals({name: value}))
+
+
+def _finding(about: str, error: MoectlError) -> ServeFinding:
+    return ServeFinding(about, REFUSED, " ".join(filter(None, (error.what, error.reason))), error.hint)
+
+
+def _places(checkpoint: str) -> tuple[str, str]:
+    """What to read, and what to serve: a directory of ranks is read in its first."""
+    folder = Path(checkpoint)
+    first = rank_folder(folder, 0)
+    if (folder / MANIFEST).exists() or not (first / MANIFEST).exists():
+        return checkpoint, checkpoint
+    return str(first), checkpoint if (folder / "config.json").exists() else str(first)
+
+
+def _release(request: ServeRequest) -> str | None:
+    package = request.engine.package
+    return request.release or distribution_version(package, package) or None
+
+
+def _engine_findings(request: ServeRequest) -> Iterator[ServeFinding]:
+    engine, release = request.engine, _release(request)
+    known = " and ".join(engine.releases)
+    if release is None:
+        says, get = f"{engine.title} is not installed here", install_hint(engine.extra)
+        yield ServeFinding("engine", REFUSED, says, f"{get}, or state its version with --release")
+        return
+    if not engine.has_adapter(release):
+        says = f"moectl has no adapter for {engine.title} {release}, only for {known}"
+        yield ServeFinding("engine", REFUSED, says, f"use one of these releases of {engine.title}")
+    else:
+        where = "assumed" if request.release else "installed"
+        yield ServeFinding("engine", FINE, f"{engine.title} {release} ({where}) has an adapter")
+    if not engine.group or request.release:
+        return
+    if "moectl" not in {point.name for point in entry_points(group=engine.group)}:
+        says = f"{engine.title} does not find moectl: no entry point {engine.group} is called moectl"
+        yield ServeFinding("plug-in", REFUSED, says, "install moectl in the engine's environment with pip")
+        return
+    allowed = os.environ.get(engine.allowed, "")
+    if allowed and "moectl" not in (name.strip() for name in allowed.split(",")):
+        says = f"{engine.allowed}={allowed} keeps {engine.title} from loading moectl"
+        yield ServeFinding("plug-in", REFUSED, says, f"add moectl to {engine.allowed}")
+    else:
+        yield ServeFinding("plug-in", FINE, f"{engine.title} finds moectl by its entry point")
+
+
+def _option_findings(request: ServeRequest) -> Iterator[ServeFinding]:
+    options = request.options
+    if met := request.engine.refusals(options):
+        says, do = reasons_and_hints(request.engine.title, met)
+        yield ServeFinding("options", REFUSED, says, do)
+    asked = options.get("--quantization")
+    if asked not in (None, "moectl"):
+        says = f"--quantization {asked} keeps moectl from computing experts"
+        yield ServeFinding("options", REFUSED, says, "leave it out")
+    dtype = str(options.get("--dtype", "auto"))
+    if dtype not in DTYPES:
+        says = f"moectl's experts take bfloat16 or float16, not {dtype}"
+        yield ServeFinding("options", REFUSED, says, "use --dtype bfloat16")
+
+
+def _device_findings(request: ServeRequest) -> Iterator[ServeFinding]:
+    device, name = request.device, request.device.name
+    digits = device.arch.removeprefix("sm")
+    capable = device.platform == "cuda" and digits.isdecimal() and int(digits) >= OLDEST
+    if not capable and request.engine.own_only:
+        says = f"moectl's kernels need an NVIDIA GPU of sm{OLDEST} or newer; {name} is {device.arch}"
+        yield ServeFinding("device", REFUSED, says, "state the server's with --gpu")
+    free = shutil.disk_usage(_existing(cache_folder())).free
+    if free < SPARE_DISK:
+        says = f"only {free >> 20} MiB are free for compiled kernels in {cache_folder()}"
+        yield ServeFinding("disk", WARNING, says, "free some, or set XDG_CACHE_HOME")
+
+
+def _existing(folder: Path) -> Path:
+    return next(place for place in (folder, *folder.parents) if place.exists())
+
+
+def _file_findings(
+    request: ServeRequest, experts: ModelExperts, shards: Iterable[RankShard]
+) -> Iterator[ServeFinding]:
+    """Whether each rank finds its own files, whole; sizes and headers only, unless hashes are asked for."""
+    if not experts.converted:
+        yield ServeFinding(
+            "files", FINE, "every file of the checkpoint is there, with the sizes in its headers"
+        )
+        return
+    folders = []
+    for shard in shards:
+        try:
+            source = experts.directory(shard)
+            for number in source.layers():
+                source.manifest.open_layer(number)
+            _ = source.manifest.passthrough
+        except UsageError as error:
+            # Said once for all ranks.
+            yield _finding("files", error)
+            return
+        except MoectlError as error:
+            yield _finding("files", error)
+        else:
+            folders.append(source)
+    if not folders:
+        return
+    manifest = folders[0].manifest
+    layout = manifest.layout.name
+    ranks = f"{len(folders)} ranks, " if len(folders) > 1 else ""
+    yield ServeFinding("files", FINE, f"{ranks}{len(manifest.layers)} layers as {layout}, complete")
+    if not manifest.record.rest:
+        says = "the directory has experts only, no engine finds the other weights in it"
+        yield ServeFinding("files", REFUSED, says, "convert without --experts-only")
+    if request.verify:
+        yield from _hash_findings(folders)
+
+
+def _hash_findings(folders: Iterable[ConvertedLayers]) -> Iterator[ServeFinding]:
+    from ..convert.restore.verify import verify
+
+    for source in folders:
+        report = verify(source.folder, None)
+        for finding in report.findings:
+            yield ServeFinding("hashes", REFUSED, str(finding), "convert again")
+        if report.ok:
+            yield ServeFinding("hashes", FINE, f"every byte of {source.folder} is as written")
+
+
+def _layers(request: ServeRequest, experts: ModelExperts, shard: RankShard) -> Iterator[ServedLayers]:
+    """Who computes the layers of a rank, by the same rules as in the engine."""
+    try:
+        assumed = request.release is not None
+        packages = packages_from("torch,triton" if assumed else None)
+    except MoectlError:
+        packages = packages_from(None)
+    numbers: dict[MoEProblem, list[int]] = {}
+    for number in sorted(experts.layers):
+        numbers.setdefault(experts.problem_of(number, shard), []).append(number)
+    for problem, found in numbers.items():
+        name = os.environ.get(BACKEND, "") or _backend(request, problem, packages)
+        yield ServedLayers(tuple(found), str(problem.scheme), name)
+
+
+def _backend(request: ServeRequest, problem: MoEProblem, packages: Packages) -> str:
+    try:
+        decision = select(problem, request.device, packages, policy_named(POLICY))
+    except OutOfScope:
+        return ""
+    name = decision.best_first[0].backend.runner if decision.best_first else ""
+    return name if name in OWN or not request.engine.own_only else ""
+
+
+def _layer_findings(
+    request: ServeRequest, experts: ModelExperts, layers: Iterable[ServedLayers]
+) -> Iterator[ServeFinding]:
+    engine, own = request.engine, False
+    for found in layers:
+        which = f"layers {ranges(found.layers)} ({found.scheme})"
+        if found.backend:
+            own = True
+            yield ServeFinding("kernels", FINE, f"{which}: moectl's backend {found.backend}")
+        elif experts.converted or not engine.own_only:
+            says = f"{which}: moectl has no kernel for them on {request.device.name}"
+            yield ServeFinding("kernels", REFUSED, says, "serve the published checkpoint without moectl")
+        else:
+            says = f"{which}: left to {engine.title}, moectl has no kernel for them on {request.device.name}"
+            yield ServeFinding("kernels", WARNING, says, "" if own else "serve it without moectl")
+
+
+def _memory_findings(
+    request: ServeRequest, experts: ModelExperts, shards: tuple[RankShard, ...]
+) -> Iterator[ServeFinding]:
+    """Whether one rank's weights fit; the KV cache and activations come on top."""
+    memory, weights = request.device.memory_bytes, weight_bytes(experts, shards, request.tp)
+    if not memory:
+        return
+    name, gib = request.device.name, 2**30
+    text = f"weights of {weights / gib:.3g} GiB per GPU, {name} has {memory / gib:.3g} GiB"
+    if weights > memory:
+        yield ServeFinding("memory", REFUSED, text, "use more GPUs: --tp, --ep")
+    elif weights > 0.85 * memory:
+        yield ServeFinding("memory", WARNING, f"{text}: little is left for the KV cache", "use more GPUs")
+    else:
+        yield ServeFinding("memory", FINE, text)
+
+
+def weight_bytes(experts: ModelExperts, shards: tuple[RankShard, ...], tp: int) -> int:
+    """Bytes of weights on the GPU of one of `shards`; what is no expert is divided by `tp`."""
+    source: Any = experts.source
+    if isinstance(source, CheckpointLayers):
+        known = experts.tensor_names(experts.layers)
+        sizes = {True: 0, False: 0}
+        for name, info in source.checkpoint.tensors.items():
+            sizes[known.fullmatch(name) is not None] += info.nbytes
+        return sizes[True] // len(shards) + sizes[False] // tp
+    manifest = experts.directory(shards[0]).manifest
+    stored = sum(layer.size for layer in manifest.record.layers)
+    return int(stored) + sum(info.nbytes for info in manifest.passthrough.values()) // tp
