@@ -51,7 +51,7 @@ def env(
     *,
     out: Output,
 ) -> None:
-    """Print the system, GPUs, versions and packages for a bug report."""
+    """Print system, GPUs, versions and packages for a bug report."""
     from ..doctor import examine
 
     report = examine(os.environ)

@@ -47,11 +47,11 @@ def serve_check(
     *,
     out: Output,
 ) -> ExitCode:
-    """Say before a start whether an engine would serve CKPT with moectl's experts.
+    """Check before a start whether an engine would serve CKPT.
 
-    Checks the engine's release and how it finds moectl, the checkpoint or converted directory for these
-    ranks, options, GPU, kernels of every layer, and memory, by the facts that refuse at start. Then comes
-    the command that starts the server.
+    With moectl's experts. Checks the engine's release and how it finds moectl, the checkpoint or converted
+    directory for these ranks, options, GPU, kernels of every layer, and memory, by the facts that refuse at
+    start. Then comes the command that starts the server.
     """
     from ..integrations.serve_check import ServeRequest, check_serving
     from ..integrations.served_engines import SERVED_ENGINES

@@ -22,7 +22,7 @@ def verify(
     *,
     out: Output,
 ) -> ExitCode:
-    """Check a converted directory against its hashes and its source.
+    """Check a converted directory against its hashes and source.
 
     Checks sizes, hashes, the manifest, and that every tensor restores its source bit for bit; for a
     portable checkpoint, sizes and hashes.

@@ -71,7 +71,7 @@ class ServedEngine:
         if self.program:
             return self.program(path, converted)
         reader = next(reader for reader in FOLDER_READERS if reader.program == self.title)
-        words = [] if converted else ["--quantization moectl"]
+        words = [] if converted else [reader.take_over]
         for name, value in options.items():
             words.append(name if value is True else f"{name} {shlex.quote(str(value))}")
         return " ".join([reader.spelled(path, tp, ep), *words])

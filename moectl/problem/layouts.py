@@ -196,6 +196,7 @@ class DirectoryReader:
         serve: the command that serves a directory; empty for one that does not serve requests.
         ranks: its option for the number of ranks; `experts`: that for experts distributed over some of them.
         mixed: whether it slices experts that it distributes.
+        take_over: its option that gives moectl the experts of a published checkpoint.
     """
 
     program: str
@@ -205,6 +206,7 @@ class DirectoryReader:
     ranks: str = ""
     experts: str = ""
     mixed: bool = False
+    take_over: str = ""
 
     def command(self, path: str, tp_size: int = 1, ep_size: int = 1) -> str:
         """The command line that serves `path` with each expert in `tp_size` slices, over `ep_size` groups of
@@ -240,6 +242,7 @@ FOLDER_READERS: tuple[DirectoryReader, ...] = (
         "vllm serve {}",
         "--tensor-parallel-size {}",
         "--enable-expert-parallel",
+        take_over="--quantization moectl",
     ),
     DirectoryReader(
         "SGLang",
@@ -249,6 +252,7 @@ FOLDER_READERS: tuple[DirectoryReader, ...] = (
         "--tp-size {}",
         "--ep-size {}",
         mixed=True,
+        take_over="--quantization moectl",
     ),
 )
 """Who loads a directory converted to a kernel layout. A plug-in for an engine adds its row here.

@@ -61,7 +61,8 @@ def test_formats_and_layouts_name_only_who_loads_them():
     gpt_oss = {(row["name"], row["container"]) for row in rows if not row["not_for"]}
     assert gpt_oss == {("mxfp4", "native"), ("bf16", "native")}
     for row in moectl("list", "layouts", "--json").document["layouts"]:
-        served = "; vLLM 0.33 with moectl[vllm]" if row["name"] == "moectl-mtile64" else ""
+        plug_ins = "; vLLM 0.33 with moectl[vllm]; SGLang 0.5.23 with moectl[sglang]"
+        served = plug_ins if row["name"] == "moectl-mtile64" else ""
         library = "; transformers moectl.integrations.transformers"
         assert row["loaded_by"] == f"moectl run, bench, load_prepared{library}{served}" and row["kernels"]
     assert "--json says who loads a directory" in moectl("list", "layouts", "marlin-int4").words

@@ -1,4 +1,4 @@
-"""`moectl serve-check`: what would keep a server from starting, by the facts that its adapter refuses with."""
+"""`moectl serve-check`: what would keep a server from starting, by the facts of its adapter."""
 
 import shlex
 import shutil

@@ -19,8 +19,10 @@ from ...oracle.policy import Policy
 from ...oracle.registry import engine_named, policy_named, versioned
 from ...oracle.verdict_sentences import INVARIANCE
 from ...problem.layer_ranges import ranges
+from ...problem.layouts import FOLDER_READERS
 from ...problem.moe_problem import Parallel
 from ...problem.schemes import A16, Scheme
+from ...run.run_plan import POLICY
 from ..output import duration, gib
 from ..text_blocks import Block, Heading, LabelledValues
 from .environment import finding_words, notes_of, package_sentences, untuned_words, variables
@@ -54,6 +56,7 @@ def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Blo
     rows += _other_experts(explanation)
     if explanation.usable and memory.fits is not False:
         rows += [("run", unbroken_options(run_command(explanation)))]
+        rows += [("serve", unbroken_options(command)) for command in plug_in_commands(explanation)]
     yield LabelledValues(tuple(rows), tones={"memory": "wrong"} if memory.fits is False else {})
     if not alone:
         return
@@ -226,6 +229,22 @@ def _backends(explanation: Explanation) -> tuple[str, ...]:
     """The chosen backends, each once; none if some layers have none."""
     chosen = [group.decision.chosen for group in explanation.groups if explanation.usable]
     return tuple(dict.fromkeys(candidate.backend.name for candidate in chosen if candidate))
+
+
+def plug_in_commands(explanation: Explanation) -> tuple[str, ...]:
+    """Commands of engines that compute the checkpoint's experts with the chosen kernels, as plug-ins.
+
+    None where another program's choice is explained, or layers have other backends.
+    """
+    parallel, chosen = explanation.parallel, [group.decision.chosen for group in explanation.groups]
+    if explanation.policy != POLICY or parallel.dp > 1 or parallel.pp > 1:
+        return ()
+    name, groups = local_name(explanation.origin), parallel.ep_size if parallel.ep else 1
+    return tuple(
+        f"{reader.spelled(name, parallel.tp, groups)} {reader.take_over}"
+        for reader in FOLDER_READERS
+        if reader.take_over and all(found and found.layout in reader.layouts for found in chosen)
+    )
 
 
 def run_command(explanation: Explanation) -> str:
