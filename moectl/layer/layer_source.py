@@ -39,6 +39,9 @@ class LayerSource(Protocol):
     def layer(self, number: int | None = None) -> ExpertLayer:
         """One layer, the first for None; raises like `checkpoint_layer` and `converted_layer`."""
 
+    def expect(self, number: int, shard: RankShard) -> None:
+        """Has the system read what rank `shard` needs of a layer into the page cache, without waiting."""
+
 
 @dataclass(frozen=True)
 class CheckpointLayers:
@@ -72,6 +75,21 @@ class CheckpointLayers:
         from .prepare import checkpoint_layer
 
         return checkpoint_layer(self.checkpoint, number)
+
+    def expect(self, number: int, shard: RankShard) -> None:
+        """See `LayerSource`."""
+        from ..convert.rank_slice import RankSlice
+        from ..convert.sources import map_layer
+        from ..convert.stream.file_transfers import announce
+
+        group, folder = self.checkpoint.group_of(number), self.checkpoint.folder
+        if folder is not None:
+            mapped = map_layer(self.checkpoint, group, number)
+            mapped = mapped.of_experts(*RankSlice(group.problem, shard).experts)
+            extents = (
+                (info.file, info.start + first, info.start + last) for info, first, last in mapped.extents
+            )
+            announce(folder, extents)
 
 
 @dataclass(frozen=True)
@@ -116,3 +134,10 @@ class ConvertedLayers:
         from .prepare import converted_layer
 
         return converted_layer(self.manifest, number, check=self.check)
+
+    def expect(self, number: int, shard: RankShard) -> None:
+        """See `LayerSource`; `shard` is the directory's own."""
+        from ..convert.stream.file_transfers import announce
+
+        record = self.manifest.layer(number)
+        announce(self.folder, [(record.file, 0, record.size)])
