@@ -29,7 +29,8 @@ BATCH_BYTES: Mapping[str, int] = {"cpu": 256 << 20, "cuda": 32 << 20}
 """Canonical bytes of a batch of experts that is repacked at once, by type of device.
 
 On a GPU `AHEAD` batches are loaded while another is repacked. Bytes as stored take up to as much again, and
-so do intermediate results: 256 MiB beside the weights in all, unless an expert is larger than a batch.
+so do intermediate results: 256 MiB beside the weights in all. Experts larger than a batch are loaded one by
+one.
 """
 
 AHEAD = 2
@@ -95,7 +96,7 @@ class ExpertLayer:
 
         A layer stored in that layout is loaded directly. Otherwise it is repacked through its canonical form,
         batch by batch, which is reported in `PreparedMoE.relaid`. On a GPU either takes the memory of the
-        weights and 256 MiB, beside what the runner derives from the weights.
+        weights and 256 MiB (or that of some experts, if it is more), and what the runner derives from them.
 
         Raises:
             NoBackend: the layout cannot hold the problem.
@@ -146,13 +147,16 @@ class ExpertLayer:
                     output.apply(batch, statistics, out[name][first:last])
                 elif first == 0:
                     output.apply(batch, statistics, out[name])
+            del batch  # its memory is free for those that are being loaded
         return out
 
     def _batches(self, device: torch.device) -> Iterator[tuple[int, int, Mapping[str, Tensor]]]:
         """All experts in batches: the first, the last (exclusive), and their canonical roles on `device`."""
         most = BATCH_BYTES.get(device.type, BATCH_BYTES["cuda"])
-        ranges = spans(self.problem.local_experts, max(1, most // max(1, self.problem.expert_bytes())))
-        if device.type != "cuda":
+        # A rank's slices are cut from whole experts after those were loaded.
+        each = (self.rank_slice.whole if self.rank_slice else self.problem).expert_bytes()
+        ranges = spans(self.problem.local_experts, max(1, most // max(1, each)))
+        if device.type != "cuda" or each > most:
             for first, last in ranges:
                 yield first, last, self.canonical(range(first, last), device)
             return
