@@ -70,11 +70,20 @@ def transfer(reader: FolderReader, transfers: Iterable[Transfer], device: torch.
     pieces = list(_pieces(every, _piece_bytes(total)))
     if device.type != "cpu":
         _Staged(device, fds).run(pieces)
-    elif len(pieces) == 1 or _threads() == 1:
+        return
+    targets = {id(item.target): item.target for item in every}
+    views = {key: as_bytes(target) for key, target in targets.items()}
+
+    def read(piece: list[Transfer]) -> None:
+        for item in piece:
+            view = views[id(item.target)][item.at : item.at + item.size]
+            read_exactly(fds[item.file], view, item.start, item.file)
+
+    if len(pieces) == 1 or _threads() == 1:
         for piece in pieces:
-            _read_in_place(fds, piece)
+            read(piece)
     else:
-        _run_all(lambda piece: _read_in_place(fds, piece), pieces)
+        _run_all(read, pieces)
 
 
 def announce(folder: Path, extents: Iterable[tuple[str, int, int]]) -> Future[None]:
@@ -146,12 +155,6 @@ def _run_all(work: Callable[[list[Transfer]], None], pieces: list[list[Transfer]
         for future in futures:
             future.cancel()
         wait(futures)
-
-
-def _read_in_place(fds: dict[str, int], piece: list[Transfer]) -> None:
-    for item in piece:
-        view = as_bytes(item.target)[item.at : item.at + item.size]
-        read_exactly(fds[item.file], view, item.start, item.file)
 
 
 class _Buffer:
