@@ -102,8 +102,12 @@ class ModelExperts:
     def _expect_after(self, layer: int, shard: RankShard) -> None:
         """Has the layer after `layer` read into the page cache while this one is loaded."""
         following = min((number for number in self.layers if number > layer), default=None)
-        if following is not None:
-            (self._of_rank(shard) if self.converted else self.source).expect(following, shard)
+        if following is None:
+            return
+        if isinstance(self.source, CheckpointLayers):
+            self.source.expect(following, shard)
+        else:
+            self._of_rank(shard).expect(following)
 
     @staticmethod
     def backends(problem: MoEProblem, device: torch.device, stored: str = "") -> tuple[str, ...]:

@@ -39,9 +39,6 @@ class LayerSource(Protocol):
     def layer(self, number: int | None = None) -> ExpertLayer:
         """One layer, the first for None; raises like `checkpoint_layer` and `converted_layer`."""
 
-    def expect(self, number: int, shard: RankShard) -> None:
-        """Has the system read what rank `shard` needs of a layer into the page cache, without waiting."""
-
 
 @dataclass(frozen=True)
 class CheckpointLayers:
@@ -77,7 +74,7 @@ class CheckpointLayers:
         return checkpoint_layer(self.checkpoint, number)
 
     def expect(self, number: int, shard: RankShard) -> None:
-        """See `LayerSource`."""
+        """Has the system read what rank `shard` needs of a layer into the page cache, without waiting."""
         from ..convert.rank_slice import RankSlice
         from ..convert.sources import map_layer
         from ..convert.stream.file_transfers import announce
@@ -135,8 +132,8 @@ class ConvertedLayers:
 
         return converted_layer(self.manifest, number, check=self.check)
 
-    def expect(self, number: int, shard: RankShard) -> None:
-        """See `LayerSource`; `shard` is the directory's own."""
+    def expect(self, number: int) -> None:
+        """Has the system read a layer's file into the page cache, without waiting."""
         from ..convert.stream.file_transfers import announce
 
         record = self.manifest.layer(number)

@@ -140,6 +140,7 @@ def test_a_gpus_tensors_are_filled_in_the_streams_order(folder: Path) -> None:
     device = torch.device("cuda", 0)
     for turn in range(20):
         transfers, expected = some_transfers(folder, device)
+        torch.cuda.synchronize()
         with FolderReader(folder) as reader, torch.cuda.stream(torch.cuda.Stream()):
             # Work on the targets that takes longer than the reads: copies have to wait for it.
             torch.cuda._sleep(5_000_000)
