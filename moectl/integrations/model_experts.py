@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,11 @@ from ..layer.experts import ExpertLayer
 from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
 from ..problem.moe_problem import MoEProblem
 from ..run.layer_variants import in_dtype, rank_share
-from ..run.run_machine import choose_backends, this_machine
+from ..run.run_machine import RunMachine, choose_backends
+from ..run.run_machine import this_machine as look_at_machine
+
+this_machine: Callable[[str], RunMachine] = cache(look_at_machine)
+"""This machine, looked at once: packages and drivers stay the same while a model's layers are loaded."""
 
 WHOLE = RankShard()
 """The only rank of a deployment on one GPU."""
@@ -102,11 +106,22 @@ class ModelExperts:
                 f"layer {layer} applies router weights to its input, which this model's experts do outside",
                 hint="leave these experts to the library itself",
             )
+        self._expect_after(layer, shard)
         name = backend or self.backends(experts.problem, device, experts.layout)[0]
         if backend:
             machine = replace(this_machine(device.type), torch=device)
             choose_backends(experts.problem, machine, [backend], experts.layout).require()
         return experts.prepared(name, device)
+
+    def _expect_after(self, layer: int, shard: RankShard) -> None:
+        """Has the layer after `layer` read into the page cache while this one is loaded."""
+        following = min((number for number in self.layers if number > layer), default=None)
+        if following is None:
+            return
+        if isinstance(self.source, CheckpointLayers):
+            self.source.expect(following, shard)
+        else:
+            self._of_rank(shard).expect(following)
 
     @staticmethod
     def backends(problem: MoEProblem, device: torch.device, stored: str = "") -> tuple[str, ...]:

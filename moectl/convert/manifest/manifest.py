@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,8 @@ from ...problem.moe_problem import MoEProblem
 from ...torch_dtypes import TORCH_DTYPES
 from ..recipe.recipe import SIDE
 from ..sources import output_name
+from ..stream.file_transfers import Transfer, flat, transfer
+from ..stream.pipeline import usable_cores
 from ..stream.source_reader import FolderReader
 from ..worker_partition import partitions_in
 from .manifest_check import check_manifest
@@ -234,11 +237,18 @@ def check_layer(manifest: Manifest, layer: int, locations: Mapping[str, TensorIn
 
     Raises CheckpointError if the file is missing, truncated, or holds other bytes than were written.
     """
-    with FolderReader(manifest.folder) as reader:
-        for role, item in manifest.tensors(layer).items():
-            info = locations[role]
-            if range_sha256(reader.fd(info.file), info.start, info.end, info.file) != item.sha256:
-                raise _other_bytes(item.spec.name, info.file)
+    stored = manifest.tensors(layer)
+    with FolderReader(manifest.folder) as reader, ThreadPoolExecutor(usable_cores(), "hash") as threads:
+        fds = {info.file: reader.fd(info.file) for info in locations.values()}
+
+        def sha256(info: TensorInfo) -> str:
+            return range_sha256(fds[info.file], info.start, info.end, info.file)
+
+        # A tensor is hashed by one thread, from its first byte to its last.
+        hashes = threads.map(sha256, (locations[role] for role in stored))
+        for (role, item), found in zip(stored.items(), hashes, strict=True):
+            if found != item.sha256:
+                raise _other_bytes(item.spec.name, locations[role].file)
 
 
 def _other_bytes(name: str, file: str) -> CheckpointError:
@@ -249,16 +259,23 @@ def _other_bytes(name: str, file: str) -> CheckpointError:
 
 
 def load_layer(
-    manifest: Manifest, layer: int, locations: Mapping[str, TensorInfo] | None = None, *, check: bool = False
+    manifest: Manifest,
+    layer: int,
+    locations: Mapping[str, TensorInfo] | None = None,
+    *,
+    check: bool = False,
+    device: torch.device | None = None,
 ) -> dict[str, torch.Tensor]:
     """One layer's stored tensors by role, in their stored shape and dtype, without the ``source.*`` ones.
 
-    They are views of a private memory map of the file: data is read on first use, and nothing is ever
-    written to the file.
+    On the CPU they are views of a private memory map of the file: data is read on first use, and nothing is
+    ever written to the file. On another device they are allocated with their exact sizes, and read through
+    buffers in host memory (`stream.file_transfers`).
 
     Args:
         locations: the result of `Manifest.open_layer`, if the file's header has been read already.
         check: check each tensor against its SHA-256.
+        device: where the tensors are wanted; None for the CPU.
 
     Raises:
         CheckpointError: the file is missing, truncated, or differs from the manifest in any field.
@@ -267,6 +284,8 @@ def load_layer(
         locations = manifest.open_layer(layer)
     if check:
         check_layer(manifest, layer, locations)
+    if device is not None and device.type != "cpu":
+        return _read_layer(manifest.folder, locations, device)
     record = manifest.layer(layer)
     path = manifest.folder / record.file
     with open_regular(path, str(path)) as file:
@@ -278,3 +297,20 @@ def load_layer(
         for role, info in locations.items()
         if not role.startswith(SIDE)
     }
+
+
+def _read_layer(
+    folder: Path, locations: Mapping[str, TensorInfo], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The tensors at `locations`, without the ``source.*`` ones, newly allocated on `device`."""
+    wanted = {role: info for role, info in locations.items() if not role.startswith(SIDE)}
+    tensors = {
+        role: torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device=device)
+        for role, info in wanted.items()
+    }
+    with FolderReader(folder) as reader:
+        transfers = (
+            Transfer(info.file, info.start, info.nbytes, flat(tensors[role])) for role, info in wanted.items()
+        )
+        transfer(reader, transfers, device)
+    return tensors
