@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checkpoint import open_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
@@ -21,9 +22,10 @@ from ..convert.sources import output_name
 from ..errors import CheckpointError, UsageError
 from ..files.strict_json import parse_json_object
 from ..kernels.prepared_layer import PreparedMoE
-from ..layer.experts import ExpertLayer
+from ..layer.experts import ExpertLayer, layout_recipe
 from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
-from ..problem.moe_problem import MoEProblem
+from ..layer.random_layer import RandomLayer
+from ..problem.moe_problem import MoEProblem, expert_range
 from ..run.layer_variants import in_dtype, rank_share
 from ..run.run_machine import choose_backends, this_machine
 
@@ -43,12 +45,14 @@ class ModelExperts:
         published: the ``quantization_config`` that the checkpoint was published with; empty without one.
         expert_names: regular expressions of the full names of the experts' tensors in its files.
         others_quantized: whether other tensors than experts are quantized, and need another loader.
+        random: whether layers get random weights of the same kind instead of their own; nothing is read then.
     """
 
     source: LayerSource
     published: dict[str, Any]
     expert_names: tuple[str, ...]
     others_quantized: bool
+    random: bool = False
 
     @property
     def converted(self) -> bool:
@@ -82,7 +86,7 @@ class ModelExperts:
 
         Raises NoBackend if no backend supports it, and what reading the layer raises.
         """
-        experts = in_dtype(self._experts(layer, shard), dtype)
+        experts = in_dtype(self._experts(layer, shard, device), dtype)
         if experts.problem.routing.weight_on_input:
             raise UsageError(
                 f"layer {layer} applies router weights to its input, which this model's experts do outside",
@@ -92,7 +96,43 @@ class ModelExperts:
         if backend:
             machine = replace(this_machine(device.type), torch=device)
             choose_backends(experts.problem, machine, [backend], experts.layout).require()
-        return experts.prepared(name, device)
+        prepared = experts.prepared(name, device)
+        return replace(prepared, first_expert=self.first_expert(layer, shard))
+
+    def stored(
+        self, layer: int, device: torch.device, dtype: str, shard: RankShard = WHOLE
+    ) -> Mapping[str, Tensor]:
+        """The tensors of `layer` by role on `device`, in the layout of a converted directory.
+
+        Raises UsageError if the directory was written for another dtype than `dtype`, by another version of
+        its layout, or for another deployment.
+        """
+        manifest = self._of_rank(shard).manifest
+        experts, layout = self._experts(layer, shard, device), manifest.layout.name
+        if experts.problem.dtype != dtype:
+            raise UsageError(
+                f"{manifest.folder} was converted for {experts.problem.dtype}, the model computes in {dtype}",
+                hint=f"serve it with --dtype {experts.problem.dtype}",
+            )
+        rank_slice = experts.rank_slice or RankSlice(experts.problem)
+        recipe = layout_recipe(layout, rank_slice, experts.recipe.shapes)
+        if self.random:
+            return experts.repack(recipe, device)
+        if recipe != experts.recipe:
+            raise UsageError(
+                f"{manifest.folder} has an older version of {layout}, which no kernel reads as it is",
+                hint="convert it again",
+            )
+        return experts.stored(device)
+
+    def layout_of(self, shard: RankShard = WHOLE) -> str:
+        """Name of the layout of a converted directory; empty for a published checkpoint."""
+        return self._of_rank(shard).manifest.layout.name if self.converted else ""
+
+    def first_expert(self, layer: int, shard: RankShard = WHOLE) -> int:
+        """The number in the whole layer of the rank's first expert."""
+        problem = self.problem_of(layer, shard)
+        return expert_range(problem.experts, shard.ep_size, shard.ep_rank)[0]
 
     @staticmethod
     def backends(problem: MoEProblem, device: torch.device, stored: str = "") -> tuple[str, ...]:
@@ -100,7 +140,9 @@ class ModelExperts:
         machine = replace(this_machine(device.type), torch=device)
         return choose_backends(problem, machine, (), stored).require().names
 
-    def _experts(self, layer: int, shard: RankShard) -> ExpertLayer:
+    def _experts(self, layer: int, shard: RankShard, device: torch.device) -> ExpertLayer:
+        if self.random:
+            return RandomLayer(self.problem_of(layer, shard), device).experts
         if isinstance(self.source, CheckpointLayers):
             return rank_share(self.source.layer(layer), shard)
         return self._of_rank(shard).layer(layer)
