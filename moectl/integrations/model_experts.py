@@ -99,21 +99,14 @@ class ModelExperts:
         prepared = experts.prepared(name, device)
         return replace(prepared, first_expert=self.first_expert(layer, shard))
 
-    def stored(
-        self, layer: int, device: torch.device, dtype: str, shard: RankShard = WHOLE
-    ) -> Mapping[str, Tensor]:
+    def stored(self, layer: int, device: torch.device, shard: RankShard = WHOLE) -> Mapping[str, Tensor]:
         """The tensors of `layer` by role on `device`, in the layout of a converted directory.
 
-        Raises UsageError if the directory was written for another dtype than `dtype`, by another version of
-        its layout, or for another deployment.
+        Raises UsageError if the directory was written by another version of its layout, or for another
+        deployment.
         """
         manifest = self._of_rank(shard).manifest
         experts, layout = self._experts(layer, shard, device), manifest.layout.name
-        if experts.problem.dtype != dtype:
-            raise UsageError(
-                f"{manifest.folder} was converted for {experts.problem.dtype}, the model computes in {dtype}",
-                hint=f"serve it with --dtype {experts.problem.dtype}",
-            )
         rank_slice = experts.rank_slice or RankSlice(experts.problem)
         recipe = layout_recipe(layout, rank_slice, experts.recipe.shapes)
         if self.random:

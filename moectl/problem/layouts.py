@@ -207,7 +207,16 @@ class DirectoryReader:
 FOLDER_READERS: tuple[DirectoryReader, ...] = (
     DirectoryReader("moectl", ("run", "bench", "load_prepared")),
     DirectoryReader("transformers", ("moectl.integrations.transformers",)),
-    DirectoryReader("vLLM", ("0.33 with moectl[vllm]",), serves=True, layouts=("moectl-mtile64",)),
+    DirectoryReader(
+        "vLLM",
+        ("0.33 with moectl[vllm]",),
+        serves=True,
+        layouts=(
+            "moectl-mtile64",
+            *("marlin-mxfp4", "marlin-int4", "marlin-int8"),
+            *("triton-hopper", "triton-blackwell", "cutlass-sm90", "trtllm-mxfp4"),
+        ),
+    ),
 )
 """Who loads a directory converted to a kernel layout. A plug-in for an engine adds its row here.
 

@@ -17,7 +17,12 @@ import types
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_TARGET_DEVICE": "empty"}
+os.environ |= {
+    "VLLM_HAS_FLASHINFER_CUBIN": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_TARGET_DEVICE": "empty",
+}
 
 import torch  # noqa: E402
 
@@ -49,7 +54,9 @@ def pretend(capability: tuple[int, int]) -> torch.library.Library:
     operators = torch.library.Library("_C", "FRAGMENT")
     for name, supported in HOST_QUERIES.items():
         operators.define(f"{name}(int cuda_device_capability) -> bool")
-        operators.impl(name, lambda given, supported=supported: given in supported, "CompositeExplicitAutograd")
+        operators.impl(
+            name, lambda given, supported=supported: given in supported, "CompositeExplicitAutograd"
+        )
     import vllm.platforms as platforms
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
@@ -62,6 +69,7 @@ def pretend(capability: tuple[int, int]) -> torch.library.Library:
 
     platforms._current_platform = Pretended()
     torch.cuda.get_device_capability = lambda *device: capability
+    torch.accelerator.current_device_index = lambda: torch.device("cpu")
     from vllm.model_executor.layers.quantization.utils import marlin_utils_test as reference
     from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_cols
 
@@ -97,6 +105,7 @@ def pretend(capability: tuple[int, int]) -> torch.library.Library:
 
 def reference_flashinfer() -> None:
     """Stand in for the operators of FlashInfer that vLLM repacks with, which are CUDA code."""
+    import flashinfer.fp4_quantization
     import flashinfer.fused_moe
     from support import flashinfer_reference
 
@@ -137,7 +146,9 @@ def built(published: dict[str, Any], quantization: Any, number: int) -> Any:
     gpt_oss = published["model_type"] == "gpt_oss"
     special = {"has_bias": True, "activation": "swigluoai", "routed_experts_cls": GptOssRoutedExperts}
     experts = text.get("num_local_experts") or text.get("num_experts") or text["n_routed_experts"]
-    inner = text["intermediate_size"] if gpt_oss else text.get("moe_intermediate_size", text["intermediate_size"])
+    inner = (
+        text["intermediate_size"] if gpt_oss else text.get("moe_intermediate_size", text["intermediate_size"])
+    )
     prefix = f"model.layers.{number}.mlp.experts"
     return FusedMoEFactory(
         num_experts=experts,
@@ -168,16 +179,22 @@ def load(layer: Any, tensors: dict[str, torch.Tensor], number: int) -> None:
             given = tensor.flatten(2) if kind == "blocks" else tensor
             parameter = getattr(layer, own)
             parameter.weight_loader(parameter, given, weight_name=own, shard_id=None, expert_id=None)
-        elif parts[2] != "g_idx":
+        elif parts[2] not in ("g_idx", "bias"):
             expert, shard = int(parts[0]), SHARDS[parts[1]]
             own = f"{'w2' if shard == 'w2' else 'w13'}_{parts[2]}"
             parameter = getattr(layer, own)
             parameter.weight_loader(parameter, tensor, own, shard_id=shard, expert_id=expert)
 
 
+UNREAD = ("_weight_shape", "_qzeros")
+"""Ends of names of parameters that vLLM loads and no kernel reads; zero points where there are some."""
+
+
 def values(layer: Any) -> dict[str, torch.Tensor]:
     """What the kernel of a loaded layer reads, by name: parameters, and storages of wrapped tensors."""
-    found = {name: tensor.data for name, tensor in layer.named_parameters(recurse=False)}
+    unread = UNREAD if layer.quant_method.moe_quant_config.w1_zp is None else UNREAD[:1]
+    parameters = layer.named_parameters(recurse=False)
+    found = {name: tensor.data for name, tensor in parameters if not name.endswith(unread)}
     for half in ("w13", "w2"):
         weight = getattr(layer, f"{half}_weight")
         if isinstance(weight, torch.Tensor):
@@ -187,7 +204,9 @@ def values(layer: Any) -> dict[str, torch.Tensor]:
         for name, wrapped in ((f"{half}_weight", weight), (f"{half}_weight_scale", scale)):
             found[name] = wrapped.storage.data
             shape = [*wrapped.shape, *wrapped.storage.layout.__dict__.get("shape", ())]
-            found[f"{name} as {type(wrapped.storage.layout).__name__} of {wrapped.dtype}"] = torch.tensor(shape)
+            found[f"{name} as {type(wrapped.storage.layout).__name__} of {wrapped.dtype}"] = torch.tensor(
+                shape
+            )
     return found
 
 
@@ -236,10 +255,16 @@ def main(checkpoint: Path, directory: Path, capability: str, backend: str) -> No
         allocated = sum(parameter.numel() for parameter in ours.parameters())
         ours.quant_method.process_weights_after_loading(ours)
     first, second = values(own), values(ours)
-    differences = {name: difference(first.get(name), second.get(name)) for name in first.keys() | second.keys()}
+    differences = {
+        name: difference(first.get(name), second.get(name)) for name in first.keys() | second.keys()
+    }
     kernels = [type(layer.quant_method.moe_kernel.fused_experts).__name__ for layer in (own, ours)]
     methods = [type(layer.quant_method).__name__ for layer in (own, ours)]
-    print(json.dumps({"kernels": kernels, "methods": methods, "allocated": allocated, "differences": differences}))
+    print(
+        json.dumps(
+            {"kernels": kernels, "methods": methods, "allocated": allocated, "differences": differences}
+        )
+    )
     del kept
 
 

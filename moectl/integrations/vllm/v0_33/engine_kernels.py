@@ -176,6 +176,11 @@ def engine_method(
             f"layer {number} is in the layout {layout}, and {kernel.backend} of vLLM does not run: {error}",
             hint="convert to another layout, or serve the checkpoint",
         ) from error
+    if moe.in_dtype not in published.get_supported_act_dtypes():
+        raise NoBackend(
+            f"vLLM's {kernel.backend} does not compute {problem.scheme.words} in {DTYPES[moe.in_dtype]}",
+            hint="serve it with --dtype bfloat16",
+        )
     names = PARAMETERS.get(type(method).__name__)
     if names is None:
         raise NoBackend(
@@ -252,10 +257,10 @@ class _Loading:
         computed.process_weights_after_loading(layer)
 
     def read(self) -> dict[str, Tensor]:
-        """The layer's tensors by role, on this process's device."""
-        moe = self.method.moe
-        device, dtype = this_device(), DTYPES[moe.in_dtype]
-        return dict(self.experts.stored(self.number, device, dtype, shard_of(moe)))
+        """The layer's tensors by role on this process's device, 16-bit numbers in the model's dtype."""
+        dtype = self.method.moe.in_dtype
+        stored = self.experts.stored(self.number, this_device(), shard_of(self.method.moe))
+        return {role: t.to(dtype) if t.dtype in DTYPES else t for role, t in stored.items()}
 
     def refill(self, experts: ModelExperts) -> None:
         """Replace the layer's values in place by those of `experts`."""
