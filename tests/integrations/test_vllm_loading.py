@@ -86,20 +86,20 @@ def test_moectl_backend_chooses_between_moectl_and_vllm(converted, monkeypatch):
     want = output(method, layer)
     monkeypatch.setenv("MOECTL_BACKEND", "vllm")
     assert type(loaded(opened(converted / "marlin"))[0]).__name__ == "GptOssMxfp4MoEMethod"
-    with pytest.raises(MoectlError, match="layout moectl-mtile64.*neither moectl's kernels nor vLLM's"):
+    with pytest.raises(MoectlError, match=r"layout moectl-mtile64.*neither moectl's kernels nor vLLM's"):
         loaded(opened(converted / "moectl"))
     monkeypatch.setenv("MOECTL_BACKEND", "torch")
     assert torch.equal(output(*loaded(opened(converted / "moectl"))), want)
 
 
 def test_a_kernel_that_vllm_does_not_run_here_is_refused(converted):
-    with pytest.raises(MoectlError, match="layout cutlass-sm90.*flashinfer_cutlass.*not on this GPU"):
+    with pytest.raises(MoectlError, match=r"layout cutlass-sm90.*flashinfer_cutlass.*not on this GPU"):
         loaded(opened(converted / "cutlass"))
-    with pytest.raises(MoectlError, match="does not compute .* in fp16"):
+    with pytest.raises(MoectlError, match=r"does not compute .* in fp16"):
         loaded(opened(converted / "marlin"), layer_of(torch.float16))
     wider = layer_of()
     wider.hidden_size = 512
-    with pytest.raises(MoectlError, match="converted for a hidden size of 256, vLLM's marlin has 512"):
+    with pytest.raises(MoectlError, match=r"converted for a hidden size of 256, vLLM's marlin has 512"):
         loaded(opened(converted / "marlin"), wider)
 
 
@@ -157,7 +157,7 @@ def test_weights_of_another_checkpoint_are_taken_and_another_model_is_refused(
     second = output(method, layer)
     assert torch.equal(second, output(*loaded(opened(other)))) and not torch.equal(first, second)
     vllm_stubs.CURRENT[0] = engine_config(str(tiny_kimi))
-    with pytest.raises(MoectlError, match="layers 0 of .*kimi are not those of"):
+    with pytest.raises(MoectlError, match=r"layers 0 of .*kimi are not those of"):
         quantization.get_checkpoint_weight_mapper()
 
 
@@ -168,12 +168,12 @@ def test_weights_that_are_handed_over_are_refused(tiny_gpt_oss, monkeypatch):
     quantization = opened(tiny_gpt_oss)
     loaded(quantization)
     # A trainer calls the model's load_weights itself, outside of vLLM's config.
-    with pytest.raises(MoectlError, match="do not support weights that are handed over in memory"):
+    with pytest.raises(MoectlError, match=r"do not support weights that are handed over in memory"):
         quantization.get_checkpoint_weight_mapper()
     opened(tiny_gpt_oss).get_quant_method(layer_of(), NAME)
     assert runner.reload_weights(None, None, weights_path="there") == "reloaded"
     for named in ({}, {"is_checkpoint_format": False}):
-        with pytest.raises(MoectlError, match="handed over in memory. Call reload_weights with a path"):
+        with pytest.raises(MoectlError, match=r"handed over in memory. Call reload_weights with a path"):
             runner.reload_weights(None, None, weights_iterator=iter(()), **named)
 
 

@@ -1,8 +1,8 @@
 """FlashInfer's CUDA operators for repacking, in torch.
 
-The scales' tiles are those of cuBLAS: 128 rows by 4 columns, row r of a tile at 16 * (r % 32) + 4 * (r // 32).
-The weights of mixed-input GEMMs on Hopper take moectl's steps, which are compared with the operator itself in
-tests/kernels/external/test_gpu_flashinfer.py.
+The scales' tiles are those of cuBLAS: 128 rows by 4 columns, row r at 16 * (r % 32) + 4 * (r // 32).
+The weights of mixed-input GEMMs on Hopper take moectl's steps, which
+tests/kernels/external/test_gpu_flashinfer.py compares with the operator itself.
 """
 
 from __future__ import annotations

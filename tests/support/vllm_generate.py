@@ -30,8 +30,8 @@ def methods(model: Any) -> list[str]:
     layers = (module for module in model.modules() if type(module).__name__.endswith("RoutedExperts"))
     return sorted(
         {
-            f"{type(layer.quant_method).__name__}: {type(layer.quant_method.moe_kernel.fused_experts).__name__}"
-            for layer in layers
+            f"{type(method).__name__}: {type(method.moe_kernel.fused_experts).__name__}"
+            for method in (layer.quant_method for layer in layers)
         }
     )
 

@@ -24,7 +24,7 @@ os.environ |= {
     "VLLM_TARGET_DEVICE": "empty",
 }
 
-import torch  # noqa: E402
+import torch
 
 LIBRARIES = (
     *("vllm._C", "vllm._moe_C", "vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm._qutlass_C"),
@@ -107,6 +107,7 @@ def reference_flashinfer() -> None:
     """Stand in for the operators of FlashInfer that vLLM repacks with, which are CUDA code."""
     import flashinfer.fp4_quantization
     import flashinfer.fused_moe
+
     from support import flashinfer_reference
 
     for name in flashinfer_reference.OPERATORS:

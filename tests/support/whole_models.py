@@ -1,4 +1,4 @@
-"""Whole tiny models for engines: synthetic experts, and random attention, norms and output heads around them."""
+"""Whole tiny models for engines: synthetic experts, random attention, norms and output heads around them."""
 
 from __future__ import annotations
 
