@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checkpoint import open_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
@@ -22,9 +23,10 @@ from ..convert.sources import output_name
 from ..errors import CheckpointError, NoBackend, UsageError
 from ..files.strict_json import parse_json_object
 from ..kernels.prepared_layer import PreparedMoE
-from ..layer.experts import ExpertLayer
+from ..layer.experts import ExpertLayer, layout_recipe
 from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
-from ..problem.moe_problem import MoEProblem
+from ..layer.random_layer import RandomLayer
+from ..problem.moe_problem import MoEProblem, expert_range
 from ..run.layer_variants import in_dtype, rank_share
 from ..run.run_machine import RunMachine, choose_backends
 from ..run.run_machine import this_machine as look_at_machine
@@ -61,12 +63,14 @@ class ModelExperts:
         expert_names: regular expressions of the full names of the experts' tensors in its files, and in those
             of the checkpoint that it was converted from.
         others_quantized: whether other tensors than experts are quantized, and need another loader.
+        random: whether layers get random weights of the same kind instead of their own; nothing is read then.
     """
 
     source: LayerSource
     published: dict[str, Any]
     expert_names: tuple[str, ...]
     others_quantized: bool
+    random: bool = False
 
     @property
     def converted(self) -> bool:
@@ -100,7 +104,7 @@ class ModelExperts:
 
         Raises NoBackend if no backend supports it, and what reading the layer raises.
         """
-        experts = in_dtype(self._experts(layer, shard), dtype)
+        experts = in_dtype(self._experts(layer, shard, device), dtype)
         if experts.problem.routing.weight_on_input:
             raise UsageError(
                 f"layer {layer} applies router weights to its input, which this model's experts do outside",
@@ -111,12 +115,41 @@ class ModelExperts:
         if backend:
             machine = replace(this_machine(device.type), torch=device)
             choose_backends(experts.problem, machine, [backend], experts.layout).require()
-        return experts.prepared(name, device)
+        prepared = experts.prepared(name, device)
+        return replace(prepared, first_expert=self.first_expert(layer, shard))
+
+    def stored(self, layer: int, device: torch.device, shard: RankShard = WHOLE) -> Mapping[str, Tensor]:
+        """The tensors of `layer` by role on `device`, in the layout of a converted directory.
+
+        Raises UsageError if the directory was written by another version of its layout, or for another
+        deployment.
+        """
+        manifest = self._of_rank(shard).manifest
+        experts, layout = self._experts(layer, shard, device), manifest.layout.name
+        rank_slice = experts.rank_slice or RankSlice(experts.problem)
+        recipe = layout_recipe(layout, rank_slice, experts.recipe.shapes)
+        if self.random:
+            return experts.repack(recipe, device)
+        if recipe != experts.recipe:
+            raise UsageError(
+                f"{manifest.folder} has an older version of {layout}, which no kernel reads as it is",
+                hint="convert it again",
+            )
+        return experts.stored(device)
+
+    def layout_of(self, shard: RankShard = WHOLE) -> str:
+        """Name of the layout of a converted directory; empty for a published checkpoint."""
+        return self._of_rank(shard).manifest.layout.name if self.converted else ""
+
+    def first_expert(self, layer: int, shard: RankShard = WHOLE) -> int:
+        """The number in the whole layer of the rank's first expert."""
+        problem = self.problem_of(layer, shard)
+        return expert_range(problem.experts, shard.ep_size, shard.ep_rank)[0]
 
     def _expect_after(self, layer: int, shard: RankShard) -> None:
         """Has the layer after `layer` read into the page cache while this one is loaded."""
         following = min((number for number in self.layers if number > layer), default=None)
-        if following is None:
+        if following is None or self.random:
             return
         if isinstance(self.source, CheckpointLayers):
             self.source.expect(following, shard)
@@ -173,7 +206,9 @@ class ModelExperts:
         names = [name.replace(r"\d+", f"(?:{numbers})", 1) for name in self.expert_names if numbers]
         return re.compile("|".join(names) or r"(?!)")
 
-    def _experts(self, layer: int, shard: RankShard) -> ExpertLayer:
+    def _experts(self, layer: int, shard: RankShard, device: torch.device) -> ExpertLayer:
+        if self.random:
+            return RandomLayer(self.problem_of(layer, shard), device).experts
         if isinstance(self.source, CheckpointLayers):
             return rank_share(self.source.layer(layer), shard)
         return self._of_rank(shard).layer(layer)

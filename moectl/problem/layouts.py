@@ -238,7 +238,11 @@ FOLDER_READERS: tuple[DirectoryReader, ...] = (
     DirectoryReader(
         "vLLM",
         ("0.33 with moectl[vllm]",),
-        ("moectl-mtile64",),
+        (
+            "moectl-mtile64",
+            *("marlin-mxfp4", "marlin-int4", "marlin-int8"),
+            *("triton-hopper", "triton-blackwell", "cutlass-sm90", "trtllm-mxfp4"),
+        ),
         "vllm serve {}",
         "--tensor-parallel-size {}",
         "--enable-expert-parallel",

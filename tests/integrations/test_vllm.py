@@ -26,6 +26,7 @@ def engine(monkeypatch):
 def converted(tiny_gpt_oss, tmp_path_factory):
     out = tmp_path_factory.mktemp("converted")
     moectl.convert(tiny_gpt_oss, out / "whole", "marlin")
+    moectl.convert(tiny_gpt_oss, out / "own", "moectl")
     moectl.convert(tiny_gpt_oss, out / "tp", "marlin", tp_size=2)
     moectl.convert(tiny_gpt_oss, out / "ep", "marlin", ep_size=2)
     return out
@@ -97,7 +98,8 @@ def test_experts_reach_no_model_class_and_other_layers_are_left_alone(tiny_gpt_o
     names = set(moectl.open_checkpoint(tiny_gpt_oss).tensors)
     quantization = opened(tiny_gpt_oss)
     assert not any(quantization.get_checkpoint_weight_mapper().drops(name) for name in names)
-    built(quantization, 0)
+    layer = RoutedExperts(FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, ParallelConfig()))
+    quantization.get_quant_method(layer, "model.layers.0.mlp.experts")
     mapper = quantization.get_checkpoint_weight_mapper()
     dropped = {name for name in names if mapper.drops(name)}
     assert dropped == {name for name in names if "layers.0.mlp.experts." in name} and len(dropped) == 6
@@ -120,7 +122,7 @@ def test_who_is_taken_over(monkeypatch):
 def test_what_it_does_not_do_is_refused_with_every_reason(tiny_gpt_oss):
     quantization = opened(tiny_gpt_oss)
     moe = FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, ParallelConfig(enable_eplb=True), is_lora_enabled=True)
-    with pytest.raises(MoectlError, match="do not support LoRA on experts, EPLB"):
+    with pytest.raises(MoectlError, match="do not support EPLB, LoRA"):
         quantization.get_quant_method(RoutedExperts(moe), "model.layers.0.mlp.experts")
     other = FusedMoEConfig(EXPERTS, 2, HIDDEN, ParallelConfig())
     with pytest.raises(MoectlError, match=r"layer 0 has .* vLLM's model has \(8, 2, 256\)"):
@@ -133,9 +135,9 @@ def test_layers_without_a_kernel_are_left_to_vllm(tiny_gpt_oss, converted, monke
     quantization = opened(tiny_gpt_oss)
     # No kernel of moectl's own runs on the CPU.
     assert str(quantization.get_quant_method(layer, "model.layers.0.mlp.experts")).startswith("vLLM's method")
-    assert not quantization.taken
-    with pytest.raises(MoectlError, match="is in a converted directory, and moectl has no kernel"):
-        opened(converted / "whole").get_quant_method(layer, "model.layers.0.mlp.experts")
+    assert not quantization.methods
+    with pytest.raises(MoectlError, match="layout moectl-mtile64, and moectl has no kernel"):
+        opened(converted / "own").get_quant_method(layer, "model.layers.0.mlp.experts")
 
 
 def test_another_placement_of_experts_is_refused(tiny_gpt_oss):

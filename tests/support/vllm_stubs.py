@@ -46,8 +46,19 @@ class PublishedConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> PublishedConfig:
         return cls(config)
 
-    def get_quant_method(self, layer: Any, prefix: str) -> str:
-        return f"vLLM's method of {prefix}"
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        if getattr(layer, "moe_config", None) is None or layer.moe_config.moe_backend == "auto":
+            return f"vLLM's method of {prefix}"
+        if layer.moe_config.moe_backend not in RUNS_HERE:
+            raise ValueError("not on this GPU")
+        return GptOssMxfp4MoEMethod(layer.moe_config)
+
+
+RUNS_HERE = {"marlin"}
+"""Values of ``--moe-backend`` that vLLM's kernels take on the GPU that tests pretend to have."""
 
 
 @dataclass
@@ -69,6 +80,7 @@ class ParallelConfig:
     ep_rank: int = 0
     enable_eplb: bool = False
     use_batched_activation_format: bool = False
+    use_all2all_kernels: bool = False
 
 
 @dataclass
@@ -79,6 +91,29 @@ class FusedMoEConfig:
     moe_parallel_config: ParallelConfig
     in_dtype: torch.dtype = torch.bfloat16
     is_lora_enabled: bool = False
+    moe_backend: str = "auto"
+
+
+def engine_config(model: str = "", **options: Any) -> SimpleNamespace:
+    """vLLM's config, as far as moectl asks: what `options` do not say has vLLM's default."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=model),
+        load_config=SimpleNamespace(load_format=options.get("load_format", "auto")),
+        parallel_config=SimpleNamespace(
+            enable_elastic_ep=options.get("enable_elastic_ep", False),
+            expert_placement_strategy=options.get("expert_placement_strategy", "linear"),
+            all2all_backend=options.get("all2all_backend", "allgather_reducescatter"),
+        ),
+        offload_config=SimpleNamespace(
+            uva=SimpleNamespace(cpu_offload_gb=options.get("cpu_offload_gb", 0)),
+            prefetch=SimpleNamespace(offload_group_size=options.get("offload_group_size", 0)),
+        ),
+        weight_transfer_config=options.get("weight_transfer_config"),
+    )
+
+
+CURRENT: list[SimpleNamespace | None] = [None]
+"""vLLM's current config."""
 
 
 class RoutedExperts(torch.nn.Module):
@@ -89,6 +124,7 @@ class RoutedExperts(torch.nn.Module):
         self.moe_config, self.expert_map = moe_config, expert_map
         self.activation, self.global_num_experts = "silu", moe_config.num_experts
         self.apply_router_weight_on_input = False
+        self.hidden_size = moe_config.hidden_dim
 
     def _expert_routing_tables(self) -> None:
         return None
@@ -97,6 +133,36 @@ class RoutedExperts(torch.nn.Module):
 class FusedMoEMethodBase:
     def __init__(self, moe: FusedMoEConfig) -> None:
         self.moe, self.moe_kernel, self.moe_quant_config = moe, None, None
+
+
+class MarlinExperts:
+    """vLLM's own kernel, as far as a method builds it."""
+
+    def __init__(self, moe_config: FusedMoEConfig, quant_config: Any) -> None:
+        self.moe_config, self.quant_config = moe_config, quant_config
+
+    @staticmethod
+    def is_monolithic() -> bool:
+        return False
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None: ...
+
+
+class GptOssMxfp4MoEMethod(FusedMoEMethodBase):
+    """vLLM's own method of published MXFP4 experts."""
+
+    experts_cls = MarlinExperts
+
+    def create_weights(self, layer: RoutedExperts, num_experts: int, hidden_size: int, *rest: Any) -> None:
+        layer.num_experts = num_experts
+        for name in ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"):
+            layer.register_parameter(name, torch.nn.Parameter(torch.empty(num_experts, hidden_size)))
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        raise AssertionError("vLLM's own repacking is not to run")
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> dict[str, torch.Tensor]:
+        return {name: getattr(layer, name) for name in ("w13_weight_scale", "w2_weight_scale")}
 
 
 class FusedMoEExpertsModular:
@@ -125,6 +191,7 @@ class FusedMoEKernel:
 def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
     """Make ``import vllm`` find the stand-ins; each test gets moectl's adapter anew."""
     METHODS.clear()
+    CURRENT[0] = None
 
     def register(name: str) -> Any:
         def registered(cls: Any) -> Any:
@@ -138,6 +205,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.version": {"__version__": version},
+        "vllm.config": {"VllmConfig": object, "get_current_vllm_config_or_none": lambda: CURRENT[0]},
         "vllm.logger": {"init_logger": lambda name: SimpleNamespace(info_once=lambda *words: None)},
         "vllm.model_executor": {},
         "vllm.model_executor.layers": {},

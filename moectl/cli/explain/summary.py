@@ -243,7 +243,7 @@ def plug_in_commands(explanation: Explanation) -> tuple[str, ...]:
     return tuple(
         f"{reader.spelled(name, parallel.tp, groups)} {reader.take_over}"
         for reader in FOLDER_READERS
-        if reader.take_over and all(found and found.layout in reader.layouts for found in chosen)
+        if reader.take_over and all(found and found.backend.name.startswith(POLICY) for found in chosen)
     )
 
 

@@ -14,14 +14,16 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExper
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from ....convert.rank_slice import RankShard
 from ....convert.sources import output_name
-from ....errors import NoBackend, UsageError
-from ....kernels.modular.fused_moe_kernel import FusedMoEKernel, layer_kernel, map_of
+from ....errors import NoBackend
+from ....kernels.modular.fused_moe_kernel import FusedMoEKernel, layer_kernel
 from ....kernels.prepared_layer import PreparedMoE
-from ....problem.moe_problem import MoEProblem
+from ....kernels.registry import runner_for
 from ...model_experts import ModelExperts
+from .deployment import DTYPES, check_map, dummy, refuse, shard_of, this_device
+from .engine_kernels import KERNELS, engine_method
 
 logger = init_logger(__name__)
 
@@ -29,62 +31,53 @@ OWN = ("moectl", "moectl_marlin")
 """Backends that are faster than vLLM's own; the others are left to vLLM."""
 
 BACKEND = "MOECTL_BACKEND"
-"""Environment variable that names the backend of every layer."""
+"""Environment variable that names the backend of every layer: one of moectl's, or `ENGINE`."""
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+ENGINE = "vllm"
+"""The value of `BACKEND` that leaves all experts to vLLM's own kernels."""
 
 
-def experts_method(experts: ModelExperts, layer: RoutedExperts, number: int) -> FusedMoEMethodBase | None:
-    """The method of a layer's experts; None if vLLM's own is to compute them, which the log says.
+def experts_method(
+    experts: ModelExperts,
+    layer: RoutedExperts,
+    number: int,
+    prefix: str,
+    published: QuantizationConfig | None,
+) -> FusedMoEMethodBase | None:
+    """The method of a layer's experts; None if vLLM's own is to load and compute them, which the log says.
 
-    Raises NoBackend for what moectl's experts do not do in vLLM, and for a converted directory that none of
-    moectl's kernels supports.
+    A converted directory in a layout of vLLM's own kernels is computed by these.
+
+    Args:
+        prefix: the layer's name in vLLM's model.
+        published: vLLM's config of the experts as published; None without one.
+
+    Raises NoBackend for what moectl's experts do not do in vLLM, and for a converted directory that no
+    kernel here takes.
     """
     moe = layer.moe_config
-    problem = experts.problem_of(number, shard_of(moe))
-    _refuse(moe, problem, number)
+    shard = shard_of(moe)
+    problem = experts.problem_of(number, shard)
+    refuse(moe, problem, number)
+    if dummy():
+        experts = replace(experts, random=True)
     asked = os.environ.get(BACKEND, "")
-    names = (asked,) if asked else experts.backends(problem, _device())
+    layout = experts.layout_of(shard)
+    if experts.converted and (asked == ENGINE or (not asked and layout in KERNELS)):
+        return engine_method(experts, layer, number, prefix, published)
+    if asked == ENGINE:
+        return None
+    names = (asked,) if asked else experts.backends(problem, this_device())
     if asked or names[0] in OWN:
         return MoectlMoEMethod(moe, experts, number, names[0])
     if experts.converted:
         raise NoBackend(
-            f"layer {number} is in a converted directory, and moectl has no kernel for {problem.scheme} here",
+            f"layer {number} is in a converted directory of the layout {layout}, and moectl has no kernel "
+            f"for {problem.scheme} here",
             hint="serve the published checkpoint, or set MOECTL_BACKEND",
         )
     logger.info_once("moectl leaves experts in %s to vLLM: it has no kernel for them here", problem.scheme)
     return None
-
-
-def _refuse(moe: FusedMoEConfig, problem: MoEProblem, number: int) -> None:
-    """Raises NoBackend with every reason why moectl's experts cannot serve this deployment."""
-    parallel = moe.moe_parallel_config
-    reasons = {
-        "LoRA on experts": moe.is_lora_enabled,
-        "EPLB": parallel.enable_eplb,
-        "batched activations (DeepEP low latency, NIXL)": parallel.use_batched_activation_format,
-        "router weights on the input": problem.routing.weight_on_input,
-    }
-    if names := [name for name, present in reasons.items() if present]:
-        raise NoBackend(
-            f"moectl's experts in vLLM do not support {', '.join(names)}",
-            hint="turn it off, or serve without --quantization moectl",
-        )
-    ours = (problem.experts, problem.top_k, problem.dims.hidden)
-    theirs = (moe.num_experts, moe.experts_per_token, moe.hidden_dim)
-    if ours != theirs:
-        raise UsageError(f"layer {number} has experts, top-k, hidden size {ours}; vLLM's model has {theirs}")
-
-
-def shard_of(moe: FusedMoEConfig) -> RankShard:
-    """This rank among those that share the layer's experts."""
-    parallel = moe.moe_parallel_config
-    return RankShard(parallel.tp_size, parallel.tp_rank, parallel.ep_size, parallel.ep_rank)
-
-
-def _device() -> torch.device:
-    cuda = torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 class MoectlMoEMethod(FusedMoEMethodBase):
@@ -94,6 +87,7 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self.experts, self.number, self.backend = experts, number, backend
         self.experts_cls = VllmExperts
+        self.kernel: FusedMoEKernel | None = None
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate: int, *args: Any, **kwargs: Any
@@ -114,8 +108,8 @@ class MoectlMoEMethod(FusedMoEMethodBase):
             layer.register_parameter(name, empty)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        dtype = DTYPES[self.moe.in_dtype]
-        prepared = self.experts.prepared(self.number, _device(), dtype, self.backend, shard_of(self.moe))
+        prepared = self._prepared()
+        check_map(layer.expert_map, prepared.problem, prepared.first_expert, self.number)
         if prepared.relaid or not self.experts.converted:
             logger.info_once("moectl lays out experts while loading, as %s", prepared.layout)
         weights = {}
@@ -123,19 +117,35 @@ class MoectlMoEMethod(FusedMoEMethodBase):
             parameter = torch.nn.Parameter(tensor, requires_grad=False)
             layer.register_parameter(output_name("", role), parameter)
             weights[role] = parameter.data
-        kernel = layer_kernel(replace(prepared, weights=weights))
-        self._check_map(layer.expert_map, kernel.prepared)
+        self.kernel = layer_kernel(replace(prepared, weights=weights))
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         around = maybe_make_prepare_finalize(
             self.moe, self.moe_quant_config, layer._expert_routing_tables(), allow_new_interface=True
         )
-        self.moe_kernel = mk.FusedMoEKernel(around, VllmExperts(self.moe, self.moe_quant_config, kernel))
+        self.moe_kernel = mk.FusedMoEKernel(around, VllmExperts(self.moe, self.moe_quant_config, self.kernel))
 
-    def _check_map(self, expert_map: Tensor | None, prepared: PreparedMoE) -> None:
-        if expert_map is not None and not torch.equal(expert_map.to(prepared.device), map_of(prepared)):
+    def _prepared(self) -> PreparedMoE:
+        dtype = DTYPES[self.moe.in_dtype]
+        return self.experts.prepared(self.number, this_device(), dtype, self.backend, shard_of(self.moe))
+
+    def refill(self, experts: ModelExperts) -> None:
+        """Replace the layer's values in place by those of `experts`; graphs that were captured stay valid.
+
+        Raises NoBackend for scales of another range than those that its kernels were chosen for.
+        """
+        assert self.kernel is not None
+        self.experts = experts
+        fresh, mine = self._prepared(), self.kernel.prepared
+        ranges = scale_ranges(mine)
+        for role, tensor in mine.weights.items():
+            tensor.copy_(fresh.weights[role])
+        mine.derived.clear()
+        runner_for(self.backend).ready(mine)
+        if scale_ranges(mine) != ranges:
             raise NoBackend(
-                f"vLLM places the experts of layer {self.number} otherwise than in consecutive ranges",
-                hint="use --expert-placement-strategy linear",
+                f"the scales of layer {self.number} have another range than those that its kernels were "
+                "chosen for",
+                hint="start vLLM again with the new weights",
             )
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> Any:
@@ -165,6 +175,12 @@ class MoectlMoEMethod(FusedMoEMethodBase):
             shared_experts=shared_experts,
             shared_experts_input=shared_experts_input,
         )
+
+
+def scale_ranges(prepared: PreparedMoE) -> tuple[object, ...]:
+    """The ranges of its scales that moectl's kernels of a layer depend on; empty for other backends."""
+    layer = prepared.derived.get("moectl")
+    return () if layer is None else (layer.w13.exponents, layer.w2.exponents)
 
 
 class VllmExperts(mk.FusedMoEExpertsModular):

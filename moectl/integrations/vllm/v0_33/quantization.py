@@ -31,7 +31,8 @@ class MoectlQuantization(QuantizationConfig):
         stated: the ``quantization_config`` of config.json; empty without one.
         experts: the checkpoint's experts, once vLLM has named it.
         inner: the published config of the other layers, and of experts that moectl has no kernel for.
-        taken: numbers of the layers whose experts are moectl's.
+        name: the checkpoint's name or path, as vLLM gave it.
+        methods: methods of the layers whose experts moectl loads, by their numbers.
     """
 
     def __init__(self, stated: Mapping[str, Any] | None = None) -> None:
@@ -39,7 +40,8 @@ class MoectlQuantization(QuantizationConfig):
         self.stated = dict(stated or {})
         self.experts: Any = None
         self.inner: QuantizationConfig | None = None
-        self.taken: set[int] = set()
+        self.name = ""
+        self.methods: dict[int, Any] = {}
 
     @classmethod
     def get_name(cls) -> str:
@@ -76,6 +78,7 @@ class MoectlQuantization(QuantizationConfig):
         """Open the checkpoint: this call, right after `from_config`, is the first that names it."""
         from ...model_experts import open_experts
 
+        self.name = model_name
         self.experts = open_experts(f"{model_name}@{revision}" if revision else model_name)
         published = self.experts.published
         if published:
@@ -92,11 +95,17 @@ class MoectlQuantization(QuantizationConfig):
         return (self.inner or QuantizationConfig).get_cache_scale_mapper()
 
     def get_checkpoint_weight_mapper(self) -> Any:
-        """Drops the tensors of moectl's experts: no model class sees them, their bytes are not read."""
+        """Drops the tensors of moectl's experts: no model class sees them, their bytes are not read.
+
+        A model asks whenever it loads weights; when it loads them again, moectl's experts are read again too.
+        """
         from vllm.model_executor.models.utils import WeightsMapper
 
+        from .reload import reload
+
+        self.experts, self.name = reload(self.experts, self.name, self.methods)
         mapper = (self.inner or QuantizationConfig).get_checkpoint_weight_mapper()
-        layers = "|".join(map(str, sorted(self.taken)))
+        layers = "|".join(map(str, sorted(self.methods)))
         dropped = {
             re.compile("^" + name.replace(r"\d+", f"(?:{layers})", 1) + "$"): None
             for name in self.experts.expert_names
@@ -111,10 +120,12 @@ class MoectlQuantization(QuantizationConfig):
         number = extract_layer_index(prefix) if isinstance(layer, RoutedExperts) else None
         if number is not None and number in self.experts.layers:
             from .experts import experts_method
+            from .reload import refuse_handed_over_weights
 
-            method = experts_method(self.experts, layer, number)
+            method = experts_method(self.experts, layer, number, prefix, self.inner)
             if method is not None:
-                self.taken.add(number)
+                self.methods[number] = method
+                refuse_handed_over_weights()
                 return method
         return self._others(layer, prefix)
 

@@ -1,0 +1,210 @@
+"""What the plug-in for vLLM loads, when, and into what, against stand-ins for vLLM's classes."""
+
+import importlib
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import moectl
+from moectl.convert.manifest.manifest import load_layer, load_manifest
+from moectl.convert.sources import output_name
+from moectl.errors import MoectlError
+from moectl.integrations import vllm as plugin
+from moectl.integrations.vllm.limits import LIMITS, refusals
+from moectl.problem.layouts import FOLDER_READERS
+from support import vllm_stubs
+from support.vllm_stubs import METHODS, FusedMoEConfig, ParallelConfig, RoutedExperts, engine_config, install
+
+EXPERTS, TOP_K, HIDDEN = 8, 4, 256
+NAME = "model.layers.0.mlp.experts"
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch):
+    install(monkeypatch)
+    plugin.register()
+
+
+@pytest.fixture(scope="module")
+def converted(tiny_gpt_oss, tmp_path_factory):
+    out = tmp_path_factory.mktemp("converted")
+    moectl.convert(tiny_gpt_oss, out / "marlin", "marlin")
+    moectl.convert(tiny_gpt_oss, out / "moectl", "moectl")
+    moectl.convert(tiny_gpt_oss, out / "cutlass", "cutlass-sm90")
+    return out
+
+
+def opened(folder):
+    quantization = METHODS["moectl"].from_config(json.loads((folder / "config.json").read_text()))
+    quantization.maybe_update_config(str(folder))
+    return quantization
+
+
+def layer_of(dtype=torch.bfloat16, **parallel):
+    return RoutedExperts(FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, ParallelConfig(**parallel), dtype))
+
+
+def loaded(quantization, layer=None):
+    layer = layer or layer_of()
+    method = quantization.get_quant_method(layer, NAME)
+    method.create_weights(layer, EXPERTS, HIDDEN, 192, torch.bfloat16)
+    assert not any(parameter.numel() for parameter in layer.parameters())
+    method.process_weights_after_loading(layer)
+    return method, layer
+
+
+def output(method, layer, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(5, HIDDEN, generator=g).to(torch.bfloat16)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=g)[:TOP_K] for _ in range(5)])
+    return method.apply(layer, x, torch.rand(5, TOP_K, generator=g), ids, None, None)
+
+
+def test_a_directory_for_marlin_gets_vllms_method_and_its_own_bytes(converted):
+    folder = converted / "marlin"
+    method, layer = loaded(opened(folder))
+    assert type(method).__name__ == "GptOssMxfp4MoEMethod"
+    assert layer.moe_config.moe_backend == "marlin" and layer.num_experts == EXPERTS
+    stored = load_layer(load_manifest(folder), 0)
+    names = {output_name("", role): tensor for role, tensor in stored.items()}
+    assert names.keys() == dict(layer.named_parameters()).keys()
+    for name, tensor in names.items():
+        parameter = getattr(layer, name)
+        e8m0 = name.endswith("_scale")
+        assert parameter.dtype == (torch.float8_e8m0fnu if e8m0 else tensor.dtype)
+        assert torch.equal(parameter.view(torch.uint8), tensor.view(torch.uint8))
+    assert type(method.moe_kernel.fused_experts).__name__ == "MarlinExperts"
+    assert method.moe_kernel.fused_experts.quant_config["w2_weight_scale"] is layer.w2_weight_scale
+
+
+def test_moectl_backend_chooses_between_moectl_and_vllm(converted, monkeypatch):
+    monkeypatch.setenv("MOECTL_BACKEND", "torch")
+    method, layer = loaded(opened(converted / "marlin"))
+    assert type(method).__name__ == "MoectlMoEMethod"
+    want = output(method, layer)
+    monkeypatch.setenv("MOECTL_BACKEND", "vllm")
+    assert type(loaded(opened(converted / "marlin"))[0]).__name__ == "GptOssMxfp4MoEMethod"
+    with pytest.raises(MoectlError, match=r"layout moectl-mtile64.*neither moectl's kernels nor vLLM's"):
+        loaded(opened(converted / "moectl"))
+    monkeypatch.setenv("MOECTL_BACKEND", "torch")
+    assert torch.equal(output(*loaded(opened(converted / "moectl"))), want)
+
+
+def test_a_kernel_that_vllm_does_not_run_here_is_refused(converted):
+    with pytest.raises(MoectlError, match=r"layout cutlass-sm90.*flashinfer_cutlass.*not on this GPU"):
+        loaded(opened(converted / "cutlass"))
+    with pytest.raises(MoectlError, match=r"does not compute .* in fp16"):
+        loaded(opened(converted / "marlin"), layer_of(torch.float16))
+    wider = layer_of()
+    wider.hidden_size = 512
+    with pytest.raises(MoectlError, match=r"converted for a hidden size of 256, vLLM's marlin has 512"):
+        loaded(opened(converted / "marlin"), wider)
+
+
+@pytest.mark.parametrize("folder", ("checkpoint", "marlin"))
+def test_dummy_weights_are_random_and_read_nothing(tiny_gpt_oss, converted, monkeypatch, folder):
+    checkpoint = tiny_gpt_oss if folder == "checkpoint" else converted / folder
+    if folder == "checkpoint":
+        monkeypatch.setenv("MOECTL_BACKEND", "torch")
+    real = {name: p.clone() for name, p in loaded(opened(checkpoint))[1].named_parameters() if p.numel()}
+    quantization = opened(checkpoint)
+    vllm_stubs.CURRENT[0] = engine_config(str(checkpoint), load_format="dummy")
+    for module in ("moectl.convert.stream.source_reader", "moectl.layer.prepare"):
+        monkeypatch.setattr(f"{module}.FolderReader", None)
+    monkeypatch.setattr("moectl.layer.prepare.load_layer", None)
+    method, layer = loaded(quantization)
+    random = {name: p for name, p in layer.named_parameters() if p.numel()}
+    forms = [{n: (p.shape, p.dtype) for n, p in found.items()} for found in (real, random)]
+    assert forms[0] == forms[1]
+    assert not torch.equal(real["w2_weight"].view(torch.uint8), random["w2_weight"].view(torch.uint8))
+    if folder == "checkpoint":
+        y = output(method, layer).float()
+        assert y.isfinite().all() and 0.01 < y.std() < 100
+
+
+def test_weights_are_read_again_in_place(tiny_gpt_oss, converted, monkeypatch):
+    for folder, backend in ((tiny_gpt_oss, "torch"), (converted / "marlin", "")):
+        monkeypatch.setenv("MOECTL_BACKEND", backend)
+        quantization = opened(folder)
+        quantization.get_checkpoint_weight_mapper()
+        method, layer = loaded(quantization)
+        before = {name: (p.data_ptr(), p.clone()) for name, p in layer.named_parameters()}
+        vllm_stubs.CURRENT[0] = engine_config(str(folder))
+        for parameter in layer.parameters():
+            parameter.data.view(torch.uint8).zero_()
+        quantization.get_checkpoint_weight_mapper()
+        for name, parameter in layer.named_parameters():
+            pointer, value = before[name]
+            assert parameter.data_ptr() == pointer
+            assert torch.equal(parameter.view(torch.uint8), value.view(torch.uint8)), name
+        assert method.moe_kernel is not None
+
+
+def test_weights_of_another_checkpoint_are_taken_and_another_model_is_refused(
+    tiny_gpt_oss, tiny_kimi, tmp_path, monkeypatch
+):
+    from moectl.synth import synthesize
+
+    other = synthesize(str(tiny_gpt_oss), tmp_path / "other", seed=5)
+    monkeypatch.setenv("MOECTL_BACKEND", "torch")
+    quantization = opened(tiny_gpt_oss)
+    method, layer = loaded(quantization)
+    first = output(method, layer)
+    vllm_stubs.CURRENT[0] = engine_config(str(other))
+    quantization.get_checkpoint_weight_mapper()
+    second = output(method, layer)
+    assert torch.equal(second, output(*loaded(opened(other)))) and not torch.equal(first, second)
+    vllm_stubs.CURRENT[0] = engine_config(str(tiny_kimi))
+    with pytest.raises(MoectlError, match=r"layers 0 of .*kimi are not those of"):
+        quantization.get_checkpoint_weight_mapper()
+
+
+def test_weights_that_are_handed_over_are_refused(tiny_gpt_oss, monkeypatch):
+    monkeypatch.setenv("MOECTL_BACKEND", "torch")
+    runner = SimpleNamespace(reload_weights=lambda *words, **named: "reloaded")
+    monkeypatch.setitem(__import__("sys").modules, "vllm.v1.worker.gpu_model_runner", runner)
+    quantization = opened(tiny_gpt_oss)
+    loaded(quantization)
+    # A trainer calls the model's load_weights itself, outside of vLLM's config.
+    with pytest.raises(MoectlError, match=r"do not support weights that are handed over in memory"):
+        quantization.get_checkpoint_weight_mapper()
+    opened(tiny_gpt_oss).get_quant_method(layer_of(), NAME)
+    assert runner.reload_weights(None, None, weights_path="there") == "reloaded"
+    for named in ({}, {"is_checkpoint_format": False}):
+        with pytest.raises(MoectlError, match=r"handed over in memory. Call reload_weights with a path"):
+            runner.reload_weights(None, None, weights_iterator=iter(()), **named)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("enable_elastic_ep", True),
+        ("expert_placement_strategy", "round_robin"),
+        ("load_format", "tensorizer"),
+        ("weight_transfer_config", object()),
+        ("cpu_offload_gb", 4),
+        ("offload_group_size", 2),
+    ],
+)
+def test_options_of_vllm_are_refused_at_start(tiny_gpt_oss, option, value):
+    vllm_stubs.CURRENT[0] = engine_config(**{option: value})
+    with pytest.raises(MoectlError) as error:
+        opened(tiny_gpt_oss).get_quant_method(layer_of(ep_size=2), NAME)
+    limit = LIMITS[f"--{option.replace('_', '-')}"]
+    assert f"moectl's experts in vLLM do not support {limit.why}" in str(error.value)
+    assert limit.hint[1:] in str(error.value)
+
+
+def test_every_limit_is_asked_of_vllm():
+    deployment = importlib.import_module("moectl.integrations.vllm.v0_33.deployment")
+    asked = deployment.options_of(engine_config(), layer_of().moe_config)
+    assert asked.keys() == LIMITS.keys()
+    assert not refusals(asked), "vLLM's defaults are supported"
+
+
+def test_directories_that_vllm_loads_are_listed():
+    kernels = importlib.import_module("moectl.integrations.vllm.v0_33.engine_kernels")
+    listed = {layout for reader in FOLDER_READERS if reader.program == "vLLM" for layout in reader.layouts}
+    assert listed == kernels.KERNELS.keys() | {"moectl-mtile64"}
