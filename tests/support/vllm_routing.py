@@ -13,7 +13,7 @@ from typing import Any
 
 os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
 
-import torch  # noqa: E402
+import torch
 
 EXPERTS, TOP_K, TOKENS = 16, 4, 32
 
