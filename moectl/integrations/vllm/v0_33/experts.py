@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -22,6 +22,10 @@ from ....kernels.modular.fused_moe_kernel import FusedMoEKernel, layer_kernel, m
 from ....kernels.prepared_layer import PreparedMoE
 from ....problem.moe_problem import MoEProblem
 from ...model_experts import ModelExperts
+from .compile_at_load import begin, take
+
+if TYPE_CHECKING:
+    from ....layer.background_compile import KernelLoad
 
 logger = init_logger(__name__)
 
@@ -94,6 +98,8 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self.experts, self.number, self.backend = experts, number, backend
         self.experts_cls = VllmExperts
+        problem = experts.problem_of(number, shard_of(moe))
+        self.load = begin(problem, DTYPES[moe.in_dtype], backend, _device())
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate: int, *args: Any, **kwargs: Any
@@ -129,7 +135,8 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         around = maybe_make_prepare_finalize(
             self.moe, self.moe_quant_config, layer._expert_routing_tables(), allow_new_interface=True
         )
-        self.moe_kernel = mk.FusedMoEKernel(around, VllmExperts(self.moe, self.moe_quant_config, kernel))
+        ours = VllmExperts(self.moe, self.moe_quant_config, kernel, self.load)
+        self.moe_kernel = mk.FusedMoEKernel(around, ours)
 
     def _check_map(self, expert_map: Tensor | None, prepared: PreparedMoE) -> None:
         if expert_map is not None and not torch.equal(expert_map.to(prepared.device), map_of(prepared)):
@@ -170,9 +177,15 @@ class MoectlMoEMethod(FusedMoEMethodBase):
 class VllmExperts(mk.FusedMoEExpertsModular):
     """moectl's kernel behind vLLM's interface: it applies router weights, sums, and has its own workspace."""
 
-    def __init__(self, moe_config: FusedMoEConfig, quant_config: Any, kernel: FusedMoEKernel) -> None:
+    def __init__(
+        self,
+        moe_config: FusedMoEConfig,
+        quant_config: Any,
+        kernel: FusedMoEKernel,
+        load: KernelLoad | None = None,
+    ) -> None:
         super().__init__(moe_config, quant_config)
-        self.kernel = kernel
+        self.kernel, self.load = kernel, load
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -227,4 +240,7 @@ class VllmExperts(mk.FusedMoEExpertsModular):
         *others: Any,
         **named: Any,
     ) -> None:
+        if self.load is not None:
+            take(self.load, self.kernel.prepared)
+            self.load = None
         self.kernel.call_into(output, hidden_states, topk_ids.to(torch.int32), topk_weights.float())
