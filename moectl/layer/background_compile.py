@@ -40,6 +40,7 @@ from .compile_ahead import (
     cache_directory,
     compile_one_at_a_time,
     python_process,
+    remembered,
     send,
 )
 
@@ -57,7 +58,7 @@ class KernelLoad:
         cache: Triton's cache at the start: servers point Triton elsewhere later.
         process, log: the process while it has not been waited for, and what it writes to stderr.
         trouble: what went wrong, for the log; empty if nothing did.
-        result: what the process did; None until `ready`, and if it failed.
+        result: what the process did, or an earlier one; None until `ready`, and if it failed.
     """
 
     request: CompileRequest
@@ -152,8 +153,11 @@ def start(
 
 
 def started(request: CompileRequest) -> KernelLoad:
-    """A `KernelLoad` whose process runs."""
+    """A `KernelLoad` whose process runs, unless an earlier one has compiled everything."""
     load = KernelLoad(request, cache_directory())
+    load.result = remembered(request)
+    if load.result is not None:
+        return load
     try:
         load.process = python_process(PROCESS_CODE, load.log)
     except OSError as error:

@@ -17,19 +17,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import starmap
 from pathlib import Path
 from typing import IO
 
 import torch
 import triton
 
+from ..cache.launches_file import KIND
+from ..cache.measurement_keys import built
+from ..environment import Device
 from ..environment.cache_folder import cache_folder
 from ..errors import MoectlError, UsageError
+from ..files.atomic import replace_file
 from ..files.records import from_json, to_json
 from ..kernels.registry import runner_for
 from ..kernels.runner import ActivationFormat
-from ..kernels.triton.layer_binaries import MOST_TOKENS, OWN, Binary, binaries_of
+from ..kernels.triton.layer_binaries import MOST_TOKENS, OWN, Binary, binaries_of, is_cached
 from ..kernels.triton.offline_gpu import OfflineGpu, standing_in
 from ..problem.moe_problem import MoEProblem
 from .experts import empty_layer
@@ -88,6 +93,7 @@ class CompileResult:
         seconds: wall time.
         failed: a sentence for every binary that could not be compiled.
         calls: activation formats and numbers of tokens of calls that launch all of the kernels.
+        binaries: name and key of every binary.
         processes: workers that compiled; 0 for one process.
         note: why one process had to compile everything although more were wanted; empty if it had not.
     """
@@ -98,6 +104,7 @@ class CompileResult:
     seconds: float
     failed: tuple[str, ...] = ()
     calls: tuple[tuple[str, int], ...] = ()
+    binaries: tuple[tuple[str, str], ...] = ()
     processes: int = 0
     note: str = ""
 
@@ -170,21 +177,52 @@ def compile_binaries(
         seconds=time.perf_counter() - start,
         failed=tuple(failed),
         calls=tuple(sorted({(b.form.value, b.tokens) for b in binaries})),
+        binaries=tuple((b.name, b.key) for b in binaries),
         processes=workers,
         note=note,
     )
 
 
 def compile_one_at_a_time(request: CompileRequest) -> CompileResult:
-    """`compile_ahead`, after all other processes of this user that compile the same, such as other ranks'."""
-    digest = hashlib.sha256(json.dumps(to_json(request), sort_keys=True).encode()).hexdigest()[:16]
+    """`compile_ahead`, after all other processes of this user that compile the same, such as other ranks'.
+
+    The result is kept for `remembered`.
+    """
+    record = _record(request)
     with ExitStack() as stack:
         with suppress(OSError):  # without a lock everything is compiled, perhaps twice
-            folder = cache_folder() / "compiling"
-            folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((folder / f"{digest}.lock").open("w"))
+            record.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(record.with_suffix(".lock").open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
-        return compile_ahead(request)
+        result = compile_ahead(request)
+        if not result.failed:
+            with suppress(OSError):
+                replace_file(record, json.dumps(to_json(result)).encode())
+    return result
+
+
+def remembered(request: CompileRequest) -> CompileResult | None:
+    """The result of an earlier `compile_one_at_a_time`, if Triton's cache still holds all of its kernels."""
+    try:
+        data = json.loads(_record(request).read_bytes())
+        result = from_json(CompileResult, data, "record", UsageError)
+    except (OSError, ValueError, MoectlError):
+        return None
+    if not result.binaries or not all(starmap(is_cached, result.binaries)):
+        return None
+    return replace(result, cached=result.kernels, compiled=0, seconds=0.0)
+
+
+def _record(request: CompileRequest) -> Path:
+    """The file of `remembered`; another one after anything has changed on which launches depend."""
+    gpu = request.gpu
+    device = Device("cuda", f"sm{gpu.arch}", gpu.name, sms=gpu.sms)
+    tuned = b""
+    with suppress(OSError):
+        tuned = KIND.path(device).read_bytes()
+    about = [to_json(request), built(), hashlib.sha256(tuned).hexdigest()]
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
+    return cache_folder() / "compiling" / f"{digest}.json"
 
 
 def _compile_here(binaries: Sequence[Binary], report: Report) -> list[str]:

@@ -158,7 +158,8 @@ def test_without_processes_one_compiles_and_says_why(
     def refused(*arguments: object, **named: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(compile_ahead.subprocess, "Popen", refused)
+    for module in (compile_ahead, background_compile):
+        monkeypatch.setattr(module, "python_process", refused)
     result = compile_ahead.compile_ahead(REQUEST, 4)
     assert result.processes == 0 and len(uncompiled) == 3
     assert result.note == "worker processes cannot be started: Resource temporarily unavailable"
@@ -190,6 +191,19 @@ def test_a_server_has_its_kernels_before_the_first_call(cache: Path, forgetful: 
         launch(1)
         launch(2)
     assert (count.compiled, count.cached) == (0, 0)
+
+    # The next start needs no process to know what it needs, as long as the cache has it.
+    os.environ["TRITON_CACHE_DIR"] = str(cache)
+    again = started(REQUEST)
+    assert again.process is None and again.result is not None and again.result.cached == 3
+    with standing_in(A100):
+        assert again.ready(bare_layer()).startswith("3 kernels, 3 from the cache, 0 compiled in ")
+    assert compile_ahead.remembered(replace(REQUEST, tokens=3)) is None
+    next(cache.glob("*/*.json")).unlink()
+    assert compile_ahead.remembered(REQUEST) is None
+    for record in (cache.parent / "moectl" / "compiling").glob("*.json"):
+        record.write_text('{"kernels": 3}')
+    assert compile_ahead.remembered(REQUEST) is None
 
 
 class FakeProcess:
@@ -243,7 +257,7 @@ def test_requests_of_equal_layers_share_a_load(monkeypatch: pytest.MonkeyPatch) 
 def test_results_travel_as_json() -> None:
     from moectl.files.records import from_json, to_json
 
-    result = CompileResult(3, 1, 1, 0.5, ("no",), (("compute", 1), ("batched", 8)), 2, "note")
+    result = CompileResult(3, 1, 1, 0.5, ("no",), (("compute", 1), ("batched", 8)), (("k", "A"),), 2, "note")
     for value in (result, REQUEST):
         assert from_json(type(value), json.loads(json.dumps(to_json(value))), "it", MoectlError) == value
     assert str(result) == "3 kernels, 1 from the cache, 1 compiled in 0.5 s, 1 failed"

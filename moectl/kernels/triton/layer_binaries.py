@@ -66,13 +66,17 @@ class Binary:
     @property
     def cached(self) -> bool:
         """Whether Triton's cache holds it."""
-        knobs = triton.knobs.cache
-        file = f"{self.name[:150]}.json"
-        if knobs.manager_class is None:
-            # Asking Triton would create the directory.
-            folder = Path(knobs.dir) / self.key
-            return (folder / f"__grp__{file}").is_file() and (folder / file).is_file()
-        return file in (knobs.manager_class(self.key).get_group(file) or {})
+        return is_cached(self.name, self.key)
+
+
+def is_cached(name: str, key: str) -> bool:
+    """Whether Triton's cache holds the binary of the kernel `name` with this key."""
+    knobs, file = triton.knobs.cache, f"{name[:150]}.json"
+    if knobs.manager_class is None:
+        # Asking Triton would create the directory.
+        folder = Path(knobs.dir) / key
+        return (folder / f"__grp__{file}").is_file() and (folder / file).is_file()
+    return file in (knobs.manager_class(key).get_group(file) or {})
 
 
 @dataclass(frozen=True)
