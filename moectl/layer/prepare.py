@@ -10,12 +10,11 @@ from torch import Tensor
 
 from ..checkpoint.checkpoint import Checkpoint, LayerGroup
 from ..checkpoint.source.catalogue import weights_missing
-from ..checkpoint.source.open_checkpoint import rank_folder
 from ..convert.canonical import byte_scales
 from ..convert.codecs import check_scales
 from ..convert.manifest.manifest import Manifest, check_layer, load_layer, load_manifest
 from ..convert.manifest.manifest_records import group_rank_slice, group_recipe, unpadded
-from ..convert.manifest.rank_directories import rank_numbers
+from ..convert.manifest.rank_directories import load_rank, rank_numbers
 from ..convert.recipe.recipe import Recipe, StoredOutput
 from ..convert.sources import map_layer
 from ..convert.stream.expert_batches import ExpertBatches
@@ -212,7 +211,7 @@ def _converted_router(manifest: Manifest, names: Mapping[str, str]) -> Router | 
     """The router among the passthrough tensors; None if those were skipped."""
     passthrough = manifest.passthrough
     tensors = {name: passthrough[name] for name in names.values() if name in passthrough}
-    return read_router(manifest.folder, tensors, names)
+    return read_router(manifest.top, tensors, names)
 
 
 def prepare(
@@ -290,7 +289,7 @@ def _manifest_of(folder: Path, rank: int | None, tp_size: int | None, ep_size: i
             f"{folder} holds the directories of several ranks, and none was asked for.",
             hint="Give rank=0 or another.",
         )
-    manifest = load_manifest(folder if rank is None else rank_folder(folder, rank))
+    manifest = load_manifest(folder) if rank is None else load_rank(folder, rank)
     shard = manifest.record.shard
     pairs = {
         "rank": (rank, shard.rank),

@@ -80,7 +80,7 @@ def test_published_and_converted_experts_give_the_same(tiny_gpt_oss, converted):
 @pytest.mark.parametrize("kind", ("tp", "ep"))
 def test_ranks_add_up(tiny_gpt_oss, converted, kind):
     want = wanted(tiny_gpt_oss).float()
-    for of_rank in (lambda rank: tiny_gpt_oss, lambda rank: converted / kind / "rank-00"):
+    for of_rank in (lambda rank: tiny_gpt_oss, lambda rank: converted / kind):
         parts = [
             built(opened(of_rank(rank)), **{f"{kind}_size": 2, f"{kind}_rank": rank})(*inputs())
             for rank in (0, 1)
@@ -90,7 +90,7 @@ def test_ranks_add_up(tiny_gpt_oss, converted, kind):
 
 def test_a_directory_of_another_deployment_is_refused(converted):
     with pytest.raises(MoectlError, match=r"was converted for rank 0 of 2 .* this is rank 0 of 1"):
-        built(opened(converted / "tp" / "rank-00"))
+        built(opened(converted / "tp"))
 
 
 def test_experts_reach_no_model_class_and_other_layers_are_left_alone(tiny_gpt_oss, converted):

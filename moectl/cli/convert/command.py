@@ -61,7 +61,7 @@ class RankOptions:
     tp_size: Annotated[int, option("--tp-size", help="Slice each expert over this many ranks.", min=1)] = 1
     ep_size: Annotated[int, option("--ep-size", help="Distribute experts over this many ranks.", min=1)] = 1
     rank: Annotated[
-        int | None, option("--rank", help="This rank alone, into OUT; default: all, OUT/rank-00, ...", min=0)
+        int | None, option("--rank", help="OUT/rank-NN of this rank alone; the last completes OUT.", min=0)
     ] = None
 
 
@@ -149,14 +149,14 @@ def convert(
         finished_document(item, summary, seconds) for item, summary in zip(plans, summaries, strict=True)
     ]
     out.result(
-        ranks_document(documents),
+        ranks_document(plans, documents),
         lambda console: draw_done(
             target, plans, summaries, seconds, console, costs=output.to in PORTABLE and partition is None
         ),
         str(target),
     )
     if partition is None:
-        out.note(f"check it with: moectl verify {target}")
+        out.note(_next_step(plans, target))
     else:
         out.note(f"part {partition} is done; complete {target} with --finish when all parts are")
     return None
@@ -164,9 +164,9 @@ def convert(
 
 def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
     """Finishes directories that all workers have filled."""
-    from ...convert.execute.convert import complete
+    from ...convert.execute.rank_plans import complete_ranks
 
-    summaries = [complete(item.plan, item.folder) for item in plans]
+    summaries = complete_ranks(plans)
     layout = plans[0].plan.layout.name
     documents = [
         {
@@ -179,8 +179,21 @@ def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
     ]
     layers = len({layer for summary in summaries for layer in summary.resumed if layer >= 0})
     text = f"{target}: {layout}, complete with {count(layers, 'layer')}"
-    out.result(ranks_document(documents), lambda console: console.print(text, markup=False), str(target))
-    out.note(f"check it with: moectl verify {target}")
+    out.result(
+        ranks_document(plans, documents), lambda console: console.print(text, markup=False), str(target)
+    )
+    out.note(_next_step(plans, target))
+
+
+def _next_step(plans: "Sequence[RankPlan]", target: Path) -> str:
+    """What to do once the plans are executed: check the directory, or convert the ranks that it lacks."""
+    from ...convert.execute.shared_files import unfinished_ranks
+    from ...problem.layer_ranges import ranges
+
+    ranks = plans[0].plan.shard.ranks
+    if ranks > 1 and (missing := unfinished_ranks(target, ranks)):
+        return f"{target} is complete when ranks {ranges(missing)} of {ranks} are converted, too"
+    return f"check it with: moectl verify {target}"
 
 
 def _plan(plans: "Sequence[RankPlan]", threads: int | None, out: Output) -> None:
@@ -197,7 +210,9 @@ def _plan(plans: "Sequence[RankPlan]", threads: int | None, out: Output) -> None
         for item in plans
     ]
     written = sum(item.worker_plan.bytes_out for item in plans)
-    out.result(ranks_document(estimates), lambda console: draw_plans(plans, rate, console), str(written))
+    out.result(
+        ranks_document(plans, estimates), lambda console: draw_plans(plans, rate, console), str(written)
+    )
 
 
 def _convert(
