@@ -60,9 +60,7 @@ class RankOptions:
 
     tp_size: Annotated[int, option("--tp-size", help="Slice each expert over this many ranks.", min=1)] = 1
     ep_size: Annotated[int, option("--ep-size", help="Distribute experts over this many ranks.", min=1)] = 1
-    rank: Annotated[
-        int | None, option("--rank", help="OUT/rank-NN of this rank alone; the last completes OUT.", min=0)
-    ] = None
+    rank: Annotated[int | None, option("--rank", help="This rank alone, into OUT/rank-NN.", min=0)] = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class ExecutionOptions:
     part: Annotated[
         str | None, option("--part", help="2/4: the second of four processes that fill OUT together.")
     ] = None
-    finish: Annotated[bool, option("--finish", help="Complete OUT once all parts are done.")] = False
+    finish: Annotated[bool, option("--finish", help="Complete OUT once all parts or ranks are done.")] = False
     threads: Annotated[int | None, option("--threads", help="Worker threads; default: all cores.", min=1)] = (
         None
     )

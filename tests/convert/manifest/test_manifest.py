@@ -14,13 +14,30 @@ from safetensors.torch import load_file, save_file
 
 from moectl.convert.execute.convert import convert
 from moectl.convert.manifest.manifest import load_layer, load_manifest
+from moectl.convert.manifest.manifest_records import (
+    FORMAT_VERSION,
+    DeploymentRecord,
+    FileRecord,
+    GroupRecord,
+    LayerRecord,
+    LayoutRecord,
+    ManifestRecord,
+    PassthroughRecord,
+    RankRecord,
+    RoleRecord,
+    SourceFile,
+    SourceRecord,
+    SourceTensorRecord,
+)
+from moectl.convert.rank_slice import RankShard
 from moectl.convert.restore.unconvert import unconvert
 from moectl.convert.restore.verify import verify
 from moectl.errors import CheckpointError, MoectlError, UsageError
+from moectl.files.records import field_kinds
 from support.converted_folders import Edit, edit_manifest
 from support.stream_checkpoints import folder_bytes
 
-from ..conftest import plan_of
+from ..conftest import ROOT, plan_of
 
 
 def put(*path: str | int, value: Any) -> Edit:
@@ -92,6 +109,23 @@ def test_a_pipe_is_refused_and_not_waited_for(converted: Path, name: str) -> Non
     else:
         with pytest.raises(CheckpointError, match="pipe"):
             load_manifest(converted)
+
+
+def test_the_format_is_described_field_by_field() -> None:
+    text = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
+    records = [
+        ManifestRecord,
+        RankRecord,
+        DeploymentRecord,
+        RankShard,
+        SourceRecord,
+        SourceFile,
+        LayoutRecord,
+    ]
+    records += [GroupRecord, RoleRecord, SourceTensorRecord, LayerRecord, FileRecord, PassthroughRecord]
+    fields = {name for record in records for name in field_kinds(record)}
+    assert sorted(name for name in fields if f"`{name}`" not in text) == []
+    assert f"format version {FORMAT_VERSION}; this moectl reads versions 1 and 2" in text
 
 
 def test_an_ordinary_folder_is_refused(gpt_oss: Path) -> None:
