@@ -190,7 +190,8 @@ def _next_step(plans: "Sequence[RankPlan]", target: Path) -> str:
 
     ranks = plans[0].plan.shard.ranks
     if ranks > 1 and (missing := unfinished_ranks(target, ranks)):
-        return f"{target} is complete when ranks {ranges(missing)} of {ranks} are converted, too"
+        name = "rank" if len(missing) == 1 else "ranks"
+        return f"{target} lacks {name} {ranges(missing)} of {ranks}; it is completed with the last of them"
     return f"check it with: moectl verify {target}"
 
 

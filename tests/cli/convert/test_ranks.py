@@ -40,9 +40,9 @@ def test_ranks_one_by_one_are_all_of_them(tiny_gpt_oss, tmp_path):
     moectl("convert", tiny_gpt_oss, tmp_path / "all", *CONVERT)
     for rank in (2, 0, 3, 1):
         done = moectl("convert", tiny_gpt_oss, tmp_path / "each", *CONVERT, "--rank", rank)
-        missing = {2: "0-1,3 of 4", 0: "1,3 of 4", 3: "1 of 4"}.get(rank)
+        missing = {2: "ranks 0-1, 3 of 4", 0: "ranks 1, 3 of 4", 3: "rank 1 of 4"}.get(rank)
         if missing is not None:
-            assert f"is complete when ranks {missing}" in " ".join(done.stderr.split())
+            assert f"lacks {missing}; it is completed with" in " ".join(done.stderr.split())
             assert not (tmp_path / "each" / "config.json").exists()
     assert "check it with" in done.stderr
     assert folder_bytes(tmp_path / "each") == folder_bytes(tmp_path / "all")
