@@ -22,8 +22,12 @@ def rank_numbers(folder: Path) -> tuple[int, ...]:
     """Ascending numbers of the ranks whose directories are in `folder`; empty for a converted directory."""
     if not folder.is_dir():
         return ()
-    numbers = (rank_number(path) for path in folder.iterdir() if (path / MANIFEST).exists())
-    return tuple(sorted(number for number in numbers if number is not None))
+    numbers = {rank_number(path): path for path in folder.iterdir()}
+    return tuple(
+        sorted(
+            number for number, path in numbers.items() if number is not None and (path / MANIFEST).exists()
+        )
+    )
 
 
 def load_rank(folder: Path, rank: int) -> Manifest:
