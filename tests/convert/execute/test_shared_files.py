@@ -33,6 +33,7 @@ from moectl.convert.plan.kernel_layout_plan import plan_conversion
 from moectl.convert.rank_slice import shard_of
 from moectl.convert.restore.unconvert import unconvert
 from moectl.convert.restore.verify import verify
+from moectl.convert.stream.file_transfers import announce
 from moectl.convert.worker_partition import WorkerPartition
 from moectl.errors import CheckpointError, UsageError
 from moectl.files.lock import Lock
@@ -84,6 +85,7 @@ def opened_files(below: Path) -> Iterator[set[Path]]:
         patch.setattr(builtins, "open", noting(builtins.open))
         patch.setattr(io, "open", noting(io.open))
         yield seen
+        announce(below, ()).result()  # after what was announced before: one thread does it in order
 
 
 @pytest.mark.parametrize(("tp", "ep"), DEPLOYMENTS)
