@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import moectl
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.execute.convert import convert
 from moectl.convert.layouts.registry import layout_for
@@ -141,10 +142,9 @@ def test_the_next_layers_pages_are_asked_for(
     names = [name for name in checkpoint.tensors if re.search(r"layers\.2\..*experts\.[345]\.", name)]
     held = {(info.file, info.start, info.nbytes) for info in map(checkpoint.tensors.__getitem__, names)}
     if converted:
-        layout = layout_for("moectl", checkpoint.groups[0].problem.scheme.weight)
-        plan = plan_conversion(checkpoint, layout, shard=shard)
-        folder = convert(plan, tmp_path / "out" / "rank-01").folder
-        record = load_manifest(folder).layer(2)
+        moectl.convert(folder, tmp_path / "out", "moectl", ep_size=2)
+        folder = tmp_path / "out"
+        record = load_manifest(folder / "rank-01").layer(2)
         held = {(record.file, 0, record.size)}
     asked: list[tuple[str, int, int]] = []
 
