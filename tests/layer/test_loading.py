@@ -125,7 +125,8 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path) -> No
         before = torch.cuda.memory_allocated()
         weights = stored(torch.device("cuda"))
         torch.cuda.synchronize()
-        held = sum(-(-t.nbytes // 512) * 512 for t in weights.values())
+        block = 2 << 20  # the allocator rounds large tensors up to whole blocks
+        held = sum(-(-t.nbytes // block) * block for t in weights.values())
         assert torch.cuda.max_memory_allocated() - before <= held + extra
         del weights
 
