@@ -44,6 +44,8 @@ _SM12X = ("sm120", "sm121")
 _SM90_UP = ("sm90", *_SM10X, *_SM12X)
 _SM89_UP = ("sm89", *_SM90_UP)
 _SM80_UP = ("sm80", "sm86", "sm87", *_SM89_UP)
+_HUMMING_ARCHS = ("sm75", "sm80", "sm86", "sm87", "sm89", "sm90")
+_NOT_SM90 = ("sm89", *_SM10X, *_SM12X)
 _TRTLLM_ARCHS = ("sm100", "sm103")
 _CPU = ("x86",)
 
@@ -74,6 +76,19 @@ def _cutlass(
     target: str, archs: tuple[str, ...], act: str, *backends: str, own: tuple[LayoutReader, ...] = ()
 ) -> LayoutFacts:
     return LayoutFacts(target, archs, (_vllm(*backends), _flashinfer("cutlass_fused_moe"), *own), (act,))
+
+
+def _humming(
+    act: str = "a16",
+    instead_of: str = "",
+    *,
+    archs: tuple[str, ...] = _HUMMING_ARCHS,
+    target: str = "humming",
+    own: bool = False,
+) -> LayoutFacts:
+    readers = (_vllm("humming"), LayoutReader("humming-kernels", ("humming_forward",)))
+    runner = (LayoutReader("moectl", ("humming",)),) if own else ()
+    return LayoutFacts(target, archs, (*readers, *runner), (act,), instead_of)
 
 
 def _cpu(target: str = "cpu") -> LayoutFacts:
@@ -163,6 +178,32 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     ),
     "b12x-nvfp4": LayoutFacts("b12x", _SM12X, (_vllm("b12x"),), ("nvfp4",)),
     "b12x-mxfp4": LayoutFacts("b12x", _SM12X, (_vllm("b12x"),), ("a16", "mxfp8")),
+    "humming-int4": _humming(archs=_HUMMING_ARCHS + _SM10X + _SM12X, own=True),
+    "humming-int4-act-fp8": _humming("fp8", "humming-int4", archs=_NOT_SM90),
+    "humming-int4-act-fp8-sm90": _humming("fp8", "humming-int4", archs=("sm90",)),
+    "humming-int8": _humming(archs=_HUMMING_ARCHS + _SM10X + _SM12X, own=True),
+    "humming-int4-e0m3": _humming(archs=_HUMMING_ARCHS + _SM10X + _SM12X, target="humming-e0m"),
+    "humming-int4-e0m3-act-fp8": _humming("fp8", "humming-int4-e0m3", archs=_NOT_SM90, target="humming-e0m"),
+    "humming-int4-e0m3-act-fp8-sm90": _humming(
+        "fp8", "humming-int4-e0m3", archs=("sm90",), target="humming-e0m"
+    ),
+    "humming-int8-e0m7": _humming(archs=_HUMMING_ARCHS + _SM10X + _SM12X, target="humming-e0m"),
+    "humming-mxfp4": _humming(own=True),
+    "humming-mxfp4-act-fp8": _humming("fp8", "humming-mxfp4", archs=("sm90",)),
+    "humming-nvfp4": _humming(),
+    "humming-nvfp4-rows": _humming(target="humming-rows"),
+    "humming-fp8": _humming(),
+    "humming-mxfp8": _humming(),
+    "humming-mxfp4-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
+    "humming-mxfp4-act-mxfp8-sm100": _humming(
+        "mxfp8", "humming-mxfp4-sm100", archs=_SM10X, target="humming-sm100"
+    ),
+    "humming-mxfp4-act-mxfp8-sm120": _humming(
+        "mxfp8", "humming-mxfp4-sm100", archs=_SM12X, target="humming-sm100"
+    ),
+    "humming-nvfp4-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
+    "humming-fp8-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
+    "humming-mxfp8-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
     "plain-bf16": LayoutFacts(
         "triton", ("sm75", *_SM80_UP), (_vllm("triton", "batched_triton"),), verified=False
     ),
