@@ -48,6 +48,7 @@ _HUMMING_ARCHS = ("sm75", "sm80", "sm86", "sm87", "sm89", "sm90")
 _NOT_SM90 = ("sm89", *_SM10X, *_SM12X)
 _TRTLLM_ARCHS = ("sm100", "sm103")
 _CPU = ("x86",)
+_CDNA4 = ("gfx950",)
 
 
 def _vllm(*backends: str) -> LayoutReader:
@@ -89,6 +90,11 @@ def _humming(
     readers = (_vllm("humming"), LayoutReader("humming-kernels", ("humming_forward",)))
     runner = (LayoutReader("moectl", ("humming",)),) if own else ()
     return LayoutFacts(target, archs, (*readers, *runner), (act,), instead_of)
+
+
+def _aiter(act: str, *kernels: str, instead_of: str = "", archs: tuple[str, ...] = _CDNA4) -> LayoutFacts:
+    readers = (_vllm("aiter"), LayoutReader("AITER", kernels))
+    return LayoutFacts("aiter", archs, readers, (act,), instead_of, verified=False)
 
 
 def _cpu(target: str = "cpu") -> LayoutFacts:
@@ -204,6 +210,11 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     "humming-nvfp4-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
     "humming-fp8-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
     "humming-mxfp8-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
+    "aiter-bf16": _aiter("a16", "fused_moe (CK)", archs=("gfx942", *_CDNA4)),
+    "aiter-fp8": _aiter("fp8", "fused_moe (CK)"),
+    "aiter-mxfp4": _aiter("a16", "fused_moe (CK, FlyDSL)"),
+    "aiter-mxfp4-act-mxfp4": _aiter("mxfp4", "fused_moe (CK)", instead_of="aiter-mxfp4"),
+    "aiter-mxfp8": _aiter("mxfp8", "fused_moe (FlyDSL)"),
     "plain-bf16": LayoutFacts(
         "triton", ("sm75", *_SM80_UP), (_vllm("triton", "batched_triton"),), verified=False
     ),

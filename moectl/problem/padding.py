@@ -63,6 +63,11 @@ def _humming_fp8(weight: WeightFormat) -> SizeRule:
     return SizeRule(needs=Align(128, 128) if weight.block[0] > 1 else Align(4, 4))
 
 
+def _aiter_fp8(weight: WeightFormat) -> SizeRule:
+    """Tiles of 16 rows by 32 columns, and whole blocks of scales."""
+    return SizeRule(needs=Align(128, 128) if weight.block[0] > 1 else Align(32, 32))
+
+
 def _cpu_int4(weight: WeightFormat) -> SizeRule:
     """Blocks of 32 rows by whole groups, or 128 columns of longer ones; gate and up have their own."""
     columns = math.lcm(32, weight.group if weight.group > 0 else 128)
@@ -140,6 +145,11 @@ RULES: Mapping[str, SizeRule | Callable[[WeightFormat], SizeRule]] = {
     "humming-mxfp8-sm100": _HUMMING_GROUPS,
     "humming-fp8": _humming_fp8,
     "humming-fp8-sm100": _humming_fp8,
+    "aiter-bf16": SizeRule(needs=Align(32, 128)),
+    "aiter-fp8": _aiter_fp8,
+    "aiter-mxfp4": SizeRule(Align(256, 256)),
+    "aiter-mxfp4-act-mxfp4": SizeRule(Align(256, 128)),
+    "aiter-mxfp8": SizeRule(needs=Align(256, 64)),
     "plain-bf16": SizeRule(),
     "plain-fp8": SizeRule(),
     "triton-wna16": SizeRule(),

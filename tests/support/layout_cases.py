@@ -116,7 +116,7 @@ def tensors_for(layout: WeightLayout, problem: MoEProblem, seed: int = 0) -> dic
 
 ONE_SCALE = {
     *("trtllm-fp8-tensor", "cutlass-fp8-tensor", "plain-fp8"),
-    *("humming-fp8", "humming-fp8-sm100", "humming-nvfp4", "humming-nvfp4-sm100"),
+    *("aiter-fp8", "humming-fp8", "humming-fp8-sm100", "humming-nvfp4", "humming-nvfp4-sm100"),
 }
 """Layouts with one scale for gate and up."""
 

@@ -7,6 +7,7 @@ from ...problem import layouts
 from ...problem.layouts import TARGETS
 from ...problem.schemes import WeightFormat
 from ..recipe.chain import BLOCK_BYTES, Chain
+from .aiter import AITER
 from .cpu import CPU
 from .cutlass import CUTLASS
 from .humming import INTEGER as HUMMING_INTEGER
@@ -39,6 +40,7 @@ LAYOUTS: tuple[WeightLayout, ...] = (
     *PLAIN,
     *HUMMING_INTEGER,
     *HUMMING_FLOAT,
+    *AITER,
     *CPU,
     MTILE64,
 )

@@ -140,9 +140,11 @@ def _ones(t):
     return int(np.unpackbits(as_bytes(t).numpy()).sum())
 
 
-KEEPS_ROWS = {layout.name for layout in LAYOUTS if layout.target.startswith(("marlin", "humming"))} - {
-    "humming-nvfp4-rows"
-}
+KEEPS_ROWS = {
+    layout.name
+    for layout in LAYOUTS
+    if layout.target.startswith(("marlin", "humming")) or layout.name == "aiter-mxfp4-act-mxfp4"
+} - {"humming-nvfp4-rows"}
 """Layouts that leave gate and up rows in the source's order; their kernels are told which it is."""
 
 
@@ -197,6 +199,8 @@ REFUSED = [
     ("humming-int8", {"dims": Dims(96, 128), "weight": int_format(8, FULL, zero_point=True)}, "128, got 96"),
     ("humming-int4-e0m3", {"weight": int_format(4, 32, zero_point=True)}, "with zero points"),
     ("humming-mxfp4-act-fp8", {"dims": Dims(384, 128)}, "hidden size must be a multiple of 256, got 384"),
+    ("aiter-bf16", {"dims": Dims(256, 192)}, "intermediate size must be a multiple of 128, got 192"),
+    ("aiter-mxfp8", {"dims": Dims(128, 256)}, "hidden size must be a multiple of 256, got 128"),
     ("humming-fp8", {"weight": FP8_BLOCK, "dims": Dims(256, 192)}, "a multiple of 128, got 192"),
 ]
 
@@ -243,6 +247,7 @@ PADDING = [
     ("cpu-amx-mxfp4", MXFP4, Align(32, 32)),
     ("humming-int4", int_format(4, 32), Align(1, 1)),
     ("humming-mxfp4", MXFP4, Align(1, 64)),
+    ("aiter-mxfp4", MXFP4, Align(256, 256)),
 ]
 
 
