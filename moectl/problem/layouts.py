@@ -28,6 +28,7 @@ class LayoutFacts:
         acts: supported activation formats, the usual one first; ``-per-token`` if every token has its own
             global scale.
         instead_of: the layout that engines use unless they are configured for other activations.
+        by_values: True if engines choose it for some layers by the values of their weights.
         verified: False if it was implemented from source code and never compared with a recorded conversion.
     """
 
@@ -37,6 +38,7 @@ class LayoutFacts:
     acts: tuple[str, ...] = ("a16",)
     instead_of: str = ""
     verified: bool = True
+    by_values: bool = False
 
 
 _SM10X = ("sm100", "sm103", "sm110")
@@ -89,11 +91,18 @@ def _humming(
 ) -> LayoutFacts:
     readers = (_vllm("humming"), LayoutReader("humming-kernels", ("humming_forward",)))
     runner = (LayoutReader("moectl", ("humming",)),) if own else ()
-    return LayoutFacts(target, archs, (*readers, *runner), (act,), instead_of)
+    by_values = target in ("humming-e0m", "humming-rows")
+    return LayoutFacts(target, archs, (*readers, *runner), (act,), instead_of, by_values=by_values)
 
 
-def _aiter(act: str, *kernels: str, instead_of: str = "", archs: tuple[str, ...] = _CDNA4) -> LayoutFacts:
-    readers = (_vllm("aiter"), LayoutReader("AITER", kernels))
+def _aiter(
+    act: str,
+    kernels: str,
+    *backends: str,
+    instead_of: str = "",
+    archs: tuple[str, ...] = _CDNA4,
+) -> LayoutFacts:
+    readers = (_vllm("aiter", *backends), LayoutReader("AITER", (f"fused_moe ({kernels})",)))
     return LayoutFacts("aiter", archs, readers, (act,), instead_of, verified=False)
 
 
@@ -210,11 +219,11 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     "humming-nvfp4-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
     "humming-fp8-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
     "humming-mxfp8-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
-    "aiter-bf16": _aiter("a16", "fused_moe (CK)", archs=("gfx942", *_CDNA4)),
-    "aiter-fp8": _aiter("fp8", "fused_moe (CK)"),
-    "aiter-mxfp4": _aiter("a16", "fused_moe (CK, FlyDSL)"),
-    "aiter-mxfp4-act-mxfp4": _aiter("mxfp4", "fused_moe (CK)", instead_of="aiter-mxfp4"),
-    "aiter-mxfp8": _aiter("mxfp8", "fused_moe (FlyDSL)"),
+    "aiter-bf16": _aiter("a16", "CK", archs=("gfx942", *_CDNA4)),
+    "aiter-fp8": _aiter("fp8", "CK"),
+    "aiter-mxfp4": _aiter("a16", "CK, FlyDSL", "aiter_mxfp4_mxfp4"),
+    "aiter-mxfp4-act-mxfp4": _aiter("mxfp4", "CK, FlyDSL", "aiter_mxfp4_mxfp4", instead_of="aiter-mxfp4"),
+    "aiter-mxfp8": _aiter("mxfp8", "FlyDSL"),
     "plain-bf16": LayoutFacts(
         "triton", ("sm75", *_SM80_UP), (_vllm("triton", "batched_triton"),), verified=False
     ),

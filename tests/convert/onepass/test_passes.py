@@ -78,7 +78,7 @@ def test_every_layout_is_one_pass_each_way(layout, weight, rows, hidden, interme
 
 
 def composes(name: str, chain: Chain) -> bool:
-    """Few bytes need not: zero points, whose packing looks at each, and scales padded twice or with two values."""
+    """All but few bytes: zero points, which packing looks at, and scales padded twice or with two values."""
     pads = [step for step in chain.to_json() if step["step"] == "pad"]
     once = len({step["axis"] for step in pads}) == len(pads) and len({step["fill"] for step in pads}) < 2
     return not name.endswith("_zero") and (once or not name.endswith("_scale"))
