@@ -48,7 +48,7 @@ PORTABLE_OPTIONS = RecordOptions(
     calibration=option("--calibration", help="Safetensors with activations x [tokens, hidden]."),
     requantize=option("--requantize", help="Allow lossy requantization of quantized weights."),
     include_unquantized=option(
-        "--include-unquantized", help="Also convert layers that the source leaves in 16 bits."
+        "--include-unquantized", help="Also convert layers that the source leaves 16-bit."
     ),
 )
 """Options of portable formats; `requantize` also applies to layouts."""
@@ -70,7 +70,7 @@ class ExecutionOptions:
     dry_run: Annotated[bool, option("--dry-run", help="Plan from headers alone; write nothing.")] = False
     resume: Annotated[bool, option("--resume", help="Finish a conversion that was interrupted.")] = False
     part: Annotated[
-        str | None, option("--part", help="2/4: the second of four processes that fill OUT together.")
+        str | None, option("--part", help="2/4: the second of four processes to fill OUT.")
     ] = None
     finish: Annotated[bool, option("--finish", help="Complete OUT once all parts or ranks are done.")] = False
     threads: Annotated[int | None, option("--threads", help="Worker threads; default: all cores.", min=1)] = (
