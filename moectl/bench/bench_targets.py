@@ -105,11 +105,11 @@ def sharded(layer: ExpertLayer, shard: RankShard) -> ExpertLayer:
         for role, tensor_type in rank_slice.shapes(layer.recipe.shapes).items()
     }
 
-    def canonical(ids: Ids) -> dict[str, torch.Tensor]:
-        return dict(rank_slice.slice(layer.canonical([first + int(i) for i in ids])))
+    def canonical(ids: Ids, device: torch.device | None = None) -> dict[str, torch.Tensor]:
+        return dict(rank_slice.slice(layer.canonical([first + int(i) for i in ids], device)))
 
     def stored(device: torch.device) -> dict[str, torch.Tensor]:
-        return {role: t.to(device) for role, t in canonical(range(last - first)).items()}
+        return canonical(range(last - first), device)
 
     recipe = Recipe(shapes, {role: StoredOutput(role) for role in shapes})
     return replace(

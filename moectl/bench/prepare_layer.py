@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -44,16 +45,19 @@ class ReadyKernels:
 
 @dataclass
 class _ReadTimer:
-    """Adds up the seconds spent on reading a layer."""
+    """Adds up the seconds in which a layer was read; batches read at once count once."""
 
     device: torch.device
     seconds: float = 0.0
+    _reading: int = 0
+    _since: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def timed(self, layer: ExpertLayer) -> ExpertLayer:
         """`layer` with its reads timed."""
 
-        def canonical(ids: Ids) -> Mapping[str, Tensor]:
-            return self._measure(lambda: layer.canonical(ids))
+        def canonical(ids: Ids, device: torch.device | None = None) -> Mapping[str, Tensor]:
+            return self._measure(lambda: layer.canonical(ids, device))
 
         def stored(device: torch.device) -> Mapping[str, Tensor]:
             return self._measure(lambda: layer.stored(device))
@@ -62,10 +66,17 @@ class _ReadTimer:
 
     def _measure(self, read: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         synchronize(self.device)
-        begin = time.perf_counter()
-        tensors = read()
-        synchronize(self.device)
-        self.seconds += time.perf_counter() - begin
+        with self._lock:
+            self._since = self._since if self._reading else time.perf_counter()
+            self._reading += 1
+        try:
+            tensors = read()
+            synchronize(self.device)
+        finally:
+            with self._lock:
+                self._reading -= 1
+                if not self._reading:
+                    self.seconds += time.perf_counter() - self._since
         return tensors
 
 

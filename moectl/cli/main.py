@@ -28,6 +28,7 @@ from .text_layout import wrap
 from .tune.command import tune
 from .unconvert import unconvert
 from .verify import verify
+from .warm.command import warm
 
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
@@ -43,6 +44,7 @@ COMMANDS = (
     (run_layers, "run"),
     (bench, "bench"),
     (tune, "tune"),
+    (warm, "warm"),
     (compare, "compare"),
     (peers, "peers"),
     (synth, "synth"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,24 @@ from torch import Tensor
 from ..checkpoint import open_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.source.catalogue import weights_missing
-from ..checkpoint.source.open_checkpoint import MANIFEST, rank_folder
-from ..convert.manifest.manifest_records import SOURCE_CONFIG, unpadded
+from ..checkpoint.source.open_checkpoint import MANIFEST
+from ..convert.manifest.manifest_records import SOURCE_CONFIG, expert_names, unpadded
+from ..convert.manifest.rank_directories import rank_numbers
 from ..convert.rank_slice import RankShard, RankSlice
-from ..convert.sources import output_name
 from ..errors import CheckpointError, UsageError
 from ..files.strict_json import parse_json_object
 from ..kernels.prepared_layer import PreparedMoE
+from ..layer.converted_ranks import ConvertedRanks
 from ..layer.experts import ExpertLayer, layout_recipe
 from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
 from ..layer.random_layer import RandomLayer
 from ..problem.moe_problem import MoEProblem, expert_range
 from ..run.layer_variants import in_dtype, rank_share
-from ..run.run_machine import choose_backends, this_machine
+from ..run.run_machine import RunMachine, choose_backends
+from ..run.run_machine import this_machine as look_at_machine
+
+this_machine: Callable[[str], RunMachine] = cache(look_at_machine)
+"""This machine, looked at once: packages and drivers stay the same while a model's layers are loaded."""
 
 WHOLE = RankShard()
 """The only rank of a deployment on one GPU."""
@@ -43,7 +48,8 @@ class ModelExperts:
     Attributes:
         source: the layers.
         published: the ``quantization_config`` that the checkpoint was published with; empty without one.
-        expert_names: regular expressions of the full names of the experts' tensors in its files.
+        expert_names: regular expressions of the full names of the experts' tensors in its files, and in those
+            of the checkpoint that it was converted from.
         others_quantized: whether other tensors than experts are quantized, and need another loader.
         random: whether layers get random weights of the same kind instead of their own; nothing is read then.
     """
@@ -57,7 +63,7 @@ class ModelExperts:
     @property
     def converted(self) -> bool:
         """Whether the experts are in a kernel's layout already."""
-        return isinstance(self.source, ConvertedLayers)
+        return not isinstance(self.source, CheckpointLayers)
 
     @cached_property
     def layers(self) -> frozenset[int]:
@@ -92,6 +98,8 @@ class ModelExperts:
                 f"layer {layer} applies router weights to its input, which this model's experts do outside",
                 hint="leave these experts to the library itself",
             )
+        if not self.random:
+            self._expect_after(layer, shard)
         name = backend or self.backends(experts.problem, device, experts.layout)[0]
         if backend:
             machine = replace(this_machine(device.type), torch=device)
@@ -127,6 +135,16 @@ class ModelExperts:
         problem = self.problem_of(layer, shard)
         return expert_range(problem.experts, shard.ep_size, shard.ep_rank)[0]
 
+    def _expect_after(self, layer: int, shard: RankShard) -> None:
+        """Has the layer after `layer` read into the page cache while this one is loaded."""
+        following = min((number for number in self.layers if number > layer), default=None)
+        if following is None:
+            return
+        if isinstance(self.source, CheckpointLayers):
+            self.source.expect(following, shard)
+        else:
+            self._of_rank(shard).expect(following)
+
     @staticmethod
     def backends(problem: MoEProblem, device: torch.device, stored: str = "") -> tuple[str, ...]:
         """Backends that support `problem` on `device`, best first; NoBackend if there is none."""
@@ -141,17 +159,29 @@ class ModelExperts:
         return self._of_rank(shard).layer(layer)
 
     def _of_rank(self, shard: RankShard) -> ConvertedLayers:
-        """The converted directory of rank `shard`: this one, or one beside it."""
+        """The converted directory of rank `shard`: this one, or one beside or below it."""
         source = self.source
-        assert isinstance(source, ConvertedLayers)
-        if source.shard != shard and shard.ranks == source.shard.ranks:
-            source = replace(source, folder=rank_folder(source.folder.parent, shard.rank))
-        if source.shard != shard:
+        assert isinstance(source, (ConvertedLayers, ConvertedRanks))
+        here = source.shard
+        if (here.tp_size, here.ep_size) == (shard.tp_size, shard.ep_size):
+            if isinstance(source, ConvertedRanks) or here != shard:
+                source = self._ranks.rank(shard.rank)
+            here = source.shard
+        if here != shard or isinstance(source, ConvertedRanks):
             raise UsageError(
-                f"{source.folder} was converted for {source.shard}, this is {shard}",
+                f"{source.folder} was converted for {here}, this is {shard}",
                 hint="convert with --tp-size and --ep-size of this deployment",
             )
         return source
+
+    @cached_property
+    def _ranks(self) -> ConvertedRanks:
+        """The directories of all ranks: `source`, or what is above the one of a single rank."""
+        source = self.source
+        if isinstance(source, ConvertedRanks):
+            return source
+        assert isinstance(source, ConvertedLayers)
+        return ConvertedRanks(source.folder.absolute().parent, source.check)
 
 
 def open_experts(name: str | Path, *, offline: bool = True) -> ModelExperts:
@@ -167,18 +197,20 @@ def open_experts(name: str | Path, *, offline: bool = True) -> ModelExperts:
 
 def _converted(folder: Path) -> ModelExperts:
     # `moectl verify` hashes everything; a server that starts does not.
+    if rank_numbers(folder):
+        ranks = ConvertedRanks(folder, check=False)
+        names, top, others = ranks.deployment.record.experts, folder, ranks.deployment.passthrough
+        return _with_config(ranks, names, top, others)
     source = ConvertedLayers(folder, check=False)
-    names = sorted(
-        {
-            _pattern(output_name(group.prefix, role))
-            for group in source.manifest.record.groups
-            for role in group.roles
-        }
-    )
-    config = parse_json_object((folder / SOURCE_CONFIG).read_bytes(), SOURCE_CONFIG)
-    return ModelExperts(
-        source, quantization_of(config), tuple(names), _quantized(source.manifest.passthrough)
-    )
+    manifest = source.manifest
+    return _with_config(source, expert_names(manifest.record.groups), manifest.top, manifest.passthrough)
+
+
+def _with_config(source: LayerSource, names: Iterable[str], top: Path, others: Iterable[str]) -> ModelExperts:
+    """The experts of a converted directory whose config of the source is in `top`."""
+    config = parse_json_object((top / SOURCE_CONFIG).read_bytes(), SOURCE_CONFIG)
+    patterns = sorted({_pattern(name) for name in names})
+    return ModelExperts(source, quantization_of(config), tuple(patterns), _quantized(others))
 
 
 def _published(name: str, offline: bool) -> ModelExperts:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ..convert.layouts.registry import layout_named
 from ..convert.rank_slice import RankSlice
 from ..convert.recipe.recipe import Recipe, StoredOutput
 from ..convert.steps.value_steps import ExpertStatistic, Shapes, update_statistics
+from ..convert.stream.pipeline import run_ahead
 from ..convert.stream.source_reader import spans
 from ..errors import Unavailable, UsageError
 from ..kernels.prepared_layer import CANONICAL, DenseExpert, DenseExperts, PreparedMoE, Router, local_ids
@@ -21,10 +23,27 @@ from ..kernels.registry import runner_for
 from ..problem.moe_problem import MoEProblem
 from ..torch_dtypes import TORCH_DTYPES
 
-BATCH_BYTES = 256 << 20
-"""Canonical bytes of a batch of experts that is repacked at once."""
+CPU = torch.device("cpu")
+
+BATCH_BYTES: Mapping[str, int] = {"cpu": 256 << 20, "cuda": 32 << 20}
+"""Canonical bytes of a batch of experts that is repacked at once, by type of device.
+
+On a GPU `AHEAD` batches are loaded while another is repacked. Bytes as stored take up to as much again, and
+so do intermediate results: 256 MiB beside the weights in all. Experts larger than a batch are loaded one by
+one.
+"""
+
+AHEAD = 2
+"""Batches that are loaded onto a GPU at once: threads read one while the other is checked."""
 
 Ids = Sequence[int] | Tensor
+
+
+class LoadExperts(Protocol):
+    """Loads the canonical roles ``[len(ids), ...]`` of experts."""
+
+    def __call__(self, ids: Ids, device: torch.device | None = None) -> Mapping[str, Tensor]:
+        """The experts `ids` on `device`; by default on the CPU, or where the layer's own storage is."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +55,7 @@ class ExpertLayer:
         layer: its number in the model.
         layout: name of the stored layout; `CANONICAL` for a checkpoint.
         recipe: how stored tensors follow from canonical roles; for a checkpoint, the identity.
-        canonical: loads the canonical roles of a batch of experts, on the CPU or the layer's device.
+        canonical: loads the canonical roles of a batch of experts; several threads may call it at once.
         stored: loads all experts' stored tensors to a device.
         router: the layer's router; None if it is not stored with the experts.
         rank_slice: the rank's slice of the layer, if it does not hold all of it; expert numbers are then
@@ -48,7 +67,7 @@ class ExpertLayer:
     layer: int
     layout: str
     recipe: Recipe
-    canonical: Callable[[Ids], Mapping[str, Tensor]]
+    canonical: LoadExperts
     stored: Callable[[torch.device], Mapping[str, Tensor]]
     router: Router | None
     rank_slice: RankSlice | None = None
@@ -76,7 +95,8 @@ class ExpertLayer:
         """The layer in the layout that `backend` reads, on `device`.
 
         A layer stored in that layout is loaded directly. Otherwise it is repacked through its canonical form,
-        batch by batch, which is reported in `PreparedMoE.relaid`.
+        batch by batch, which is reported in `PreparedMoE.relaid`. On a GPU either takes the memory of the
+        weights and 256 MiB (or that of some experts, if it is more), and what the runner derives from them.
 
         Raises:
             NoBackend: the layout cannot hold the problem.
@@ -110,7 +130,7 @@ class ExpertLayer:
         return prepared
 
     def repack(self, recipe: Recipe, device: torch.device) -> dict[str, Tensor]:
-        """All experts' tensors stored by `recipe`, on `device`, converted batch by batch."""
+        """All experts' tensors stored by `recipe`, on `device`, read and converted there batch by batch."""
         stored = {name: recipe.stored[name] for name in recipe.outputs}
         out = {
             name: torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device=device)
@@ -120,26 +140,42 @@ class ExpertLayer:
             tuple(statistic for statistic in recipe.statistics if statistic.of_layer == of_layer)
             for of_layer in (False, True)
         )
-        statistics = self._statistics(own) | (self.whole or self)._statistics(of_layer)
-        for first, last in self._batches():
-            batch = {role: t.to(device) for role, t in self.canonical(range(first, last)).items()}
+        statistics = self._statistics(own, device) | (self.whole or self)._statistics(of_layer, device)
+        for first, last, batch in self._batches(device):
             for name, output in recipe.outputs.items():
                 if not output.per_layer:
                     output.apply(batch, statistics, out[name][first:last])
                 elif first == 0:
                     output.apply(batch, statistics, out[name])
+            del batch  # its memory is free for those that are being loaded
         return out
 
-    def _batches(self) -> list[tuple[int, int]]:
-        """Ranges of experts that are converted at once."""
-        each = max(1, BATCH_BYTES // max(1, self.problem.expert_bytes()))
-        return list(spans(self.problem.local_experts, each))
+    def _batches(self, device: torch.device) -> Iterator[tuple[int, int, Mapping[str, Tensor]]]:
+        """All experts in batches: the first, the last (exclusive), and their canonical roles on `device`."""
+        most = BATCH_BYTES.get(device.type, BATCH_BYTES["cuda"])
+        # A rank's slices are cut from whole experts after those were loaded.
+        each = (self.rank_slice.whole if self.rank_slice else self.problem).expert_bytes()
+        ranges = spans(self.problem.local_experts, max(1, most // max(1, each)))
+        if device.type != "cuda" or each > most:
+            for first, last in ranges:
+                yield first, last, self.canonical(range(first, last), device)
+            return
+        stream, inference = torch.cuda.current_stream(device), torch.is_inference_mode_enabled()
 
-    def _statistics(self, needed: tuple[ExpertStatistic, ...]) -> dict[ExpertStatistic, Tensor]:
+        def load(span: tuple[int, int]) -> tuple[int, int, Mapping[str, Tensor]]:
+            # All in the caller's stream: memory that one batch frees is safe for the next.
+            with torch.inference_mode(inference), torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                return *span, self.canonical(range(*span), device)
+
+        yield from run_ahead(load, ranges, AHEAD)
+
+    def _statistics(
+        self, needed: tuple[ExpertStatistic, ...], device: torch.device
+    ) -> dict[ExpertStatistic, Tensor]:
         """The numbers `needed` over the experts of this layer; reads nothing when there are none."""
         found: dict[ExpertStatistic, Tensor] = {}
-        for first, last in self._batches() if needed else ():
-            found = update_statistics(needed, self.canonical(range(first, last)), found)
+        for _, _, batch in self._batches(device) if needed else ():
+            found = update_statistics(needed, batch, found)
         return found
 
     def _dense(self, weights: Mapping[str, Tensor], recipe: Recipe) -> Callable[[Ids], DenseExperts]:
@@ -148,7 +184,7 @@ class ExpertLayer:
         def dense(ids: Ids) -> DenseExperts:
             device = weights["w13"].device
             if recipe.kept:
-                return decode({role: t.to(device) for role, t in self.canonical(ids).items()}, self.problem)
+                return decode(self.canonical(ids, device), self.problem)
             index = torch.as_tensor(ids, dtype=torch.long, device=device)
             selected = {
                 name: weights[name].index_select(0, index)

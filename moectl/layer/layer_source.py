@@ -73,6 +73,21 @@ class CheckpointLayers:
 
         return checkpoint_layer(self.checkpoint, number)
 
+    def expect(self, number: int, shard: RankShard) -> None:
+        """Has the system read what rank `shard` needs of a layer into the page cache, without waiting."""
+        from ..convert.rank_slice import RankSlice
+        from ..convert.sources import map_layer
+        from ..convert.stream.file_transfers import announce
+
+        group, folder = self.checkpoint.group_of(number), self.checkpoint.folder
+        if folder is not None:
+            mapped = map_layer(self.checkpoint, group, number)
+            mapped = mapped.of_experts(*RankSlice(group.problem, shard).experts)
+            extents = (
+                (info.file, info.start + first, info.start + last) for info, first, last in mapped.extents
+            )
+            announce(folder, extents)
+
 
 @dataclass(frozen=True)
 class ConvertedLayers:
@@ -116,3 +131,10 @@ class ConvertedLayers:
         from .prepare import converted_layer
 
         return converted_layer(self.manifest, number, check=self.check)
+
+    def expect(self, number: int) -> None:
+        """Has the system read a layer's file into the page cache, without waiting."""
+        from ..convert.stream.file_transfers import announce
+
+        record = self.manifest.layer(number)
+        announce(self.folder, [(record.file, 0, record.size)])

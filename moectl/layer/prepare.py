@@ -10,15 +10,15 @@ from torch import Tensor
 
 from ..checkpoint.checkpoint import Checkpoint, LayerGroup
 from ..checkpoint.source.catalogue import weights_missing
-from ..checkpoint.source.open_checkpoint import rank_folder
 from ..convert.canonical import byte_scales
 from ..convert.codecs import check_scales
 from ..convert.manifest.manifest import Manifest, check_layer, load_layer, load_manifest
 from ..convert.manifest.manifest_records import group_rank_slice, group_recipe, unpadded
-from ..convert.manifest.rank_directories import rank_numbers
+from ..convert.manifest.rank_directories import load_rank, rank_numbers
 from ..convert.recipe.recipe import Recipe, StoredOutput
 from ..convert.sources import map_layer
 from ..convert.stream.expert_batches import ExpertBatches
+from ..convert.stream.file_transfers import Transfer, flat, transfer
 from ..convert.stream.source_reader import FolderReader, as_bytes, as_tensor, spans
 from ..errors import CheckpointError, NoBackend, UsageError
 from ..files.safetensors_writer import nbytes
@@ -26,7 +26,7 @@ from ..files.tensor_table import TensorInfo
 from ..kernels.prepared_layer import CANONICAL, PreparedMoE, Router
 from ..kernels.registry import ANY_LAYOUT, RUNNERS, runner_for
 from ..torch_dtypes import TORCH_DTYPES
-from .experts import ExpertLayer, Ids
+from .experts import CPU, ExpertLayer, Ids
 
 RESTORED_SCALES = 16 << 20
 """Canonical bytes of scales that are restored from a converted directory at once, for checking."""
@@ -54,14 +54,18 @@ def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> Expert
             )
         raise weights_missing(origin.name)
     mapped = map_layer(checkpoint, group, number)
-    batches = ExpertBatches(mapped)
+    batches = ExpertBatches(mapped, frozenset(mapped.shapes))
 
-    def canonical(ids: Ids) -> dict[str, Tensor]:
+    def canonical(ids: Ids, device: torch.device | None = None) -> dict[str, Tensor]:
         with FolderReader(folder) as reader:
-            return read_experts(reader, batches, ids, byte_scales(group.problem))
+            batch = batches.canonical(ids, reader, device or CPU)
+        for role, t in batch.items():
+            if role.endswith("_scale"):
+                check_scales(t, byte_scales(group.problem))
+        return batch
 
     def stored(device: torch.device) -> dict[str, Tensor]:
-        return {role: t.to(device) for role, t in canonical(range(group.problem.local_experts)).items()}
+        return canonical(range(group.problem.local_experts), device)
 
     recipe = Recipe(mapped.shapes, {role: StoredOutput(role) for role in mapped.shapes})
     names = {key: name.replace("{layer}", str(number)) for key, name in group.names.router.items()}
@@ -81,25 +85,6 @@ def _group_of(checkpoint: Checkpoint, layer: int | None) -> tuple[LayerGroup, in
             hint="choose one of them with --layer",
         ) from error
     return group, group.layers[0] if layer is None else layer
-
-
-def read_experts(
-    reader: FolderReader, batches: ExpertBatches, experts: Ids, meaning: str = "E8M0"
-) -> dict[str, Tensor]:
-    """The canonical tensors ``[len(experts), ...]`` of a layer, read from a checkpoint's files.
-
-    `meaning` is the number format of scales stored as bytes. Raises CheckpointError for a truncated file and
-    for NaN scales.
-    """
-
-    def read(info: TensorInfo, at: int, view: memoryview) -> None:
-        reader.read(info.file, view, info.start + at)
-
-    batch = batches.canonical(experts, read)
-    for role, t in batch.items():
-        if role.endswith("_scale"):
-            check_scales(t, meaning)
-    return batch
 
 
 def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> Router | None:
@@ -139,7 +124,7 @@ def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[
 def _read_tensor(reader: FolderReader, info: TensorInfo) -> Tensor:
     if info.dtype not in TORCH_DTYPES:
         raise CheckpointError(f"tensor {info.name} of dtype {info.dtype} cannot be read")
-    buffer = torch.empty(info.nbytes, dtype=torch.uint8)
+    buffer = torch.empty(info.nbytes, dtype=torch.uint8, device=CPU)
     reader.read(info.file, as_bytes(buffer), info.start)
     return as_tensor(buffer, info.dtype, info.shape)
 
@@ -161,11 +146,11 @@ def converted_layer(manifest: Manifest, layer: int | None = None, *, check: bool
         _check_scales(problem.local_experts, manifest, recipe, locations)
 
     def stored(device: torch.device) -> dict[str, Tensor]:
-        return {role: t.to(device) for role, t in load_layer(manifest, number, locations).items()}
+        return load_layer(manifest, number, locations, device=device)
 
-    def canonical(ids: Ids) -> dict[str, Tensor]:
+    def canonical(ids: Ids, device: torch.device | None = None) -> dict[str, Tensor]:
         with FolderReader(manifest.folder) as reader:
-            return _restored(reader, recipe, locations, ids)
+            return _restored(reader, recipe, locations, ids, device or CPU)
 
     names = {key: name.replace("{layer}", str(number)) for key, name in group.router.items()}
     router = _converted_router(manifest, names)
@@ -174,11 +159,15 @@ def converted_layer(manifest: Manifest, layer: int | None = None, *, check: bool
 
 
 def _restored(
-    reader: FolderReader, recipe: Recipe, locations: Mapping[str, TensorInfo], ids: Ids
+    reader: FolderReader,
+    recipe: Recipe,
+    locations: Mapping[str, TensorInfo],
+    ids: Ids,
+    device: torch.device = CPU,
 ) -> dict[str, Tensor]:
     roles = [name for name, output in recipe.outputs.items() if not output.per_layer]
     roles += [recipe.side(role) for role in recipe.kept]
-    return recipe.restore({role: _rows(reader, locations[role], ids) for role in roles}, len(ids))
+    return recipe.restore(_rows(reader, {role: locations[role] for role in roles}, ids, device), len(ids))
 
 
 def _check_scales(
@@ -200,21 +189,29 @@ def _check_scales(
                 check_scales(restored[role], byte_scales(manifest.problem))
 
 
-def _rows(reader: FolderReader, info: TensorInfo, experts: Ids) -> Tensor:
-    """The selected experts of a stored tensor ``[experts, ...]``."""
-    size = info.nbytes // info.shape[0]
-    buffer = torch.empty(len(experts) * size, dtype=torch.uint8)
-    view = as_bytes(buffer)
-    for i, expert in enumerate(map(int, experts)):
-        reader.read(info.file, view[i * size : (i + 1) * size], info.start + expert * size)
-    return as_tensor(buffer, info.dtype, (len(experts), *info.shape[1:]))
+def _rows(
+    reader: FolderReader, stored: Mapping[str, TensorInfo], experts: Ids, device: torch.device
+) -> dict[str, Tensor]:
+    """The selected experts of stored tensors ``[experts, ...]``, on `device`."""
+    rows = {}
+    transfers = []
+    for role, info in stored.items():
+        shape, size = (len(experts), *info.shape[1:]), info.nbytes // info.shape[0]
+        rows[role] = torch.empty(shape, dtype=TORCH_DTYPES[info.dtype], device=device)
+        target = flat(rows[role])
+        transfers += [
+            Transfer(info.file, info.start + expert * size, size, target, i * size)
+            for i, expert in enumerate(map(int, experts))
+        ]
+    transfer(reader, transfers, device)
+    return rows
 
 
 def _converted_router(manifest: Manifest, names: Mapping[str, str]) -> Router | None:
     """The router among the passthrough tensors; None if those were skipped."""
     passthrough = manifest.passthrough
     tensors = {name: passthrough[name] for name in names.values() if name in passthrough}
-    return read_router(manifest.folder, tensors, names)
+    return read_router(manifest.top, tensors, names)
 
 
 def prepare(
@@ -292,7 +289,7 @@ def _manifest_of(folder: Path, rank: int | None, tp_size: int | None, ep_size: i
             f"{folder} holds the directories of several ranks, and none was asked for.",
             hint="Give rank=0 or another.",
         )
-    manifest = load_manifest(folder if rank is None else rank_folder(folder, rank))
+    manifest = load_manifest(folder) if rank is None else load_rank(folder, rank)
     shard = manifest.record.shard
     pairs = {
         "rank": (rank, shard.rank),

@@ -71,8 +71,8 @@ class RandomLayer:
         recipe = Recipe(shapes, {role: StoredOutput(role) for role in shapes})
         return ExpertLayer(self.problem, 0, CANONICAL, recipe, self.canonical, self._stored, router=None)
 
-    def canonical(self, ids: Ids) -> dict[str, Tensor]:
-        """Canonical roles ``[len(ids), ...]`` of the experts `ids`."""
+    def canonical(self, ids: Ids, device: torch.device | None = None) -> dict[str, Tensor]:
+        """Canonical roles ``[len(ids), ...]`` of the experts `ids`, on `device`, the layer's by default."""
         shapes = canonical_shapes(self.problem, 1)
         drawn: dict[str, Tensor] = {}
         for role, (dtype, shape) in shapes.items():
@@ -80,11 +80,11 @@ class RandomLayer:
             for i, expert in enumerate(map(int, ids)):
                 generator = torch.Generator(self.device).manual_seed(seed_of(role, expert))
                 self._draw(role, out[i], generator)
-            drawn[role] = out
+            drawn[role] = out.to(device or self.device)
         return drawn
 
     def _stored(self, device: torch.device) -> dict[str, Tensor]:
-        return {role: t.to(device) for role, t in self.canonical(range(self.problem.local_experts)).items()}
+        return self.canonical(range(self.problem.local_experts), device)
 
     def _draw(self, role: str, out: Tensor, generator: torch.Generator) -> None:
         """Fills one expert's `role` such that GEMM outputs have a variance of about one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..files.tensor_table import TensorType
 from ..kernels.prepared_layer import CANONICAL, DenseExpert, PreparedMoE
 from ..kernels.registry import runner_for
-from ..layer.experts import ExpertLayer, Ids, decode
+from ..layer.experts import ExpertLayer, Ids, LoadExperts, decode
 from ..problem.moe_problem import Dims, MoEProblem
 from ..problem.padding import pad
 from ..torch_dtypes import TORCH_DTYPES
@@ -31,8 +31,7 @@ def experts_on(layer: ExpertLayer, device: torch.device) -> Callable[[int], Dens
     """A function from an expert's number to its weights, decoded on `device`, as the reference takes them."""
 
     def expert(number: int) -> DenseExpert:
-        roles = {role: t.to(device) for role, t in layer.canonical([number]).items()}
-        return decode(roles, layer.problem)[0]
+        return decode(layer.canonical([number], device), layer.problem)[0]
 
     return expert
 
@@ -46,30 +45,29 @@ def in_dtype(layer: ExpertLayer, dtype: str) -> ExpertLayer:
     old = layer.problem
     if dtype == old.dtype:
         return layer
-    quantized = old.scheme.weight.bits < 16
-    weight = replace(old.scheme.weight, scale_dtype=scale_dtype(old)) if quantized else None
-
-    def converted(problem: MoEProblem) -> MoEProblem:
-        scheme = (
-            replace(problem.scheme, weight=weight)
-            if weight and _implied_scale_dtype(problem)
-            else problem.scheme
-        )
-        return replace(problem, dtype=dtype, scheme=scheme)
 
     def changes(role: str) -> bool:
         return role.endswith("_bias") or (old.scheme.weight.bits == 16 and role in ("w13", "w2"))
 
-    def canonical(ids: Ids) -> dict[str, Tensor]:
-        batch = layer.canonical(ids)
+    def canonical(ids: Ids, device: torch.device | None = None) -> dict[str, Tensor]:
+        batch = layer.canonical(ids, device)
         return {role: _rounded(t, role, layer, dtype) if changes(role) else t for role, t in batch.items()}
 
     shapes = {
         role: TensorType(MODEL_DTYPES[dtype] if changes(role) else stored_dtype, shape)
         for role, (stored_dtype, shape) in layer.recipe.shapes.items()
     }
-    rank_slice = layer.rank_slice and replace(layer.rank_slice, whole=converted(layer.rank_slice.whole))
-    return _canonical_layer(replace(layer, problem=converted(old), rank_slice=rank_slice), shapes, canonical)
+    part, new = layer.rank_slice, problem_in_dtype(old, dtype)
+    rank_slice = part and replace(part, whole=problem_in_dtype(part.whole, dtype))
+    return _canonical_layer(replace(layer, problem=new, rank_slice=rank_slice), shapes, canonical)
+
+
+def problem_in_dtype(problem: MoEProblem, dtype: str) -> MoEProblem:
+    """`problem` with activations of `dtype`, ``bf16`` or ``fp16``; the scales keep their dtype."""
+    scheme = problem.scheme
+    if dtype != problem.dtype and scheme.weight.bits < 16 and _implied_scale_dtype(problem):
+        scheme = replace(scheme, weight=replace(scheme.weight, scale_dtype=scale_dtype(problem)))
+    return replace(problem, dtype=dtype, scheme=scheme)
 
 
 def _implied_scale_dtype(problem: MoEProblem) -> bool:
@@ -109,8 +107,8 @@ def rank_share(layer: ExpertLayer, shard: RankShard) -> ExpertLayer:
     if not rank_slice.sliced:
         return _subset(layer, rank_slice, range(first, last))
 
-    def canonical(ids: Ids) -> dict[str, Tensor]:
-        return dict(rank_slice.slice(layer.canonical([first + int(i) for i in ids])))
+    def canonical(ids: Ids, device: torch.device | None = None) -> dict[str, Tensor]:
+        return dict(rank_slice.slice(layer.canonical([first + int(i) for i in ids], device)))
 
     whole = {role: form.with_first_axis(last - first) for role, form in layer.recipe.shapes.items()}
     share = replace(layer, problem=rank_slice.problem, rank_slice=rank_slice, whole=layer)
@@ -135,8 +133,8 @@ def every_second(layer: ExpertLayer) -> tuple[ExpertLayer, Tensor]:
 def _subset(layer: ExpertLayer, rank_slice: RankSlice, numbers: Sequence[int]) -> ExpertLayer:
     """The experts `numbers` of `layer`, described by `rank_slice`."""
 
-    def canonical(ids: Ids) -> dict[str, Tensor]:
-        return dict(layer.canonical([numbers[int(i)] for i in ids]))
+    def canonical(ids: Ids, device: torch.device | None = None) -> dict[str, Tensor]:
+        return dict(layer.canonical([numbers[int(i)] for i in ids], device))
 
     count = rank_slice.problem.local_experts
     shapes = {role: tensor_type.with_first_axis(count) for role, tensor_type in layer.recipe.shapes.items()}
@@ -163,8 +161,8 @@ def poisoned_padding(layer: ExpertLayer, backend: str, device: torch.device) -> 
     chains = {role: Chain(padded(padded_problem, role, FILL)) for role in layer.recipe.shapes}
     sizes = Dims(padded_problem.dims.padded_hidden, padded_problem.dims.padded_intermediate)
 
-    def canonical(ids: Ids) -> dict[str, Tensor]:
-        return {role: chains[role].apply(t) for role, t in layer.canonical(ids).items()}
+    def canonical(ids: Ids, device: torch.device | None = None) -> dict[str, Tensor]:
+        return {role: chains[role].apply(t) for role, t in layer.canonical(ids, device).items()}
 
     shapes = {
         role: chains[role].stored_type(*tensor_type) for role, tensor_type in layer.recipe.shapes.items()
@@ -178,13 +176,11 @@ def poisoned_padding(layer: ExpertLayer, backend: str, device: torch.device) -> 
     return poisoned
 
 
-def _canonical_layer(
-    layer: ExpertLayer, shapes: Shapes, canonical: Callable[[Ids], dict[str, Tensor]]
-) -> ExpertLayer:
+def _canonical_layer(layer: ExpertLayer, shapes: Shapes, canonical: LoadExperts) -> ExpertLayer:
     """`layer` stored as canonical tensors of `shapes`, which `canonical` returns."""
 
-    def stored(device: torch.device) -> dict[str, Tensor]:
-        return {role: t.to(device) for role, t in canonical(range(layer.problem.local_experts)).items()}
+    def stored(device: torch.device) -> Mapping[str, Tensor]:
+        return canonical(range(layer.problem.local_experts), device)
 
     recipe = Recipe(shapes, {role: StoredOutput(role) for role in shapes})
     return replace(layer, layout=CANONICAL, recipe=recipe, canonical=canonical, stored=stored)

@@ -209,8 +209,8 @@ def test_a_layer_in_another_dtype_is_the_same_but_for_its_16_bit_numbers(family:
 def test_numbers_that_a_dtype_does_not_hold_are_refused() -> None:
     layer = random_layer(GPT_OSS)
 
-    def loud(ids: object) -> dict[str, Tensor]:
-        batch = dict(layer.canonical(ids))  # type: ignore[arg-type]
+    def loud(ids: object, device: torch.device | None = None) -> dict[str, Tensor]:
+        batch = dict(layer.canonical(ids, device))  # type: ignore[arg-type]
         return batch | {"w2_bias": batch["w2_bias"] + 1e6}
 
     with pytest.raises(UsageError, match=r"w2_bias of layer 0 has values up to .*, which fp16 cannot hold"):

@@ -46,8 +46,8 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, ExpertLayer
 def with_input_scale(layer: ExpertLayer, factor: float) -> ExpertLayer:
     """`layer` with other static scales of activations."""
 
-    def canonical(ids: object) -> Mapping[str, Tensor]:
-        roles = layer.canonical(ids)  # type: ignore[arg-type]
+    def canonical(ids: object, device: torch.device | None = None) -> Mapping[str, Tensor]:
+        roles = layer.canonical(ids, device)  # type: ignore[arg-type]
         return {name: t * factor if name.endswith("_input") else t for name, t in roles.items()}
 
     return replace(layer, canonical=canonical)

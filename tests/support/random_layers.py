@@ -95,7 +95,9 @@ def layer_of(problem: MoEProblem, roles: Mapping[str, Tensor]) -> ExpertLayer:
         0,
         CANONICAL,
         Recipe(shapes, {role: StoredOutput(role) for role in shapes}),
-        lambda ids: {role: t[torch.as_tensor(ids)] for role, t in roles.items()},
+        lambda ids, device=None: {
+            role: t[torch.as_tensor(ids)].to(device or t.device) for role, t in roles.items()
+        },
         lambda device: {role: t.to(device) for role, t in roles.items()},
         None,
     )

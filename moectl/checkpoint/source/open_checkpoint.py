@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from ...errors import CheckpointError, MoectlError, Unavailable
 from ...files.strict_json import shown
-from ...files.tensor_table import TensorInfo
+from ...files.tensor_table import TensorInfo, TensorTable
 from ..checkpoint import Checkpoint, Origin
 from ..config.other_weights import blocked_matrices
 from ..config.user_assumptions import UserAssumptions
@@ -37,9 +38,18 @@ LOG = "progress.jsonl"
 """The log of a conversion's finished layers, which an unfinished output has."""
 
 
+_RANK = re.compile(r"rank-(\d{2,5})", re.ASCII)
+
+
 def rank_folder(folder: Path, rank: int) -> Path:
     """The converted directory of one rank, inside the directory of all ranks."""
     return folder / f"rank-{rank:02d}"
+
+
+def rank_number(folder: Path) -> int | None:
+    """The rank whose directory's name `folder` has; None for any other name."""
+    match = _RANK.fullmatch(folder.name)
+    return None if match is None else int(match[1])
 
 
 _HUB_ID = re.compile(
@@ -100,6 +110,21 @@ def open_built_in(name: str, assumptions: UserAssumptions = UserAssumptions()) -
 
 def _checkpoint(source: _OpenedSource, assumptions: UserAssumptions) -> Checkpoint:
     """What a source's files describe."""
+    if source.entry is not None and assumptions == UserAssumptions():
+        return replace(_as_published(source.entry), origin=source.origin)
+    return _described(source, assumptions)
+
+
+RECENT = 8
+"""Built-in models that are kept, since each is hundreds of thousands of names."""
+
+
+@lru_cache(maxsize=RECENT)
+def _as_published(entry: CatalogueEntry) -> Checkpoint:
+    return _described(_open_entry(entry), UserAssumptions())
+
+
+def _described(source: _OpenedSource, assumptions: UserAssumptions) -> Checkpoint:
     quantization, quantization_file = separate_quantization(source.documents)
     groups = layer_groups(
         source.config,
@@ -123,13 +148,17 @@ def _checkpoint(source: _OpenedSource, assumptions: UserAssumptions) -> Checkpoi
 
 @dataclass(frozen=True)
 class _OpenedSource:
-    """The files read from a checkpoint; `tensors` is None for a config alone, `folder` without weights."""
+    """The files read from a checkpoint; `tensors` is None for a config alone, `folder` without weights.
+
+    `entry` is the built-in model that they belong to, if they do.
+    """
 
     config: Mapping[str, Any]
     documents: Mapping[str, Mapping[str, Any] | None]
     tensors: Mapping[str, TensorInfo] | None
     origin: Origin
     folder: Path | None
+    entry: CatalogueEntry | None = None
 
 
 def _find(ref: str, token: str | None, offline: bool, allow_catalogue: bool) -> _OpenedSource:
@@ -221,14 +250,14 @@ def _readable(name: str) -> Iterator[None]:
 
 
 def _open_folder(folder: Path, origin: Origin) -> _OpenedSource:
-    if (folder / MANIFEST).exists():
-        raise _converted(str(folder))
     if (rank_folder(folder, 0) / MANIFEST).exists():
         raise CheckpointError(
             f"{folder} holds the converted folders of several ranks, and is no checkpoint.",
             hint=f"`moectl run` takes one of them, such as {rank_folder(folder, 0)}; "
             "`moectl unconvert` makes a checkpoint of all of them.",
         )
+    if (folder / MANIFEST).exists():
+        raise _converted(str(folder))
     config = read_document(folder, CONFIG)
     if config is None:
         if (folder / LOG).exists():
@@ -354,7 +383,12 @@ def _open_hub(repo: str, revision: str | None, token: str | None) -> _OpenedSour
 def _open_entry(entry: CatalogueEntry, note: str = "") -> _OpenedSource:
     note = "; ".join(part for part in (note, entry.note) if part)
     origin = Origin("catalogue", entry.name, entry.revision, note=note)
-    return _OpenedSource(entry.config, entry.documents, entry.listing(), origin, None)
+    return _OpenedSource(entry.config, entry.documents, _listing(entry), origin, None, entry)
+
+
+@lru_cache(maxsize=RECENT)
+def _listing(entry: CatalogueEntry) -> TensorTable:
+    return entry.listing()
 
 
 def _converted(name: str) -> CheckpointError:

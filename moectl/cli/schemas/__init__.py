@@ -13,7 +13,7 @@ from .conversions import convert, synth, unconvert, verify
 from .decisions import explain
 from .json_types import ERROR, STRING, Schema, obj
 from .machine import doctor, env, list_names, peers
-from .measurements import bench, compare, run, tune
+from .measurements import bench, compare, run, tune, warm
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -25,6 +25,7 @@ DOCUMENTS: dict[str, Callable[[], Schema]] = {
     "run": run,
     "bench": bench,
     "tune": tune,
+    "warm": warm,
     "compare": compare,
     "peers": peers,
     "synth": synth,

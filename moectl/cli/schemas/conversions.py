@@ -32,7 +32,8 @@ def convert() -> Schema:
         "rate_measured": said(BOOLEAN, "The rate was measured on this CPU, and is not assumed."),
     }
     ranks = [obj({**_plan(), **done}), obj({**_plan(), **estimated})]
-    return {"anyOf": [*ranks, obj({"ranks": array({"anyOf": ranks})})]}
+    shared = said(BYTES, "Tensors that are linked or copied once, for all ranks.")
+    return {"anyOf": [*ranks, obj({"ranks": array({"anyOf": ranks}), "other_bytes": shared})]}
 
 
 def _plan() -> dict[str, Schema]:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, prod
+from threading import Lock
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ MAX_INDEX = 1 << 31
 
 WASTE = 1.15
 """By which factor tiles may exceed the size of a loop."""
+
+_LAUNCHING = Lock()
+"""Held while a launch is compiled or started, since Triton's caches are not made for several threads."""
 
 UNITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
@@ -59,7 +63,7 @@ def run(program: WordProgram, source: Tensor, target: Tensor) -> bool:
 
     units = source.reshape(-1).view(UNITS[launch.unit])
     words = target.view(-1).view(UNITS[launch.width])
-    with torch.cuda.device(source.device) if source.is_cuda else nullcontext():
+    with _LAUNCHING, torch.cuda.device(source.device) if source.is_cuda else nullcontext():
         _convert_kernel[(tiles,)](units, words, **launch.constants)
     return True
 

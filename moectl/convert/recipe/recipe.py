@@ -10,6 +10,7 @@ from typing import Any
 from ...errors import CheckpointError
 from ...files.tensor_table import TensorType
 from ...lazy_torch import Tensor
+from ..steps import recode as recode  # registers value steps that manifests name
 from ..steps import rescale as rescale  # registers value steps that manifests name
 from ..steps.transforms import Shape
 from ..steps.value_steps import (

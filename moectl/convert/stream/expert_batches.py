@@ -11,7 +11,8 @@ from ...torch_dtypes import TORCH_DTYPES
 from ..recipe.chain import BLOCK_BYTES
 from ..sources.tensor_mapping import LayerMapping
 from ..steps.value_steps import Shapes
-from .source_reader import as_bytes
+from .file_transfers import Transfer, flat, transfer
+from .source_reader import FolderReader, as_bytes
 
 Read = Callable[[TensorInfo, int, memoryview], None]
 """Fills a buffer with a tensor's bytes, starting at an offset within the tensor."""
@@ -73,21 +74,36 @@ class ExpertBatches:
 
     def read(self, first: int, last: int, read: Read, stored: Mapping[str, Tensor]) -> None:
         """Fills `stored` with experts `first` to `last` (exclusive), reading in file order."""
-        reads: list[tuple[str, int, TensorInfo, int, memoryview]] = []
+        views = {role: as_bytes(t) for role, t in stored.items()}
+        reads = self._reads(first, last)
+        for role, at, info, offset, size in sorted(reads, key=lambda r: (r[2].file, r[2].start + r[3])):
+            read(info, offset, views[role][at : at + size])
+
+    def transfers(self, first: int, last: int, stored: Mapping[str, Tensor]) -> list[Transfer]:
+        """The transfers that fill `stored`, on any device, with experts `first` to `last` (exclusive)."""
+        targets = {role: flat(t) for role, t in stored.items()}
+        return [
+            Transfer(info.file, info.start + offset, size, targets[role], at)
+            for role, at, info, offset, size in sorted(self._reads(first, last), key=lambda r: r[:2])
+        ]
+
+    def _reads(self, first: int, last: int) -> Iterator[tuple[str, int, TensorInfo, int, int]]:
+        """What experts `first` to `last` are read from: the role that is filled, the offset in its batch, the
+        tensor, the offset in it, and the number of bytes."""
         for mapped in self._mapped:
-            mapping = mapped.mapping
-            rows_of = slice(*mapping.rows)
-            target = stored[mapping.role][:, rows_of] if mapping.direct else stored[mapping.side]
-            for info, offset, _, expert in mapped.run(first, last):
-                if mapped.per_expert or mapping.shared:
-                    rows = [target[expert - first]]
-                else:
-                    rows = [target] if target.is_contiguous() else list(target)
-                for i, row in enumerate(rows):
-                    start = offset + i * mapping.each
-                    reads.append((info.file, info.start + start, info, start, as_bytes(row)))
-        for _, _, info, offset, view in sorted(reads, key=lambda item: item[:2]):
-            read(info, offset, view)
+            mapping, each = mapped.mapping, mapped.mapping.each
+            role, expert_bytes, skipped = mapping.side, each, 0
+            if mapping.direct:
+                role, tensor_type = mapping.role, self.layer.shapes[mapping.role].with_first_axis(1)
+                expert_bytes = nbytes(*tensor_type)
+                skipped = mapping.rows[0] * (expert_bytes // tensor_type.shape[1])
+            for info, offset, size, expert in mapped.run(first, last):
+                at = (expert - first) * expert_bytes + skipped
+                if expert_bytes == each:
+                    yield role, at, info, offset, size
+                    continue
+                for i in range(size // each):
+                    yield role, at + i * expert_bytes, info, offset + i * each, each
 
     def convert(self, stored: Mapping[str, Tensor], buffer: Tensor) -> dict[str, Tensor]:
         """Canonical and kept tensors (see `LayerMapping.batch_shapes`) of the tensors that `read` has filled.
@@ -120,21 +136,25 @@ class ExpertBatches:
         self.read(first, last, read, stored)
         return self.convert(stored, buffer[sizes[0] :])
 
-    def canonical(self, experts: Sequence[int] | Tensor, read: Read) -> dict[str, Tensor]:
-        """Canonical tensors ``[len(experts), ...]`` of any `experts`; consecutive ids are read together."""
+    def canonical(
+        self, experts: Sequence[int] | Tensor, reader: FolderReader, device: torch.device
+    ) -> dict[str, Tensor]:
+        """Canonical tensors ``[len(experts), ...]`` of any `experts`, read and converted on `device`."""
         ids = list(map(int, experts))
         batch = {
-            role: torch.empty((len(ids), *shape[1:]), dtype=TORCH_DTYPES[dtype])
+            role: torch.empty((len(ids), *shape[1:]), dtype=TORCH_DTYPES[dtype], device=device)
             for role, (dtype, shape) in self.layer.shapes.items()
         }
         others = {role: kind for role, kind in self._read_shapes.items() if role not in batch}
+        buffer = torch.empty(buffer_bytes(others, len(ids)), dtype=torch.uint8, device=device)
+        stored = {role: t for role, t in batch.items() if role in self._read_shapes}
+        stored |= buffer_views(buffer, others, len(ids))
+        transfers: list[Transfer] = []
         for first, last in _runs(ids):
-            rows = {role: t[first:last] for role, t in batch.items()}
-            buffer = torch.empty(buffer_bytes(others, last - first), dtype=torch.uint8)
-            stored = {role: rows[role] for role in self._read_shapes if role in rows}
-            stored |= buffer_views(buffer, others, last - first)
-            self.read(ids[first], ids[last - 1] + 1, read, stored)
-            self._convert(stored, {role: rows[role] for role in self._made_shapes})
+            rows = {role: t[first:last] for role, t in stored.items()}
+            transfers += self.transfers(ids[first], ids[last - 1] + 1, rows)
+        transfer(reader, transfers, device)
+        self._convert(stored, {role: batch[role] for role in self._made_shapes})
         return batch
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -148,6 +149,27 @@ def run_pipeline(
             slot.wait()
     finally:
         reader.stop()
+
+
+def run_ahead(work: Callable[[Job], Converted], jobs: Sequence[Job], ahead: int) -> Iterator[Converted]:
+    """The results of `work` on every job, in order; up to `ahead` jobs run at once, each in a thread.
+
+    With the result that the caller has, results of at most `ahead` + 1 jobs exist at a time. The first error
+    is raised in its turn; jobs that have not begun are left out then, and when the caller stops.
+
+    Example:
+        >>> list(run_ahead(lambda number: number * number, [1, 2, 3], 2))
+        [1, 4, 9]
+    """
+    waiting: deque[Future[Converted]] = deque()
+    with ThreadPoolExecutor(ahead, "ahead") as threads:
+        try:
+            for i in range(len(jobs)):
+                waiting += (threads.submit(work, job) for job in jobs[i + len(waiting) : i + ahead])
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 class _Reader(Generic[Job]):

@@ -148,17 +148,21 @@ class KernelLayer:
     w2: KernelMatrix
 
 
+LAYER = "moectl"
+"""Key in `PreparedMoE.derived` of `layer_of`."""
+
+
 def layer_of(prepared: PreparedMoE) -> KernelLayer:
     """The layer's matrices, created once.
 
     Examining the scales waits for the GPU, so it is done when a layer is prepared. If it first happens during
     graph capture, the exponents are left unknown and the result is not kept.
     """
-    layer = prepared.derived.get("moectl")
+    layer = prepared.derived.get(LAYER)
     if layer is None:
         layer = KernelLayer(prepared.problem, matrix_of(prepared, "w13"), matrix_of(prepared, "w2"))
         if not (prepared.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            prepared.derived["moectl"] = layer
+            prepared.derived[LAYER] = layer
     return layer
 
 

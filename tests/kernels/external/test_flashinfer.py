@@ -81,8 +81,8 @@ def problem_of(
 class OneScale(RandomLayer):
     """A random layer whose gate and up share the scale that a layout holds for both."""
 
-    def canonical(self, ids: Ids) -> dict[str, Tensor]:
-        drawn = super().canonical(ids)
+    def canonical(self, ids: Ids, device: torch.device | None = None) -> dict[str, Tensor]:
+        drawn = super().canonical(ids, device)
         if self.problem.scheme.weight == FP8_TENSOR:
             drawn["w13_scale"].copy_(drawn["w13_scale"][:, :1].expand_as(drawn["w13_scale"]))
         return drawn

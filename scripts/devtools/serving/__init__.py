@@ -1,0 +1,1 @@
+"""End-to-end measurements of experts in a serving engine."""

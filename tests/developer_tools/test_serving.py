@@ -1,0 +1,113 @@
+"""Whole random models for serving engines, and the tables of what engines did with them."""
+
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from devtools.serving.report import differences, experts_share, log_figures, table
+from devtools.serving.whole_models import MODELS, write_model
+
+from moectl.checkpoint import open_checkpoint
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+SMALL = {"layers": 2, "experts": 8, "hidden": 256, "intermediate": 128, "vocabulary": 512}
+
+
+@pytest.fixture(params=["gpt-oss-20b", "qwen3-30b-int4"])
+def model(request, tmp_path):
+    family, sizes = MODELS[request.param]
+    size = write_model(family, replace(sizes, **SMALL), tmp_path / "model")
+    return tmp_path / "model", size
+
+
+def test_models_are_checkpoints_that_are_understood(model):
+    folder, size = model
+    checkpoint = open_checkpoint(str(folder), offline=True)
+    assert [list(group.layers) for group in checkpoint.groups] == [[0, 1]]
+    problem = checkpoint.groups[0].problem
+    assert (problem.experts, problem.dims.hidden, problem.dims.intermediate) == (8, 256, 128)
+    assert size == sum(info.nbytes for info in checkpoint.tensors.values())
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(checkpoint.tensors)
+
+
+def test_greedy_decoding_does_not_depend_on_rounding_but_on_experts(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    family, sizes = MODELS["gpt-oss-20b"]
+    write_model(family, replace(sizes, **SMALL), tmp_path / "model")
+    dequantized = transformers.Mxfp4Config(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.bfloat16, quantization_config=dequantized
+    )
+    ids = torch.arange(24).reshape(4, 6)
+    with torch.no_grad():
+        rounded = model(ids).logits.float().log_softmax(-1)
+        exact = model.float()(ids).logits.log_softmax(-1)
+        for layer in model.model.layers:
+            layer.mlp.experts.register_forward_hook(lambda module, inputs, out: out * -1)
+        wrong = model(ids).logits.log_softmax(-1)
+    assert torch.equal(rounded.argmax(-1), exact.argmax(-1))
+    assert (wrong - exact).abs().mean() > 3 * (rounded - exact).abs().mean()
+
+
+def row_of(name, rate, tokens, logprob):
+    return {
+        "run": name,
+        "decode": {batch: rate * int(batch) for batch in ("1", "16", "64", "256")},
+        "prefill": 1000 * rate,
+        "kernels": {"16": {"_decode_gemm1_kernel": 30.0, "nvjet_sm90_tst": 70.0}},
+        "model_s": 4.0,
+        "engine_s": 20.0,
+        "weights_bytes": 2**30,
+        "peak_bytes": 2**30 + 2**28,
+        "answers": {"tokens": [tokens], "logprobs": [[logprob] * 3], "given": [[logprob, -2.0]]},
+    }
+
+
+def test_a_table_has_ratios_to_the_first_run_and_blanks_for_what_was_not_measured():
+    first, second = row_of("own", 100.0, [1, 2, 3], -1.0), row_of("moectl", 150.0, [1, 2, 4], -1.5)
+    del second["kernels"], second["prefill"]
+    lines = table(["own", "moectl"], [first, second]).splitlines()
+    cells = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:4]] for line in lines}
+    assert cells["decode, batch 16 (tokens/s)"] == ["1,600", "2,400 (1.50)"]
+    assert cells["prefill (tokens/s)"] == ["100,000", ""]
+    assert cells["experts in a step of 16 (%)"] == ["30", ""]
+    assert cells["peak memory over weights while loading (MiB)"] == ["256", "256"]
+    assert experts_share(first, 64) is None
+
+
+def test_log_probabilities_count_until_greedy_tokens_part():
+    first, second = row_of("own", 1.0, [1, 2, 3], -1.0), row_of("moectl", 1.0, [1, 9, 3], -1.5)
+    second["answers"]["logprobs"] = [[-1.25, -7.0, -9.0]]
+    found = differences(first, second)
+    assert (found["equal"], found["tokens"]) == (2, 3)
+    assert (found["greedy_largest"], found["greedy_mean"]) == (0.25, 0.25)
+    assert (found["given_largest"], found["given_mean"]) == (0.5, 0.25)
+    del second["answers"]
+    assert differences(first, second) is None
+
+
+def test_figures_come_from_the_log_of_the_engine():
+    log = (
+        "INFO Model loading took 13.03 GiB memory and 6.630434 seconds\n"
+        "INFO [backbone] torch.compile took 15.11 s in total\n"
+        "INFO Graph capturing finished in 14 secs, took 0.26 GiB\n"
+        "INFO init engine (profile, create kv cache, warmup model) took 65.89 s (compilation: 15.11 s)"
+    )
+    assert log_figures(log) == {"model_s": 6.630434, "compile_s": 15.11, "graphs_s": 14.0, "init_s": 65.89}
+    assert log_figures("nothing") == {}
+
+
+def test_runs_are_named_with_checkpoints_and_arguments():
+    run_of = runpy.run_path(str(SCRIPTS / "bench_vllm"))["run_of"]
+    assert run_of("own", "ck") == ("own", "ck", {})
+    assert run_of("two=./dir,tensor_parallel_size=2,moe_backend=marlin", "ck") == (
+        "two",
+        "./dir",
+        {"tensor_parallel_size": 2, "moe_backend": "marlin"},
+    )
+    with pytest.raises(SystemExit, match="ARGUMENT=VALUE"):
+        run_of("own,enforce_eager", "ck")
