@@ -294,4 +294,6 @@ def tactic(prepared: PreparedMoE, tokens: int) -> str:
     return ", ".join(shapes)
 
 
-RUNNER = Runner(NAME, CANONICAL, compute, refusal, accumulation="steps", ready=ready, tactic=tactic)
+RUNNER = Runner(
+    NAME, CANONICAL, compute, refusal, accumulation="steps", ready=ready, tactic=tactic, keeps="weights"
+)
