@@ -200,12 +200,12 @@ class RankSlice:
         return tuple(shape) if full is None else _resized(shape, full)
 
     def placed(self, role: str, t: Tensor) -> Tensor:
-        """Whole experts' canonical `role` with the rank's slices `t` in their place, and zeros elsewhere."""
+        """Whole experts' canonical `role` with the rank's slices `t` in their place, and ones elsewhere."""
         axis_slice = self._axis_slice(role, self.intermediate)
         if axis_slice is None:
             return t.clone()
         axis, stacked, low, high = axis_slice
-        whole = t.new_zeros(self.whole_shape(role, t.shape))
+        whole = t.new_ones(self.whole_shape(role, t.shape))
         _stack(whole, axis, stacked).narrow(axis + 1, low, high - low).copy_(_stack(t, axis, stacked))
         return whole
 
