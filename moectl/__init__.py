@@ -4,7 +4,7 @@
     >>> moectl.explain("openai/gpt-oss-120b", "h200", offline=True).groups[0].decision.chosen.backend.name
     'triton'
 
-`explain` and `open_checkpoint` need no torch; `convert`, `bench`, `load_prepared` and `refit` do (``moectl[run]``).
+`explain` and `open_checkpoint` need no torch; the other functions do (``moectl[run]``).
 """
 
 import sys

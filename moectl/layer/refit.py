@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..convert.canonical import byte_scales
 from ..convert.codecs import check_scales
-from ..convert.rank_slice import RankSlice
 from ..convert.recipe.recipe import StoredOutput
 from ..convert.steps.value_steps import ExpertStatistic, Statistics, update_statistics
 from ..convert.stream.source_reader import spans
@@ -21,14 +20,12 @@ from ..errors import NoBackend, UsageError
 from ..files.safetensors_writer import nbytes
 from ..kernels.prepared_layer import PreparedMoE
 from ..kernels.registry import runner_for
-from ..torch_dtypes import TORCH_DTYPES
 from .experts import Ids, LayerOrigin
+from .live_roles import LiveRoles, Roles
 from .slice_writes import SliceWrite, Span, experts_of, slice_write, whole_type
 
 TEMPORARIES = 4
 """Copies of a role that conversion step by step may hold at once."""
-
-Roles = dict[str, Tensor]
 
 
 def refit(layer: PreparedMoE, *, scratch: int | None = None) -> LayerRefit:
@@ -91,7 +88,8 @@ class LayerRefit:
         self._kept = origin.kept
         self._inputs: Roles = {}
         self._pending: list[SliceWrite] | None = None
-        self._shares = self._source.rank_slice or RankSlice(self._source.problem)
+        self._roles = LiveRoles(layer, origin.layer, origin.recipe, origin.kept)
+        self._shares = self._roles.shares
         each = sum(nbytes(*whole_type(self._source, role).with_first_axis(1)) for role in self._recipe.shapes)
         self._scratch = max(each, scratch or 0)
         self._load_kept()
@@ -217,23 +215,12 @@ class LayerRefit:
             for expert in {e for w in touched for e in range(w.first, w.last)}:
                 mine = [w for w in touched if w.first <= expert < w.last]
                 for needed in sorted(together):
-                    if not self._covered(needed, mine):
+                    if not self._roles.covered(needed, mine):
                         raise UsageError(
                             f"{role} was quantized again, so {' and '.join(sorted(together))} of an expert "
                             f"change together and whole; {needed} of expert {expert} was not given",
                             hint="give them in one batch",
                         )
-
-    def _covered(self, role: str, writes: Sequence[SliceWrite]) -> bool:
-        """Whether `writes` give all of whole `role`, so that nothing of what it was is needed."""
-        (_, height, *widths), done = whole_type(self._source, role).shape, 0
-        mine = [write for write in writes if write.role == role]
-        if any(not write.full and write.mapping is not None for write in mine):
-            return False
-        for first, last in sorted(write.rows(height) for write in mine if write.fills_rows(widths)):
-            if first <= done:
-                done = max(done, last)
-        return done == height
 
     def _staged(self, writes: Sequence[SliceWrite]) -> tuple[Roles, Roles]:
         """The kept roles after `writes`: of this rank, and those of all ranks."""
@@ -248,15 +235,8 @@ class LayerRefit:
                 kept[role] = kept[role].clone()
                 for first, last, some in self._spans({role}, mine):
                     old = kept[role][first:last]
-                    old.copy_(self._applied(role, first, some, old))
+                    old.copy_(self._roles.applied(role, first, some, old))
         return kept, inputs
-
-    def _applied(self, role: str, first: int, writes: Sequence[SliceWrite], old: Tensor) -> Tensor:
-        """This rank's `role` of experts from local `first`, of which `old` was, after `writes`."""
-        whole = self._shares.placed(role, old) if self._shares.sliced else old
-        for write in writes:
-            write.write(self._source.first_expert + first, whole)
-        return self._shares.slice({role: whole})[role]
 
     @cached_property
     def _together(self) -> tuple[tuple[frozenset[str], tuple[str, ...]], ...]:
@@ -322,7 +302,7 @@ class LayerRefit:
         begin = self._source.first_expert
         mine = [w for w in writes if w.role in roles and w.first - begin <= first and last <= w.last - begin]
         for low, high in self._chunks(roles, outputs.values(), first, last, mine):
-            batch = self._new_roles(roles, low, high, mine, kept)
+            batch = self._roles.after(roles, low, high, mine, kept)
             for output in checked if check else ():
                 self._check(output, batch, statistics, {write.role for write in mine})
             for name, output in outputs.items() if not check else ():
@@ -353,60 +333,12 @@ class LayerRefit:
         writes: Sequence[SliceWrite],
     ) -> Iterator[tuple[int, int]]:
         """Runs of experts whose conversion takes at most the scratch memory, but for one expert."""
-        free = all(self._plain(role, first, last, writes) is not None for role in roles)
+        free = all(self._roles.plain(role, first, last, writes) is not None for role in roles)
         if free and not any(output.values for output in outputs):
             return iter([(first, last)])
         each = sum(nbytes(*whole_type(self._source, role).with_first_axis(1)) for role in roles)
         step = max(1, self._scratch // (TEMPORARIES * each))
         return ((first + low, first + high) for low, high in spans(last - first, step))
-
-    def _plain(self, role: str, first: int, last: int, writes: Sequence[SliceWrite]) -> Tensor | None:
-        """The new `role` of local experts if one write has it on the device as it is."""
-        mine = [write for write in writes if write.role == role]
-        if len(mine) != 1 or self._shares.sliced or role in self._kept:
-            return None
-        dtype, shape = whole_type(self._source, role)
-        t = mine[0].plain(shape, TORCH_DTYPES[dtype])
-        if t is None or t.device != self._live.device:
-            return None
-        begin = self._source.first_expert - mine[0].first
-        return t[begin + first : begin + last]
-
-    def _new_roles(
-        self, roles: set[str], first: int, last: int, writes: Sequence[SliceWrite], kept: Roles
-    ) -> Roles:
-        """The canonical `roles` of local experts after `writes`, on the device."""
-        device, new = self._live.device, Roles()
-        for role in roles:
-            plain = self._plain(role, first, last, writes)
-            if role in kept:
-                new[role] = kept[role][first:last].to(device)
-            elif plain is not None:
-                new[role] = plain
-        others = roles - new.keys()
-        old = self._restored({r for r in others if not self._covered(r, writes)}, first, last)
-        for role in others:
-            mine = [write for write in writes if write.role == role]
-            dtype, (_, *shape) = self._recipe.shapes[role]
-            t = old.get(role)
-            if t is None:
-                t = torch.zeros(last - first, *shape, dtype=TORCH_DTYPES[dtype], device=device)
-            new[role] = self._applied(role, first, mine, t) if mine else t
-        return new
-
-    def _restored(self, roles: set[str], first: int, last: int) -> Roles:
-        """The canonical `roles` of local experts as they are, from the live tensors."""
-        recipe, device, stored = self._recipe, self._live.device, Roles()
-        for role in recipe.restored_with(roles):
-            name = recipe.source_of(role)
-            source = self._kept[role].to(device) if role in self._kept else self._live.weights[name]
-            stored[name] = source[first:last]
-        live = {t.untyped_storage().data_ptr() for t in self._live.weights.values()}
-        return {
-            role: t.clone() if t.untyped_storage().data_ptr() in live else t
-            for role, t in recipe.restore(stored, last - first, roles).items()
-            if role in roles
-        }
 
 
 def _read(

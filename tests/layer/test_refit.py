@@ -39,13 +39,13 @@ def test_slices_in_any_order_are_a_cold_conversion(layout: WeightLayout) -> None
     written = 0
     rows = [r for r in ROWS if r != "single" or layout.ungated]
     for weight in layout.weights:
-        for shard in dict.fromkeys(SHARDS):
+        for shard in draw.sample(SHARDS, 3):
             case = try_case(draw, layout, weight, draw.choice(rows), *shard)
-            for _ in range(6 if case else 0):
+            for _ in range(4 if case else 0):
                 written += step(case, draw)
             if case:
                 check_dense(case)
-    assert written >= 6
+    assert written >= 4
 
 
 def check_dense(case: RefitCase) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from convert.sources.test_storages import READABLE, read, storage_id
 from moectl.checkpoint.tensors.storage import Storage
 from moectl.convert.rank_slice import RankSlice, shard_of, slice_unit
 from moectl.convert.recipe.recipe import Recipe, StoredOutput
@@ -23,8 +24,6 @@ from support.layout_cases import as_bytes
 from support.one_thread import one_thread  # noqa: F401
 from support.refit_cases import random_slice
 from support.stored_layers import EXPERTS, LAYER, Layer, cases, make_layer
-
-from convert.sources.test_storages import READABLE, read, storage_id
 
 
 def live_of(layer: Layer, tp: int, rank: int) -> tuple[PreparedMoE, LayerMapping]:
