@@ -21,6 +21,7 @@ from .list import list_names
 from .options import ArgumentKeepingCommand
 from .output import drop_stdout, spell_out
 from .peers import peers
+from .refit import refit
 from .run.command import run as run_layers
 from .schema import schema
 from .synth import synth
@@ -41,6 +42,7 @@ COMMANDS = (
     (convert, "convert"),
     (verify, "verify"),
     (unconvert, "unconvert"),
+    (refit, "refit"),
     (run_layers, "run"),
     (bench, "bench"),
     (tune, "tune"),

@@ -107,6 +107,25 @@ def unconvert() -> Schema:
     )
 
 
+def refit() -> Schema:
+    """What changed, or with --dry-run would change."""
+    row = {
+        "folder": STRING,
+        "layers": said(array(INTEGER), "Layers whose files are written."),
+        "unchanged_layers": LAYERS,
+        "files": said(STRINGS, "Files of other tensors that are written."),
+        "bytes_out": said(BYTES, "Of the layers' files."),
+    }
+    return obj(
+        {
+            "checkpoint": STRING,
+            "dry_run": BOOLEAN,
+            "changed": said(BOOLEAN, "Anything at all differed."),
+            "folders": array(obj(row), "One for each rank."),
+        }
+    )
+
+
 def synth() -> Schema:
     """The checkpoint that was written."""
     return obj({"model": STRING, "folder": STRING, "bytes": BYTES, "seed": INTEGER})
