@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .layer.build_kernel import build_kernel as build_kernel
     from .layer.prepare import load_prepared as load_prepared
     from .layer.refit import refit as refit
+    from .parity.parameter_dump import dump_parameters as dump_parameters
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "bench",
     "build_kernel",
     "convert",
+    "dump_parameters",
     "explain",
     "load_prepared",
     "open_checkpoint",
@@ -54,6 +56,7 @@ _LATER = {
     "MoectlError": "errors",
     "PreparedMoE": "kernels.prepared_layer",
     "build_kernel": "layer.build_kernel",
+    "dump_parameters": "parity.parameter_dump",
     "load_prepared": "layer.prepare",
     "open_checkpoint": "checkpoint.source.open_checkpoint",
     "refit": "layer.refit",
