@@ -47,10 +47,10 @@ def parity(
     wanted = wanted if layer is None or not numbers else [layer]
     parameters = []
     for side in sides:
-        together = {}
+        together: dict[str, Any] = {}
         for number in wanted if side.layers is not None else [None]:
             if side.layers is None or number in side.layers:
-                together |= side.parameters(number)
+                together.update(side.parameters(number))
         parameters.append(together)
     if layer is not None:
         parameters = [_of_layer(side, layer) for side in parameters]

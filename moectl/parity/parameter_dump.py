@@ -54,9 +54,7 @@ def live_parameters(source: torch.nn.Module | Mapping[str, Tensor]) -> dict[str,
     found = {}
     for name, t in source.items():
         if t.layout is not torch.strided or t.is_meta or t.dtype not in names:
-            raise UsageError(
-                f"{name} is a {t.dtype} tensor ({t.layout}, {t.device}) that has no bytes to record"
-            )
+            raise UsageError(f"{name} is {t.dtype}, {t.layout}, on {t.device}, which safetensors cannot hold")
         held = t.detach()
         found[name] = ParameterRecord(
             name,

@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..checkpoint import open_checkpoint
 from ..checkpoint.source.open_checkpoint import MANIFEST
-from ..convert.layouts.registry import WeightLayout
+from ..checkpoint.source.shards import CONFIG
+from ..convert.layouts.registry import WeightLayout, layout_for
 from ..convert.manifest.manifest import Manifest, load_manifest
 from ..convert.rank_slice import RankSlice
 from ..convert.recipe.recipe import SIDE
@@ -67,7 +69,7 @@ def _records(path: Path) -> Iterator[ParameterRecord]:
     places = parse_json_object(text[PLACES].encode(), f"{path.name}: {PLACES}") if PLACES in text else {}
     for name, info in header.items():
         stride, offset = _place(places[name], info) if name in places else (None, None)
-        yield ParameterRecord(name, info.dtype, info.shape, stride, offset, _reader(path.parent, info))
+        yield ParameterRecord(name, info.dtype, info.shape, stride, offset, _StoredBytes(path.parent, info))
 
 
 def _place(place: object, info: TensorInfo) -> tuple[tuple[int, ...], int]:
@@ -78,7 +80,7 @@ def _place(place: object, info: TensorInfo) -> tuple[tuple[int, ...], int]:
     raise CheckpointError(f"{info.file}: the strides of {info.name} do not fit its shape {list(info.shape)}.")
 
 
-class _reader:
+class _StoredBytes:
     """Reads a tensor's bytes from its file, when asked."""
 
     def __init__(self, folder: Path, info: TensorInfo) -> None:
@@ -91,24 +93,21 @@ class _reader:
         return buffer
 
 
-def converted(manifest: Manifest, layers: Sequence[int] | None = None) -> dict[int, LayerParameters]:
-    """The stored tensors of a converted directory, under the names of its files, by layer."""
-    found = {}
-    for layer in layers or manifest.layers:
-        locations, stored = manifest.open_layer(layer), manifest.tensors(layer)
-        found[layer] = {
-            item.spec.name: ParameterRecord(
-                item.spec.name,
-                item.record.logical_dtype if item.spec.dtype == "U8" else item.spec.dtype,
-                item.spec.shape,
-                row_major(item.spec.shape),
-                0,
-                _reader(manifest.folder, locations[role]),
-            )
-            for role, item in stored.items()
-            if not role.startswith(SIDE)
-        }
-    return found
+def converted(manifest: Manifest, layer: int) -> LayerParameters:
+    """The stored tensors of one layer of a converted directory, under the names of its files."""
+    locations = manifest.open_layer(layer)
+    return {
+        item.spec.name: ParameterRecord(
+            item.spec.name,
+            item.record.logical_dtype if item.spec.dtype == "U8" else item.spec.dtype,
+            item.spec.shape,
+            row_major(item.spec.shape),
+            0,
+            _StoredBytes(manifest.folder, locations[role]),
+        )
+        for role, item in manifest.tensors(layer).items()
+        if not role.startswith(SIDE)
+    }
 
 
 def laid_out(source: CheckpointLayers, layout: WeightLayout, layer: int) -> LayerParameters:
@@ -139,31 +138,34 @@ class ParameterSource:
     """What a user names as one side of a comparison: its parameters, a layer at a time where it has layers.
 
     Attributes:
-        chains: whether they come from moectl's chains, so that all of them are a layer's experts.
+        ref: a converted directory, a checkpoint, or a dump.
         layers: numbers of its layers; None for a dump, which has no numbers but those in names.
     """
 
     def __init__(
-        self, ref: str, layout: str | None, arch: str | None, act: str | None, offline: bool
+        self,
+        ref: str,
+        layout: str | None = None,
+        arch: str | None = None,
+        act: str | None = None,
+        offline: bool = False,
     ) -> None:
-        from ..convert.layouts.registry import layout_for
-
+        """Opens `ref`; a checkpoint needs the target `layout`, and the others where that is ambiguous."""
         path = Path(ref)
-        self.ref, self._manifest, self._checkpoint = ref, None, None
-        self.chains, self.layers = True, None
+        self.ref = ref
+        self.layers: tuple[int, ...] | None = None
+        self._manifest: Manifest | None = None
+        self._checkpoint: CheckpointLayers | None = None
+        is_folder = path.is_dir() and not (path / CONFIG).exists()
         if (path / MANIFEST).exists():
             self._manifest = load_manifest(path)
             self.layers = self._manifest.layers
-        elif path.suffix == ".safetensors" or (path.is_dir() and not (path / "config.json").exists()):
-            self.chains = False
-        elif layout is None:
-            raise UsageError(
-                f"{ref} is a checkpoint, whose tensors are in no kernel's layout",
-                hint="give --to LAYOUT to lay them out",
-            )
-        else:
-            from ..checkpoint import open_checkpoint
-
+        elif path.suffix != ".safetensors" and not is_folder:
+            if layout is None:
+                raise UsageError(
+                    f"{ref} is a checkpoint, whose tensors are in no kernel's layout",
+                    hint="give --to LAYOUT to lay them out",
+                )
             checkpoint = open_checkpoint(ref, offline=offline)
             if not checkpoint.groups:
                 raise CheckpointError(f"{ref} has no MoE layers")
@@ -175,7 +177,7 @@ class ParameterSource:
         """Those of one layer; of a dump, all of them."""
         if self._manifest is not None:
             assert layer is not None
-            return converted(self._manifest, [layer])[layer]
+            return converted(self._manifest, layer)
         if self._checkpoint is not None:
             assert layer is not None
             return laid_out(self._checkpoint, self._layout, layer)
