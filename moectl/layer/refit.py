@@ -20,7 +20,7 @@ from ..errors import NoBackend, UsageError
 from ..files.safetensors_writer import nbytes
 from ..kernels.prepared_layer import PreparedMoE
 from ..kernels.registry import runner_for
-from .experts import Ids, LayerOrigin
+from .experts import LayerOrigin, LoadExperts
 from .live_roles import LiveRoles, Roles
 from .slice_writes import SliceWrite, Span, experts_of, slice_write, whole_type
 
@@ -342,7 +342,7 @@ class LayerRefit:
 
 
 def _read(
-    canonical: Callable[[Ids], Mapping[str, Tensor]], roles: Iterable[str], experts: int, step: int
+    canonical: LoadExperts, roles: Iterable[str], experts: int, step: int
 ) -> Roles:
     """The canonical `roles` of all `experts` on the CPU, read `step` experts at a time."""
     parts: dict[str, list[Tensor]] = {role: [] for role in roles}

@@ -34,7 +34,7 @@ def live_of(layer: Layer, tp: int, rank: int) -> tuple[PreparedMoE, LayerMapping
         layer.names.experts[m.mapping.stored].replace("{layer}", str(LAYER)): m.mapping for m in mapped.mapped
     }
 
-    def canonical(ids: object) -> dict[str, Tensor]:
+    def canonical(ids: object, device: torch.device | None = None) -> dict[str, Tensor]:
         index = torch.as_tensor(list(ids))  # type: ignore[call-overload]
         return {role: t[index] for role, t in held.items()}
 

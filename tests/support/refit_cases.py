@@ -49,7 +49,7 @@ def canonical_layer(problem: MoEProblem, whole: dict[str, Tensor]) -> ExpertLaye
     """The layer of canonical tensors `whole` as they are now."""
     held = {role: t.clone() for role, t in whole.items()}
 
-    def canonical(ids: object) -> dict[str, Tensor]:
+    def canonical(ids: object, device: torch.device | None = None) -> dict[str, Tensor]:
         index = torch.as_tensor(list(ids))  # type: ignore[call-overload]
         return {role: t[index] for role, t in held.items()}
 
