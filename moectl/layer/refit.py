@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
@@ -175,6 +175,7 @@ class LayerRefit:
 
     # A commit: staged roles, checks, writes.
 
+    @torch.inference_mode()
     def _commit(self, writes: Sequence[SliceWrite]) -> None:
         if not writes:
             return
@@ -341,9 +342,7 @@ class LayerRefit:
         return ((first + low, first + high) for low, high in spans(last - first, step))
 
 
-def _read(
-    canonical: LoadExperts, roles: Iterable[str], experts: int, step: int
-) -> Roles:
+def _read(canonical: LoadExperts, roles: Iterable[str], experts: int, step: int) -> Roles:
     """The canonical `roles` of all `experts` on the CPU, read `step` experts at a time."""
     parts: dict[str, list[Tensor]] = {role: [] for role in roles}
     for first, last in spans(experts, step):

@@ -269,6 +269,13 @@ def test_a_layer_becomes_that_of_another_checkpoint(
     assert torch.equal(live.expert(3).w13, cold.expert(3).w13)
 
 
+def test_layers_that_were_loaded_in_inference_mode(tiny_gpt_oss: Path) -> None:
+    with torch.inference_mode():
+        live = prepare(open_checkpoint(tiny_gpt_oss), 0, "moectl")
+    bias = torch.nn.Parameter(torch.ones(8, 256).bfloat16())
+    assert refit(live).update("w2_bias", bias) and bool((live.weights["w2_bias"][:, :256] == 1).all())
+
+
 def test_names_and_numbers_that_do_not_fit(tiny_gpt_oss: Path) -> None:
     live = prepare(open_checkpoint(tiny_gpt_oss), 0, "torch")
     update, blocks = refit(live).update, torch.zeros(8, 384, 8, 16, dtype=torch.uint8)
