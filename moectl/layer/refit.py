@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..convert.canonical import byte_scales
+from ..convert.canonical import byte_scales, scale_dtype
 from ..convert.codecs import check_scales
 from ..convert.recipe.recipe import StoredOutput
 from ..convert.steps.value_steps import ExpertStatistic, Statistics, update_statistics
@@ -302,7 +302,7 @@ class LayerRefit:
             return
         begin = self._source.first_expert
         mine = [w for w in writes if w.role in roles and w.first - begin <= first and last <= w.last - begin]
-        for low, high in self._chunks(roles, outputs.values(), first, last, mine):
+        for low, high in self._chunks(roles, outputs.values(), first, last, mine, check):
             batch = self._roles.after(roles, low, high, mine, kept)
             for output in checked if check else ():
                 self._check(output, batch, statistics, {write.role for write in mine})
@@ -332,10 +332,14 @@ class LayerRefit:
         first: int,
         last: int,
         writes: Sequence[SliceWrite],
+        check: bool,
     ) -> Iterator[tuple[int, int]]:
         """Runs of experts whose conversion takes at most the scratch memory, but for one expert."""
         free = all(self._roles.plain(role, first, last, writes) is not None for role in roles)
-        if free and not any(output.values for output in outputs):
+        # Checks of 8-bit exponents take no memory, those of other scales as much as the scales.
+        problem = self._live.problem
+        copied = check and (scale_dtype(problem), byte_scales(problem)) != ("U8", "E8M0")
+        if free and not copied and not any(output.values for output in outputs):
             return iter([(first, last)])
         each = sum(nbytes(*whole_type(self._source, role).with_first_axis(1)) for role in roles)
         step = max(1, self._scratch // (TEMPORARIES * each))

@@ -67,6 +67,10 @@ def exponents_of(scales: Tensor, kind: str) -> tuple[int, int] | None:
         return 127, 127
     if scales.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
+    if kind == "e8m0":
+        low, high = torch.stack(torch.aminmax(scales.contiguous().view(torch.uint8))).tolist()
+        if low:
+            return low, high
     ranges = []
     for chunk in torch.split(scales.contiguous(), EXPERTS_AT_ONCE):
         stored = chunk.view(torch.uint8) if kind == "e8m0" else chunk.view(torch.int16) & 0x7FFF
