@@ -20,7 +20,9 @@ from .explain.command import explain
 from .list import list_names
 from .options import ArgumentKeepingCommand
 from .output import drop_stdout, spell_out
+from .parity import parity
 from .peers import peers
+from .refit import refit
 from .run.command import run as run_layers
 from .schema import schema
 from .synth import synth
@@ -41,6 +43,8 @@ COMMANDS = (
     (convert, "convert"),
     (verify, "verify"),
     (unconvert, "unconvert"),
+    (refit, "refit"),
+    (parity, "parity"),
     (run_layers, "run"),
     (bench, "bench"),
     (tune, "tune"),

@@ -13,7 +13,7 @@ from ..checkpoint.source.catalogue import weights_missing
 from ..convert.canonical import byte_scales
 from ..convert.codecs import check_scales
 from ..convert.manifest.manifest import Manifest, check_layer, load_layer, load_manifest
-from ..convert.manifest.manifest_records import group_rank_slice, group_recipe, unpadded
+from ..convert.manifest.manifest_records import group_mappings, group_rank_slice, group_recipe, unpadded
 from ..convert.manifest.rank_directories import load_rank, rank_numbers
 from ..convert.recipe.recipe import Recipe, StoredOutput
 from ..convert.sources import map_layer
@@ -70,7 +70,9 @@ def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> Expert
     recipe = Recipe(mapped.shapes, {role: StoredOutput(role) for role in mapped.shapes})
     names = {key: name.replace("{layer}", str(number)) for key, name in group.names.router.items()}
     router = read_router(folder, checkpoint.tensors, names)
-    return ExpertLayer(group.problem, number, CANONICAL, recipe, canonical, stored, router)
+    templates = group.names.experts
+    parts = {templates[m.mapping.stored].replace("{layer}", str(number)): m.mapping for m in mapped.mapped}
+    return ExpertLayer(group.problem, number, CANONICAL, recipe, canonical, stored, router, parts=parts)
 
 
 def _group_of(checkpoint: Checkpoint, layer: int | None) -> tuple[LayerGroup, int]:
@@ -155,7 +157,13 @@ def converted_layer(manifest: Manifest, layer: int | None = None, *, check: bool
     names = {key: name.replace("{layer}", str(number)) for key, name in group.router.items()}
     router = _converted_router(manifest, names)
     rank_slice = group_rank_slice(manifest.record.shard, group)
-    return ExpertLayer(problem, number, manifest.layout.name, recipe, canonical, stored, router, rank_slice)
+    mappings = group_mappings(group)
+    parts = {
+        part.template.replace("{layer}", str(number)): mappings[name] for name, part in group.parts.items()
+    }
+    return ExpertLayer(
+        problem, number, manifest.layout.name, recipe, canonical, stored, router, rank_slice, parts=parts
+    )
 
 
 def _restored(

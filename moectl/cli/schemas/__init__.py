@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ... import SCHEMA_VERSION
-from .conversions import convert, synth, unconvert, verify
+from .conversions import convert, parity, refit, synth, unconvert, verify
 from .decisions import explain
 from .json_types import ERROR, STRING, Schema, obj
 from .machine import doctor, env, list_names, peers
@@ -22,6 +22,8 @@ DOCUMENTS: dict[str, Callable[[], Schema]] = {
     "convert": convert,
     "verify": verify,
     "unconvert": unconvert,
+    "refit": refit,
+    "parity": parity,
     "run": run,
     "bench": bench,
     "tune": tune,

@@ -156,7 +156,7 @@ def complete(plan: ConversionPlan, out: Path) -> ConversionSummary:
             layers = [
                 layer.layer
                 for layer in worker_plan.layers
-                if layer.layer not in log.layers or not _matches_plan(layer, log.layers[layer.layer])
+                if layer.layer not in log.layers or not matches_plan(layer, log.layers[layer.layer])
             ]
             files = [item.name for item in worker_plan.passthrough if item.name not in log.passthrough]
             missing += [f"part {partition} lacks layers {ranges(layers)}"] if layers else []
@@ -338,13 +338,13 @@ def _check_lengths(plan: ConversionPlan, reader: FolderReader) -> None:
 
 def _is_finished(out: Path, layer: LayerPlan, record: LayerRecord) -> bool:
     """True if the logged layer's file exists and every tensor has the logged hash."""
-    if not _matches_plan(layer, record):
+    if not matches_plan(layer, record):
         return False
     hashes = {info: record.sha256[name] for name, info in layer.file.tensors.items()}
     return file_matches(out / layer.file.name, layer.file, hashes)
 
 
-def _matches_plan(layer: LayerPlan, record: LayerRecord) -> bool:
+def matches_plan(layer: LayerPlan, record: LayerRecord) -> bool:
     """True if `record` has the files, tensors and slices that are planned for `layer`."""
     files = {mapped.mapping.stored: tuple(i.file for i in mapped.tensors) for mapped in layer.map.mapped}
     return (

@@ -346,4 +346,6 @@ def tactic(prepared: PreparedMoE, tokens: int) -> str:
     return ", ".join(shapes)
 
 
-RUNNER = Runner(NAME, layout, compute, refusal, accumulation="steps", ready=ready, tactic=tactic)
+RUNNER = Runner(
+    NAME, layout, compute, refusal, accumulation="steps", ready=ready, tactic=tactic, keeps="weights"
+)

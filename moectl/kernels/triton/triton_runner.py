@@ -27,7 +27,7 @@ from .expert_batches import CHOSEN_FOR, compute_batch, layer_one_each, one_each
 from .hopper.mid import MID_FAMILY
 from .hopper.prefill import PREFILL_FAMILY
 from .hopper.stream import STREAM_FAMILY
-from .kernel_family import KernelCall, KernelFamily, layer_of, multiprocessors, scale_name
+from .kernel_family import KernelCall, KernelFamily, accept_scales, layer_of, multiprocessors, scale_name
 from .launch_table import GpuModel, MeasuredLaunch, TokenSpread, nearest, tuned
 from .launches import Launch, launch_for
 from .portable import DECODE_FAMILY, GROUPED_FAMILY
@@ -234,5 +234,6 @@ RUNNER = Runner(
     tactic=_tactic,
     masks_padding=True,
     workspace=_workspace,
+    refit=accept_scales,
     into=_compute_into,
 )
