@@ -4,7 +4,7 @@
     >>> moectl.explain("openai/gpt-oss-120b", "h200", offline=True).groups[0].decision.chosen.backend.name
     'triton'
 
-`explain` and `open_checkpoint` need no torch; `convert`, `bench` and `load_prepared` do (``moectl[run]``).
+`explain` and `open_checkpoint` need no torch; the other functions do (``moectl[run]``).
 """
 
 import sys
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .kernels.prepared_layer import PreparedMoE as PreparedMoE
     from .layer.build_kernel import build_kernel as build_kernel
     from .layer.prepare import load_prepared as load_prepared
+    from .layer.refit import refit as refit
+    from .parity.parameter_dump import dump_parameters as dump_parameters
 
 __version__ = "0.1.0"
 
@@ -41,9 +43,11 @@ __all__ = [
     "bench",
     "build_kernel",
     "convert",
+    "dump_parameters",
     "explain",
     "load_prepared",
     "open_checkpoint",
+    "refit",
 ]
 
 _LATER = {
@@ -52,8 +56,10 @@ _LATER = {
     "MoectlError": "errors",
     "PreparedMoE": "kernels.prepared_layer",
     "build_kernel": "layer.build_kernel",
+    "dump_parameters": "parity.parameter_dump",
     "load_prepared": "layer.prepare",
     "open_checkpoint": "checkpoint.source.open_checkpoint",
+    "refit": "layer.refit",
 }
 """Public names, and the modules that have them, which are imported when a name is asked for."""
 

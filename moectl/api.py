@@ -115,13 +115,14 @@ def convert(
 
     Args:
         checkpoint: a checkpoint's directory, or a name whose weights are in the Hub cache.
-        out: a new or empty directory; with several ranks, each gets ``out/rank-NN``.
+        out: a new or empty directory; with several ranks, each one's layers are in ``out/rank-NN``.
         to: a layout (``moectl list layouts``) or a portable format (``moectl list formats``).
         arch, act: architecture and activations of a layout, where `to` alone is ambiguous.
         container, method, calibration: of a portable format, as the options of ``moectl convert``.
         requantize: allow lossy requantization of quantized weights.
         experts_only: skip tensors that are not experts'.
-        tp_size, ep_size, rank: slice for ranks; `rank` alone, or all of them for None.
+        tp_size, ep_size, rank: slice for ranks; `rank` alone, or all of them for None. What ranks share is
+            written to `out` when all of them are there.
         device: where tensors are converted: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``.
         threads: worker threads; None for all cores.
         max_memory: bytes; None for a quarter of the machine's.

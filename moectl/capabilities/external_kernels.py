@@ -25,7 +25,11 @@ MARLIN = KernelSupport(
 """vLLM's Marlin operator for MoE layers."""
 
 HUMMING = KernelSupport(
-    (WeightSupport((*integers(4), *integers(8))), WeightSupport((MXFP4,), dtypes=_BF16)),
+    (
+        WeightSupport(integers(4), "humming-int4"),
+        WeightSupport(integers(8), "humming-int8"),
+        WeightSupport((MXFP4,), "humming-mxfp4", _BF16),
+    ),
     gated=GATED,
     ungated=UNGATED,
     scales=frozenset(("E8M0", "BF16", "F16")),

@@ -20,7 +20,9 @@ from .explain.command import explain
 from .list import list_names
 from .options import ArgumentKeepingCommand
 from .output import drop_stdout, spell_out
+from .parity import parity
 from .peers import peers
+from .refit import refit
 from .run.command import run as run_layers
 from .schema import schema
 from .serve_check import serve_check
@@ -29,6 +31,7 @@ from .text_layout import wrap
 from .tune.command import tune
 from .unconvert import unconvert
 from .verify import verify
+from .warm.command import warm
 
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
@@ -42,9 +45,12 @@ COMMANDS = (
     (verify, "verify"),
     (serve_check, "serve-check"),
     (unconvert, "unconvert"),
+    (refit, "refit"),
+    (parity, "parity"),
     (run_layers, "run"),
     (bench, "bench"),
     (tune, "tune"),
+    (warm, "warm"),
     (compare, "compare"),
     (peers, "peers"),
     (synth, "synth"),

@@ -194,6 +194,34 @@ class RankSlice:
         axis, stacked, low, high = axis_slice
         return _stack(t, axis, stacked).narrow(axis + 1, low, high - low).flatten(axis, axis + 1).contiguous()
 
+    def whole_shape(self, role: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of whole experts' canonical `role`, from the `shape` of the rank's slices."""
+        full = self._axis_slice(role, (0, self.whole.dims.intermediate))
+        return tuple(shape) if full is None else _resized(shape, full)
+
+    def placed(self, role: str, t: Tensor) -> Tensor:
+        """Whole experts' canonical `role` with the rank's slices `t` in their place, and ones elsewhere."""
+        axis_slice = self._axis_slice(role, self.intermediate)
+        if axis_slice is None:
+            return t.clone()
+        axis, stacked, low, high = axis_slice
+        whole = t.new_ones(self.whole_shape(role, t.shape))
+        _stack(whole, axis, stacked).narrow(axis + 1, low, high - low).copy_(_stack(t, axis, stacked))
+        return whole
+
+    def holds(self, role: str, axis: int, first: int, last: int) -> bool:
+        """Whether the rank has any of elements `first` to `last` (exclusive) of whole `role` along `axis`."""
+        if role == "w2_bias" and self.shard.tp_rank:
+            return False
+        axis_slice = self._axis_slice(role, self.intermediate)
+        if axis_slice is None or axis_slice[0] != axis:
+            return first < last
+        _, stacked, low, high = axis_slice
+        full = self._axis_slice(role, (0, self.whole.dims.intermediate))
+        assert full is not None
+        size = full[3]
+        return any(max(first, i * size + low) < min(last, i * size + high) for i in range(stacked))
+
     def join(self, batches: Sequence[Tensors], roles: Sequence[str]) -> dict[str, Tensor]:
         """Whole experts' canonical tensors `roles`, from the slices of all tensor-parallel ranks, in order.
 

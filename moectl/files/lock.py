@@ -16,6 +16,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of network file systems that do not support locks."""
 
 
+class Busy(Unavailable):
+    """Another process holds a lock."""
+
+
 class Lock:
     """An exclusive lock on the open file `fd` at `path`.
 
@@ -33,11 +37,11 @@ class Lock:
         self._owns_lock_file = False
 
     def take(self) -> None:
-        """Acquires the lock; Unavailable when another process holds it."""
+        """Acquires the lock; Busy when another process holds it."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Unavailable(
+            raise Busy(
                 f"another {self._work} is writing to {self._target}.",
                 hint="Wait for it, or choose another name.",
             ) from None
@@ -77,7 +81,7 @@ class Lock:
                 file.write(f"{host} {os.getpid()}")
             self._owns_lock_file = True
             return
-        raise Unavailable(
+        raise Busy(
             f"another {self._work} is writing to {self._target}, says {self._lock_file.name}.",
             reason="This file system has no locks that end with a process.",
             hint=f"If no {self._work} runs on any machine, remove {self._lock_file}.",

@@ -16,13 +16,14 @@ from torch import Tensor
 from ..checkpoint import open_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.source.catalogue import weights_missing
-from ..checkpoint.source.open_checkpoint import MANIFEST, rank_folder
-from ..convert.manifest.manifest_records import SOURCE_CONFIG, unpadded
+from ..checkpoint.source.open_checkpoint import MANIFEST
+from ..convert.manifest.manifest_records import SOURCE_CONFIG, expert_names, unpadded
+from ..convert.manifest.rank_directories import rank_numbers
 from ..convert.rank_slice import RankShard, RankSlice
-from ..convert.sources import output_name
 from ..errors import CheckpointError, NoBackend, UsageError
 from ..files.strict_json import parse_json_object
 from ..kernels.prepared_layer import PreparedMoE
+from ..layer.converted_ranks import ConvertedRanks
 from ..layer.experts import ExpertLayer, layout_recipe
 from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
 from ..layer.random_layer import RandomLayer
@@ -60,8 +61,7 @@ class ModelExperts:
     Attributes:
         source: the layers.
         published: the ``quantization_config`` that the checkpoint was published with; empty without one.
-        expert_names: regular expressions of the full names of the experts' tensors in its files, and in those
-            of the checkpoint that it was converted from.
+        expert_names: regular expressions of the full names of the experts' tensors in its files.
         others_quantized: whether other tensors than experts are quantized, and need another loader.
         random: whether layers get random weights of the same kind instead of their own; nothing is read then.
     """
@@ -75,7 +75,7 @@ class ModelExperts:
     @property
     def converted(self) -> bool:
         """Whether the experts are in a kernel's layout already."""
-        return isinstance(self.source, ConvertedLayers)
+        return not isinstance(self.source, CheckpointLayers)
 
     @cached_property
     def layers(self) -> frozenset[int]:
@@ -110,7 +110,8 @@ class ModelExperts:
                 f"layer {layer} applies router weights to its input, which this model's experts do outside",
                 hint="leave these experts to the library itself",
             )
-        self._expect_after(layer, shard)
+        if not self.random:
+            self._expect_after(layer, shard)
         name = backend or self.backends(experts.problem, device, experts.layout)[0]
         if backend:
             machine = replace(this_machine(device.type), torch=device)
@@ -214,17 +215,29 @@ class ModelExperts:
         return self._of_rank(shard).layer(layer)
 
     def _of_rank(self, shard: RankShard) -> ConvertedLayers:
-        """The converted directory of rank `shard`: this one, or one beside it."""
+        """The converted directory of rank `shard`: this one, or one beside or below it."""
         source = self.source
-        assert isinstance(source, ConvertedLayers)
-        if source.shard != shard and shard.ranks == source.shard.ranks:
-            source = replace(source, folder=rank_folder(source.folder.parent, shard.rank))
-        if source.shard != shard:
+        assert isinstance(source, (ConvertedLayers, ConvertedRanks))
+        here = source.shard
+        if (here.tp_size, here.ep_size) == (shard.tp_size, shard.ep_size):
+            if isinstance(source, ConvertedRanks) or here != shard:
+                source = self._ranks.rank(shard.rank)
+            here = source.shard
+        if here != shard or isinstance(source, ConvertedRanks):
             raise UsageError(
-                f"{source.folder} was converted for {source.shard}, this is {shard}",
+                f"{source.folder} was converted for {here}, this is {shard}",
                 hint="convert with --tp-size and --ep-size of this deployment",
             )
         return source
+
+    @cached_property
+    def _ranks(self) -> ConvertedRanks:
+        """The directories of all ranks: `source`, or what is above the one of a single rank."""
+        source = self.source
+        if isinstance(source, ConvertedRanks):
+            return source
+        assert isinstance(source, ConvertedLayers)
+        return ConvertedRanks(source.folder.absolute().parent, source.check)
 
 
 def default_device() -> torch.device:
@@ -246,21 +259,20 @@ def open_experts(name: str | Path, *, offline: bool = True) -> ModelExperts:
 
 def _converted(folder: Path) -> ModelExperts:
     # `moectl verify` hashes everything; a server that starts does not.
+    if rank_numbers(folder):
+        ranks = ConvertedRanks(folder, check=False)
+        names, top, others = ranks.deployment.record.experts, folder, ranks.deployment.passthrough
+        return _with_config(ranks, names, top, others)
     source = ConvertedLayers(folder, check=False)
-    names = sorted(
-        {
-            _pattern(name)
-            for group in source.manifest.record.groups
-            for name in (
-                *(output_name(group.prefix, role) for role in group.roles),
-                *(part.template for part in group.parts.values()),
-            )
-        }
-    )
-    config = parse_json_object((folder / SOURCE_CONFIG).read_bytes(), SOURCE_CONFIG)
-    return ModelExperts(
-        source, quantization_of(config), tuple(names), _quantized(source.manifest.passthrough)
-    )
+    manifest = source.manifest
+    return _with_config(source, expert_names(manifest.record.groups), manifest.top, manifest.passthrough)
+
+
+def _with_config(source: LayerSource, names: Iterable[str], top: Path, others: Iterable[str]) -> ModelExperts:
+    """The experts of a converted directory whose config of the source is in `top`."""
+    config = parse_json_object((top / SOURCE_CONFIG).read_bytes(), SOURCE_CONFIG)
+    patterns = sorted({_pattern(name) for name in names})
+    return ModelExperts(source, quantization_of(config), tuple(patterns), _quantized(others))
 
 
 def _published(name: str, offline: bool) -> ModelExperts:

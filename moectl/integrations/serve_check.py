@@ -21,6 +21,7 @@ from ..oracle.machine_packages import packages_from
 from ..oracle.registry import policy_named
 from ..oracle.select import OutOfScope, select
 from ..problem.layer_ranges import ranges
+from ..problem.layouts import LAYOUTS, loads_folder
 from ..problem.moe_problem import MoEProblem
 from ..run.run_plan import POLICY
 from .limits import reasons_and_hints
@@ -83,7 +84,7 @@ def check_serving(request: ServeRequest) -> ServeReport:
         findings += files
         if shards and all(finding.level != REFUSED for finding in files):
             layers = tuple(_layers(request, experts, shards[0]))
-            findings += _layer_findings(request, experts, layers)
+            findings += _layer_findings(request, experts, layers, shards[0])
             findings += _memory_findings(request, experts, shards)
     except MoectlError as error:
         findings.append(_finding("checkpoint", error))
@@ -216,7 +217,7 @@ def _file_findings(
     layout = manifest.layout.name
     ranks = f"{len(folders)} ranks, " if len(folders) > 1 else ""
     yield ServeFinding("files", FINE, f"{ranks}{len(manifest.layers)} layers as {layout}, complete")
-    if not manifest.record.rest:
+    if not manifest.passthrough:
         says = "the directory has experts only, no engine finds the other weights in it"
         yield ServeFinding("files", REFUSED, says, "convert without --experts-only")
     if request.verify:
@@ -245,8 +246,17 @@ def _layers(request: ServeRequest, experts: ModelExperts, shard: RankShard) -> I
     for number in sorted(experts.layers):
         numbers.setdefault(experts.problem_of(number, shard), []).append(number)
     for problem, found in numbers.items():
-        name = os.environ.get(BACKEND, "") or _backend(request, problem, packages)
+        engines = bool(_engine_layout(request, experts, shard))
+        name = "" if engines else os.environ.get(BACKEND, "") or _backend(request, problem, packages)
         yield ServedLayers(tuple(found), str(problem.scheme), name)
+
+
+def _engine_layout(request: ServeRequest, experts: ModelExperts, shard: RankShard) -> str:
+    """The layout of a converted directory that kernels of the engine itself compute with; else empty."""
+    layout = experts.layout_of(shard)
+    readers = LAYOUTS[layout].readers if layout in LAYOUTS else ()
+    theirs = any(reader.engine == request.engine.title for reader in readers)
+    return layout if theirs and loads_folder(request.engine.title, layout) and request.engine.own_only else ""
 
 
 def _backend(request: ServeRequest, problem: MoEProblem, packages: Packages) -> str:
@@ -259,14 +269,24 @@ def _backend(request: ServeRequest, problem: MoEProblem, packages: Packages) -> 
 
 
 def _layer_findings(
-    request: ServeRequest, experts: ModelExperts, layers: Iterable[ServedLayers]
+    request: ServeRequest, experts: ModelExperts, layers: Iterable[ServedLayers], shard: RankShard
 ) -> Iterator[ServeFinding]:
-    engine, own = request.engine, False
+    engine, own, layout = request.engine, False, _engine_layout(request, experts, shard)
+    takes = LAYOUTS[layout].archs if layout else ()
     for found in layers:
         which = f"layers {ranges(found.layers)} ({found.scheme})"
         if found.backend:
             own = True
             yield ServeFinding("kernels", FINE, f"{which}: moectl's backend {found.backend}")
+        elif request.device.arch in takes:
+            yield ServeFinding(
+                "kernels", FINE, f"{which}: {engine.title}'s own kernels, on {layout} as it is"
+            )
+        elif layout:
+            says = (
+                f"{which}: {layout} is for {', '.join(takes)}, {request.device.name} is {request.device.arch}"
+            )
+            yield ServeFinding("kernels", REFUSED, says, "convert for this GPU")
         elif experts.converted or not engine.own_only:
             says = f"{which}: moectl has no kernel for them on {request.device.name}"
             yield ServeFinding("kernels", REFUSED, says, "serve the published checkpoint without moectl")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..errors import CheckpointError, NoBackend, UsageError
 from ..kernels.prepared_layer import PreparedMoE
+from ..run.layer_variants import problem_in_dtype
 from .model_experts import ModelExperts, open_experts
+
+if TYPE_CHECKING:
+    from ..layer.background_compile import KernelLoad
 
 METHOD = "moectl"
 
@@ -48,26 +52,28 @@ class MoectlConfig(QuantizationConfigMixin):
 
     Attributes:
         backend: a name of ``moectl list backends``; empty for the fastest that supports a layer here.
+        warm_tokens: compile the kernels for up to this many tokens in a call while weights are loaded; 0:
+            each is compiled when it is first used.
     """
 
-    def __init__(self, backend: str = "", **stated: Any) -> None:
+    def __init__(self, backend: str = "", warm_tokens: int = 0, **stated: Any) -> None:
         self.quant_method: Any = METHOD
-        self.backend = backend
+        self.backend, self.warm_tokens = backend, warm_tokens
         for key, value in stated.items():
             if key != "quant_method":
                 setattr(self, key, value)
 
 
-def moectl_config(name: str, backend: str = "", **options: Any) -> PreTrainedConfig:
+def moectl_config(name: str, backend: str = "", warm_tokens: int = 0, **options: Any) -> PreTrainedConfig:
     """The config of the checkpoint `name`, changed so that moectl loads and computes its experts.
 
     Args:
         name: a checkpoint's directory or Hub id, or a converted directory.
-        backend: see `MoectlConfig`.
+        backend, warm_tokens: see `MoectlConfig`.
         options: of ``AutoConfig.from_pretrained``.
     """
     config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
-    config.quantization_config = {"quant_method": METHOD, "backend": backend}
+    config.quantization_config = {"quant_method": METHOD, "backend": backend, "warm_tokens": warm_tokens}
     inner = config.get_text_config(decoder=True)
     if inner is not config and getattr(inner, "quantization_config", None) is not None:
         del inner.quantization_config
@@ -186,12 +192,31 @@ class MoectlQuantizer(HfQuantizer):
             self.inner.postprocess_model(model, **kwargs)
             model.config.quantization_config = self.quantization_config
         assert self.experts is not None
+        asked = self.quantization_config.backend
+        loads: list[tuple[KernelLoad, PreparedMoE]] = []
         for name, layer in self.places.items():
             module = model.get_submodule(name)
             device = next(model.get_submodule(name.rpartition(".")[0]).parameters()).device
-            backend = self.quantization_config.backend
-            module.put(self.experts.prepared(layer, device, DTYPES[self.dtype], backend))
+            load = self._compiling(layer, device)
+            module.put(prepared := self.experts.prepared(layer, device, DTYPES[self.dtype], asked))
+            if load is not None:
+                loads.append((load, prepared))
+        for load, prepared in loads:
+            if said := load.ready(prepared):
+                logger.info(f"moectl: {said}")
         return model
+
+    def _compiling(self, layer: int, device: torch.device) -> KernelLoad | None:
+        """The kernels of a layer, being compiled if the config asks for it."""
+        tokens = self.quantization_config.warm_tokens
+        if not tokens or device.type != "cuda":
+            return None
+        from ..layer.background_compile import start  # needs triton
+
+        assert self.experts is not None
+        problem = problem_in_dtype(self.experts.problem_of(layer), DTYPES[self.dtype])
+        backend = self.quantization_config.backend or self.experts.backends(problem, device)[0]
+        return start(problem, backend, device, tokens)
 
     def update_device_map(self, device_map: Any) -> Any:
         return device_map

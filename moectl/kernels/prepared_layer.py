@@ -119,6 +119,7 @@ class PreparedMoE:
         relaid: how the stored weights were repacked for this backend; empty when they were loaded unchanged.
         first_expert: the layer's id of local expert 0, on a rank that has some of the experts.
         derived: what the runner derives from `weights` once and keeps with the layer (`derive`).
+        origin: how `weights` follow from a checkpoint's tensors, which `moectl.refit` needs; None if unknown.
     """
 
     problem: MoEProblem
@@ -129,6 +130,7 @@ class PreparedMoE:
     relaid: str = field(default="")
     first_expert: int = 0
     derived: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    origin: Any = field(default=None, compare=False, repr=False)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The experts' output ``[tokens, hidden]`` in the dtype of `x`; a rank's share gives its part of it.

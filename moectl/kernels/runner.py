@@ -81,6 +81,11 @@ class Runner:
         workspace: ``workspace(prepared, tokens, form)``: upper bound in bytes on what a call allocates
             besides arguments and result; with batched activations `tokens` are the rows of one expert.
             None: unknown.
+        refit: ``refit(prepared, role, t)``: why kernels that were launched before, and captured in graphs,
+            would be wrong with new numbers `t` of a canonical role of some experts; empty if they are right.
+            It is asked before they are written, and remembers what it lets pass.
+        keeps: how `ready` copies the weights: ``""`` not at all, ``numbers`` some tensors of a few numbers
+            for each expert, ``weights`` whole matrices of canonical layers, which then cannot change in place.
         into: ``into(y, prepared, x, ids, weights)``: `compute` with its result written to the contiguous `y`;
             None if the result is always a new tensor.
 
@@ -107,6 +112,8 @@ class Runner:
     tiled: bool = False
     input_scale: Callable[[PreparedMoE], Tensor | None] = lambda prepared: None
     workspace: Callable[[PreparedMoE, int, ActivationFormat], int] | None = None
+    refit: Callable[[PreparedMoE, str, Tensor], str] = lambda prepared, role, t: ""
+    keeps: str = ""
     into: Run | None = None
 
     def in_form(self, form: ActivationFormat) -> Run | None:

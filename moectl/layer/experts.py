@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ from ..convert.codecs import decode_role
 from ..convert.layouts.registry import layout_named
 from ..convert.rank_slice import RankSlice
 from ..convert.recipe.recipe import Recipe, StoredOutput
+from ..convert.sources import TensorMapping
 from ..convert.steps.value_steps import ExpertStatistic, Shapes, update_statistics
 from ..convert.stream.pipeline import run_ahead
 from ..convert.stream.source_reader import spans
@@ -61,6 +62,8 @@ class ExpertLayer:
         rank_slice: the rank's slice of the layer, if it does not hold all of it; expert numbers are then
             relative to the rank's first expert.
         whole: the layer with all experts, of which this one is a part; None if it is not at hand.
+        parts: how whole experts' canonical roles follow from a checkpoint's tensors, by their names, in which
+            ``{expert}`` stands for an expert; empty if there is no checkpoint.
     """
 
     problem: MoEProblem
@@ -72,6 +75,7 @@ class ExpertLayer:
     router: Router | None
     rank_slice: RankSlice | None = None
     whole: ExpertLayer | None = None
+    parts: Mapping[str, TensorMapping] = field(default_factory=dict)
 
     @property
     def partial(self) -> str:
@@ -122,8 +126,11 @@ class ExpertLayer:
             raise Unavailable(
                 f"layer {self.layer} does not fit the memory of {device}", hint="free memory, or use the CPU"
             ) from error
-        dense = self._dense(weights, recipe)
-        prepared = PreparedMoE(self.problem, backend, layout, weights, dense, relaid, self.first_expert)
+        origin = LayerOrigin(self, recipe)
+        dense = self._dense(weights, origin)
+        prepared = PreparedMoE(
+            self.problem, backend, layout, weights, dense, relaid, self.first_expert, origin=origin
+        )
         runner = runner_for(backend)
         if not runner.refusal(self.problem, device):
             runner.ready(prepared)
@@ -178,12 +185,13 @@ class ExpertLayer:
             found = update_statistics(needed, batch, found)
         return found
 
-    def _dense(self, weights: Mapping[str, Tensor], recipe: Recipe) -> Callable[[Ids], DenseExperts]:
-        """A function that decodes experts: from `weights`, unless the recipe is lossy for them."""
+    def _dense(self, weights: Mapping[str, Tensor], origin: LayerOrigin) -> Callable[[Ids], DenseExperts]:
+        """A function that decodes experts, from `weights` where these restore them."""
+        recipe = origin.recipe
 
         def dense(ids: Ids) -> DenseExperts:
             device = weights["w13"].device
-            if recipe.kept:
+            if recipe.kept and not origin.kept:
                 return decode(self.canonical(ids, device), self.problem)
             index = torch.as_tensor(ids, dtype=torch.long, device=device)
             selected = {
@@ -191,9 +199,27 @@ class ExpertLayer:
                 for name, output in recipe.outputs.items()
                 if not output.per_layer
             }
+            kept = {role: origin.kept[role][index.cpu()].to(device) for role in recipe.kept}
+            selected |= {recipe.side(role): t for role, t in kept.items()}
             return decode(recipe.restore(selected, len(index)), self.problem)
 
         return dense
+
+
+@dataclass(frozen=True)
+class LayerOrigin:
+    """Where a prepared layer's tensors come from, as `refit` needs it.
+
+    Attributes:
+        layer: the layer that was prepared.
+        recipe: how the prepared tensors follow from its canonical roles.
+        kept: canonical roles of all local experts that the prepared tensors do not restore, on the CPU, once
+            the layer has been refitted; empty before.
+    """
+
+    layer: ExpertLayer
+    recipe: Recipe
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
 
 def empty_layer(problem: MoEProblem, backend: str, device: torch.device | str = "meta") -> PreparedMoE:

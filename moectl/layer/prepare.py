@@ -10,12 +10,11 @@ from torch import Tensor
 
 from ..checkpoint.checkpoint import Checkpoint, LayerGroup
 from ..checkpoint.source.catalogue import weights_missing
-from ..checkpoint.source.open_checkpoint import rank_folder
 from ..convert.canonical import byte_scales
 from ..convert.codecs import check_scales
 from ..convert.manifest.manifest import Manifest, check_layer, load_layer, load_manifest
-from ..convert.manifest.manifest_records import group_rank_slice, group_recipe, unpadded
-from ..convert.manifest.rank_directories import rank_numbers
+from ..convert.manifest.manifest_records import group_mappings, group_rank_slice, group_recipe, unpadded
+from ..convert.manifest.rank_directories import load_rank, rank_numbers
 from ..convert.recipe.recipe import Recipe, StoredOutput
 from ..convert.sources import map_layer
 from ..convert.stream.expert_batches import ExpertBatches
@@ -71,7 +70,9 @@ def checkpoint_layer(checkpoint: Checkpoint, layer: int | None = None) -> Expert
     recipe = Recipe(mapped.shapes, {role: StoredOutput(role) for role in mapped.shapes})
     names = {key: name.replace("{layer}", str(number)) for key, name in group.names.router.items()}
     router = read_router(folder, checkpoint.tensors, names)
-    return ExpertLayer(group.problem, number, CANONICAL, recipe, canonical, stored, router)
+    templates = group.names.experts
+    parts = {templates[m.mapping.stored].replace("{layer}", str(number)): m.mapping for m in mapped.mapped}
+    return ExpertLayer(group.problem, number, CANONICAL, recipe, canonical, stored, router, parts=parts)
 
 
 def _group_of(checkpoint: Checkpoint, layer: int | None) -> tuple[LayerGroup, int]:
@@ -156,7 +157,13 @@ def converted_layer(manifest: Manifest, layer: int | None = None, *, check: bool
     names = {key: name.replace("{layer}", str(number)) for key, name in group.router.items()}
     router = _converted_router(manifest, names)
     rank_slice = group_rank_slice(manifest.record.shard, group)
-    return ExpertLayer(problem, number, manifest.layout.name, recipe, canonical, stored, router, rank_slice)
+    mappings = group_mappings(group)
+    parts = {
+        part.template.replace("{layer}", str(number)): mappings[name] for name, part in group.parts.items()
+    }
+    return ExpertLayer(
+        problem, number, manifest.layout.name, recipe, canonical, stored, router, rank_slice, parts=parts
+    )
 
 
 def _restored(
@@ -212,7 +219,7 @@ def _converted_router(manifest: Manifest, names: Mapping[str, str]) -> Router | 
     """The router among the passthrough tensors; None if those were skipped."""
     passthrough = manifest.passthrough
     tensors = {name: passthrough[name] for name in names.values() if name in passthrough}
-    return read_router(manifest.folder, tensors, names)
+    return read_router(manifest.top, tensors, names)
 
 
 def prepare(
@@ -290,7 +297,7 @@ def _manifest_of(folder: Path, rank: int | None, tp_size: int | None, ep_size: i
             f"{folder} holds the directories of several ranks, and none was asked for.",
             hint="Give rank=0 or another.",
         )
-    manifest = load_manifest(folder if rank is None else rank_folder(folder, rank))
+    manifest = load_manifest(folder) if rank is None else load_rank(folder, rank)
     shard = manifest.record.shard
     pairs = {
         "rank": (rank, shard.rank),

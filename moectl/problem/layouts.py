@@ -29,6 +29,7 @@ class LayoutFacts:
         acts: supported activation formats, the usual one first; ``-per-token`` if every token has its own
             global scale.
         instead_of: the layout that engines use unless they are configured for other activations.
+        by_values: True if engines choose it for some layers by the values of their weights.
         verified: False if it was implemented from source code and never compared with a recorded conversion.
     """
 
@@ -38,6 +39,7 @@ class LayoutFacts:
     acts: tuple[str, ...] = ("a16",)
     instead_of: str = ""
     verified: bool = True
+    by_values: bool = False
 
 
 _SM10X = ("sm100", "sm103", "sm110")
@@ -45,8 +47,11 @@ _SM12X = ("sm120", "sm121")
 _SM90_UP = ("sm90", *_SM10X, *_SM12X)
 _SM89_UP = ("sm89", *_SM90_UP)
 _SM80_UP = ("sm80", "sm86", "sm87", *_SM89_UP)
+_HUMMING_ARCHS = ("sm75", "sm80", "sm86", "sm87", "sm89", "sm90")
+_NOT_SM90 = ("sm89", *_SM10X, *_SM12X)
 _TRTLLM_ARCHS = ("sm100", "sm103")
 _CPU = ("x86",)
+_CDNA4 = ("gfx950",)
 
 
 def _vllm(*backends: str) -> LayoutReader:
@@ -75,6 +80,31 @@ def _cutlass(
     target: str, archs: tuple[str, ...], act: str, *backends: str, own: tuple[LayoutReader, ...] = ()
 ) -> LayoutFacts:
     return LayoutFacts(target, archs, (_vllm(*backends), _flashinfer("cutlass_fused_moe"), *own), (act,))
+
+
+def _humming(
+    act: str = "a16",
+    instead_of: str = "",
+    *,
+    archs: tuple[str, ...] = _HUMMING_ARCHS,
+    target: str = "humming",
+    own: bool = False,
+) -> LayoutFacts:
+    readers = (_vllm("humming"), LayoutReader("humming-kernels", ("humming_forward",)))
+    runner = (LayoutReader("moectl", ("humming",)),) if own else ()
+    by_values = target in ("humming-e0m", "humming-rows")
+    return LayoutFacts(target, archs, (*readers, *runner), (act,), instead_of, by_values=by_values)
+
+
+def _aiter(
+    act: str,
+    kernels: str,
+    *backends: str,
+    instead_of: str = "",
+    archs: tuple[str, ...] = _CDNA4,
+) -> LayoutFacts:
+    readers = (_vllm("aiter", *backends), LayoutReader("AITER", (f"fused_moe ({kernels})",)))
+    return LayoutFacts("aiter", archs, readers, (act,), instead_of, verified=False)
 
 
 def _cpu(target: str = "cpu") -> LayoutFacts:
@@ -164,6 +194,37 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     ),
     "b12x-nvfp4": LayoutFacts("b12x", _SM12X, (_vllm("b12x"),), ("nvfp4",)),
     "b12x-mxfp4": LayoutFacts("b12x", _SM12X, (_vllm("b12x"),), ("a16", "mxfp8")),
+    "humming-int4": _humming(archs=_HUMMING_ARCHS + _SM10X + _SM12X, own=True),
+    "humming-int4-act-fp8": _humming("fp8", "humming-int4", archs=_NOT_SM90),
+    "humming-int4-act-fp8-sm90": _humming("fp8", "humming-int4", archs=("sm90",)),
+    "humming-int8": _humming(archs=_HUMMING_ARCHS + _SM10X + _SM12X, own=True),
+    "humming-int4-e0m3": _humming(archs=_HUMMING_ARCHS + _SM10X + _SM12X, target="humming-e0m"),
+    "humming-int4-e0m3-act-fp8": _humming("fp8", "humming-int4-e0m3", archs=_NOT_SM90, target="humming-e0m"),
+    "humming-int4-e0m3-act-fp8-sm90": _humming(
+        "fp8", "humming-int4-e0m3", archs=("sm90",), target="humming-e0m"
+    ),
+    "humming-int8-e0m7": _humming(archs=_HUMMING_ARCHS + _SM10X + _SM12X, target="humming-e0m"),
+    "humming-mxfp4": _humming(own=True),
+    "humming-mxfp4-act-fp8": _humming("fp8", "humming-mxfp4", archs=("sm90",)),
+    "humming-nvfp4": _humming(),
+    "humming-nvfp4-rows": _humming(target="humming-rows"),
+    "humming-fp8": _humming(),
+    "humming-mxfp8": _humming(),
+    "humming-mxfp4-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
+    "humming-mxfp4-act-mxfp8-sm100": _humming(
+        "mxfp8", "humming-mxfp4-sm100", archs=_SM10X, target="humming-sm100"
+    ),
+    "humming-mxfp4-act-mxfp8-sm120": _humming(
+        "mxfp8", "humming-mxfp4-sm100", archs=_SM12X, target="humming-sm100"
+    ),
+    "humming-nvfp4-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
+    "humming-fp8-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
+    "humming-mxfp8-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
+    "aiter-bf16": _aiter("a16", "CK", archs=("gfx942", *_CDNA4)),
+    "aiter-fp8": _aiter("fp8", "CK"),
+    "aiter-mxfp4": _aiter("a16", "CK, FlyDSL", "aiter_mxfp4_mxfp4"),
+    "aiter-mxfp4-act-mxfp4": _aiter("mxfp4", "CK, FlyDSL", "aiter_mxfp4_mxfp4", instead_of="aiter-mxfp4"),
+    "aiter-mxfp8": _aiter("mxfp8", "FlyDSL"),
     "plain-bf16": LayoutFacts(
         "triton", ("sm75", *_SM80_UP), (_vllm("triton", "batched_triton"),), verified=False
     ),

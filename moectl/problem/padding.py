@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import UsageError
 from .moe_problem import Align, MoEProblem
-from .schemes import WeightFormat
+from .schemes import FULL, WeightFormat
 
 _NONE = Align()
 
@@ -53,6 +53,21 @@ def _mtile64(weight: WeightFormat) -> SizeRule:
     return SizeRule(Align(columns, columns))
 
 
+def _humming_int(weight: WeightFormat) -> SizeRule:
+    """Whole words of codes; one zero point for a row leaves no way to add columns of zero weight."""
+    return SizeRule(needs=Align(128, 128) if weight.zero_point and weight.group == FULL else Align(8, 8))
+
+
+def _humming_fp8(weight: WeightFormat) -> SizeRule:
+    """Whole blocks of scales."""
+    return SizeRule(needs=Align(128, 128) if weight.block[0] > 1 else Align(4, 4))
+
+
+def _aiter_fp8(weight: WeightFormat) -> SizeRule:
+    """Tiles of 16 rows by 32 columns, and whole blocks of scales."""
+    return SizeRule(needs=Align(128, 128) if weight.block[0] > 1 else Align(32, 32))
+
+
 def _cpu_int4(weight: WeightFormat) -> SizeRule:
     """Blocks of 32 rows by whole groups, or 128 columns of longer ones; gate and up have their own."""
     columns = math.lcm(32, weight.group if weight.group > 0 else 128)
@@ -66,6 +81,9 @@ _WIDE_NVFP4_PER_TOKEN = SizeRule(Align(256, 64), ungated=SizeRule(Align(512, 128
 _SWIZZLED_NVFP4 = SizeRule(needs=Align(1, 64), ungated=SizeRule(Align(1, 128)))
 """Gate and up together must be whole tiles of 128 rows; only ungated experts are padded."""
 _MXFP4_128 = SizeRule(Align(128, 128))
+_HUMMING_MXFP4 = SizeRule(Align(1, 64))
+"""What vLLM rounds up for it; the rest is added inside the layout."""
+_HUMMING_GROUPS = SizeRule()
 _CPU_BF16 = SizeRule(Align(1, 32), needs=Align(32, 1))
 _MARLIN_FP8 = _marlin(64)
 _MARLIN_INT = _marlin(128)
@@ -107,6 +125,31 @@ RULES: Mapping[str, SizeRule | Callable[[WeightFormat], SizeRule]] = {
     "cutlass-fp8-tensor": SizeRule(Align(1, 16), ungated=SizeRule(Align(1, 128))),
     "cutlass-fp8-block": SizeRule(),
     "cutlass-bf16": SizeRule(),
+    "humming-int4": _humming_int,
+    "humming-int4-act-fp8": _humming_int,
+    "humming-int4-act-fp8-sm90": _humming_int,
+    "humming-int4-e0m3": _humming_int,
+    "humming-int4-e0m3-act-fp8": _humming_int,
+    "humming-int4-e0m3-act-fp8-sm90": _humming_int,
+    "humming-int8": _humming_int,
+    "humming-int8-e0m7": _humming_int,
+    "humming-mxfp4": _HUMMING_MXFP4,
+    "humming-mxfp4-sm100": _HUMMING_MXFP4,
+    "humming-mxfp4-act-fp8": SizeRule(needs=Align(256, 128), ungated=SizeRule(needs=Align(256, 256))),
+    "humming-mxfp4-act-mxfp8-sm100": _HUMMING_MXFP4,
+    "humming-mxfp4-act-mxfp8-sm120": _HUMMING_MXFP4,
+    "humming-nvfp4": _HUMMING_GROUPS,
+    "humming-nvfp4-rows": _HUMMING_GROUPS,
+    "humming-nvfp4-sm100": _HUMMING_GROUPS,
+    "humming-mxfp8": _HUMMING_GROUPS,
+    "humming-mxfp8-sm100": _HUMMING_GROUPS,
+    "humming-fp8": _humming_fp8,
+    "humming-fp8-sm100": _humming_fp8,
+    "aiter-bf16": SizeRule(needs=Align(32, 128)),
+    "aiter-fp8": _aiter_fp8,
+    "aiter-mxfp4": SizeRule(Align(256, 256)),
+    "aiter-mxfp4-act-mxfp4": SizeRule(Align(256, 128)),
+    "aiter-mxfp8": SizeRule(needs=Align(256, 64)),
     "plain-bf16": SizeRule(),
     "plain-fp8": SizeRule(),
     "triton-wna16": SizeRule(),

@@ -45,16 +45,6 @@ def in_dtype(layer: ExpertLayer, dtype: str) -> ExpertLayer:
     old = layer.problem
     if dtype == old.dtype:
         return layer
-    quantized = old.scheme.weight.bits < 16
-    weight = replace(old.scheme.weight, scale_dtype=scale_dtype(old)) if quantized else None
-
-    def converted(problem: MoEProblem) -> MoEProblem:
-        scheme = (
-            replace(problem.scheme, weight=weight)
-            if weight and _implied_scale_dtype(problem)
-            else problem.scheme
-        )
-        return replace(problem, dtype=dtype, scheme=scheme)
 
     def changes(role: str) -> bool:
         return role.endswith("_bias") or (old.scheme.weight.bits == 16 and role in ("w13", "w2"))
@@ -67,8 +57,17 @@ def in_dtype(layer: ExpertLayer, dtype: str) -> ExpertLayer:
         role: TensorType(MODEL_DTYPES[dtype] if changes(role) else stored_dtype, shape)
         for role, (stored_dtype, shape) in layer.recipe.shapes.items()
     }
-    rank_slice = layer.rank_slice and replace(layer.rank_slice, whole=converted(layer.rank_slice.whole))
-    return _canonical_layer(replace(layer, problem=converted(old), rank_slice=rank_slice), shapes, canonical)
+    part, new = layer.rank_slice, problem_in_dtype(old, dtype)
+    rank_slice = part and replace(part, whole=problem_in_dtype(part.whole, dtype))
+    return _canonical_layer(replace(layer, problem=new, rank_slice=rank_slice), shapes, canonical)
+
+
+def problem_in_dtype(problem: MoEProblem, dtype: str) -> MoEProblem:
+    """`problem` with activations of `dtype`, ``bf16`` or ``fp16``; the scales keep their dtype."""
+    scheme = problem.scheme
+    if dtype != problem.dtype and scheme.weight.bits < 16 and _implied_scale_dtype(problem):
+        scheme = replace(scheme, weight=replace(scheme.weight, scale_dtype=scale_dtype(problem)))
+    return replace(problem, dtype=dtype, scheme=scheme)
 
 
 def _implied_scale_dtype(problem: MoEProblem) -> bool:

@@ -56,7 +56,7 @@ def test_neither_are_those_of_another_checkpoint_or_a_converted_folder(own, tmp_
     moectl("convert", own, made, "--to", "marlin")
     other = shutil.copytree(own, tmp_path / "other")
     before = contents(made), contents(other)
-    for file in (made / "moectl-layer-00000.safetensors", other / "config.json"):
+    for file in (made / "moectl-layer-00000.experts", other / "config.json"):
         assert file.exists()
         moectl("run", own, *CPU, "--output", file, code=2)
         moectl("run", made, *CPU, "--output", file, code=2)

@@ -211,7 +211,7 @@ def test_a_dry_run_looks_at_the_output_too(tiny_gpt_oss, tmp_path):
 def test_a_damaged_folder_ends_every_command_that_needs_it_with_4(tiny_gpt_oss, tmp_path, damage):
     out = tmp_path / "out"
     moectl("convert", tiny_gpt_oss, out, "--to", "marlin")
-    file = out / "moectl-layer-00000.safetensors"
+    file = out / "moectl-layer-00000.experts"
     data = bytearray(file.read_bytes())
     data[-1000] ^= 1
     left = {"a byte": data, "cut off": data[:-50], "no header": b"x" * len(data)}

@@ -18,8 +18,11 @@ from driver import warm
 
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.execute.convert import convert
+from moectl.convert.execute.rank_plans import check_outputs, convert_ranks, plan_ranks
 from moectl.convert.layouts.registry import layout_for
+from moectl.convert.plan.conversion_plan import ConversionPlan
 from moectl.convert.plan.kernel_layout_plan import plan_conversion
+from moectl.convert.rank_slice import RankShard
 
 PWRITE = os.pwrite
 
@@ -63,8 +66,18 @@ def main(options: dict[str, Any]) -> int:
     def run(out: Path, resume: bool = False) -> None:
         checkpoint = open_checkpoint(source)
         layout = layout_for(options["target"], checkpoint.groups[0].problem.scheme.weight, None)
-        plan = plan_conversion(checkpoint, layout, max_memory=options["max_memory"])
-        convert(plan, out, resume=resume, threads=options["threads"])
+
+        def plan(shard: RankShard) -> ConversionPlan:
+            return plan_conversion(checkpoint, layout, max_memory=options["max_memory"], shard=shard)
+
+        plans = plan_ranks(out, *options.get("ranks", (1, 1)), None, plan)
+        check_outputs(source, out, plans, resume)
+        convert_ranks(
+            plans,
+            lambda item, progress: convert(
+                item.plan, item.folder, resume=resume, threads=options["threads"], progress=progress
+            ),
+        )
 
     def counted() -> None:
         os.pwrite = writes = Writes()
@@ -76,6 +89,7 @@ def main(options: dict[str, Any]) -> int:
     total = int((work / "count").read_text())
     wanted = folder_bytes(work / "reference")
     points = random.Random(options["seed"]).choices(range(2, total), k=options["points"])
+    points += range(total - options.get("last", 0) + 1, total + 1)
     outcome: dict[str, Any] = {"writes": total, "points": points, "partial": 0, "layers": 0, "wrong": []}
     for number, point in enumerate(points):
         out = work / f"out{number}"
@@ -87,9 +101,9 @@ def main(options: dict[str, Any]) -> int:
         if forked(killed) != -signal.SIGKILL:
             outcome["wrong"].append(f"write {point} was never reached")
             continue
-        left = {path.name for path in out.iterdir()}
-        outcome["partial"] += "READY" not in left and any(".safetensors" in name for name in left)
-        outcome["layers"] += any(name.endswith(".safetensors") for name in left)
+        left = {path.name for path in out.rglob("*")}
+        outcome["partial"] += "READY" not in left and any(".experts" in name for name in left)
+        outcome["layers"] += any(name.endswith(".experts") for name in left)
         if forked(lambda out=out: run(out, resume=True)) or folder_bytes(out) != wanted:
             outcome["wrong"].append(f"not resumed after write {point}")
     print(json.dumps(outcome))

@@ -75,7 +75,7 @@ def test_what_is_missing_is_named(source: Path, tmp_path: Path, drive: Drive) ->
     with pytest.raises(UsageError, match=r"part 3/3 was started .*--resume"):
         convert(plan, out, partition=WorkerPartition(3, 3))
     convert(plan, out, partition=WorkerPartition(3, 3), resume=True)
-    file = out / "moectl-layer-00002.safetensors"
+    file = out / "moectl-layer-00002.experts"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
     with pytest.raises(CheckpointError, match=f"{file.name} was finished but is now missing or changed"):

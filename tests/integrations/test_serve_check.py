@@ -54,16 +54,16 @@ def test_what_works_has_its_command(tiny_gpt_oss, folders, engine):
 
 def test_commands_are_the_engines(folders):
     tp, ep = folders / "tp", folders / "ep"
-    assert checked(tp, "vllm", "--tp", "2")["serve"] == f"vllm serve {tp}/rank-00 --tensor-parallel-size 2"
+    assert checked(tp, "vllm", "--tp", "2")["serve"] == f"vllm serve {tp} --tensor-parallel-size 2"
     assert checked(ep, "vllm", "--tp", "2", "--ep", "2")["serve"] == (
-        f"vllm serve {ep}/rank-00 --tensor-parallel-size 2 --enable-expert-parallel"
+        f"vllm serve {ep} --tensor-parallel-size 2 --enable-expert-parallel"
     )
     assert checked(ep, "sglang", "--tp", "2", "--ep", "2", "--option", "context-length=4096")["serve"] == (
-        f"sglang serve --model-path {ep}/rank-00 --tp-size 2 --ep-size 2 --context-length 4096"
+        f"sglang serve --model-path {ep} --tp-size 2 --ep-size 2 --context-length 4096"
     )
     data = ("--ep", "2", "--option", "data-parallel-size=2")
     assert checked(ep, "vllm", *data)["serve"] == (
-        f"vllm serve {ep}/rank-00 --enable-expert-parallel --data-parallel-size 2"
+        f"vllm serve {ep} --enable-expert-parallel --data-parallel-size 2"
     )
 
 
@@ -130,10 +130,22 @@ def test_layers_without_a_kernel_are_the_engines_or_an_error(tmp_path, folders):
     assert "no kernel for them on" in refused(document)["kernels"]["says"]
 
 
+def test_a_directory_for_the_engines_own_kernels_needs_their_gpu(tiny_gpt_oss, tmp_path):
+    package.convert(tiny_gpt_oss, tmp_path / "marlin", "marlin")
+    document = checked(tmp_path / "marlin", "vllm")
+    (kernels,) = (finding["says"] for finding in document["findings"] if finding["about"] == "kernels")
+    assert kernels.endswith("vLLM's own kernels, on marlin-mxfp4 as it is")
+    package.convert(tiny_gpt_oss, tmp_path / "hopper", "triton-hopper")
+    refusal = refused(checked(tmp_path / "hopper", "vllm", gpu="a100", code=1))["kernels"]["says"]
+    assert "triton-hopper is for sm90, NVIDIA A100-SXM4-80GB is sm80" in refusal
+    # SGLang reads moectl's own kernels' layout alone as it is; others are laid out anew while loading.
+    assert checked(tmp_path / "marlin", "sglang")["layers"][0]["backend"] == "moectl"
+
+
 def test_damage_is_found(folders, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folders / "whole", copy)
-    layer = copy / "moectl-layer-00001.safetensors"
+    layer = copy / "moectl-layer-00001.experts"
     data = bytearray(layer.read_bytes())
     data[-1] ^= 1
     layer.write_bytes(bytes(data))
@@ -180,10 +192,10 @@ def test_a_rank_holds_its_share(tiny_gpt_oss, folders):
     total = sum(info.nbytes for info in published.source.checkpoint.tensors.values())
     assert weight_bytes(published, whole, 1) == total
     assert total // 2 - 1 <= weight_bytes(published, half, 2) <= total // 2
-    rank = folders / "tp" / "rank-00"
-    stored = sum(path.stat().st_size for path in rank.glob("moectl-layer-*"))
-    rest = sum(path.stat().st_size for path in rank.glob("moectl-rest-*"))
-    assert stored < weight_bytes(open_experts(rank), half, 2) < stored + rest
+    ranks = folders / "tp"
+    stored = sum(path.stat().st_size for path in (ranks / "rank-00").glob("moectl-layer-*"))
+    rest = sum(path.stat().st_size for path in ranks.glob("moectl-rest-*"))
+    assert rest and stored < weight_bytes(open_experts(ranks), half, 2) < stored + rest
 
 
 def test_names_releases_and_limits_are_the_adapters():
@@ -214,7 +226,7 @@ def test_convert_says_how_to_serve(tiny_gpt_oss, tmp_path):
     for name, options in (
         ("bare", ("--to", "moectl", "--experts-only")),
         ("part", ("--to", "moectl", "--tp-size", "2", "--rank", "0")),
-        ("other", ("--to", "triton-hopper")),
+        ("other", ("--to", "cutlass-sm100")),
     ):
         said = moectl("convert", tiny_gpt_oss, tmp_path / name, *options).stderr
         assert "serve it with" not in said, name

@@ -10,7 +10,7 @@ from moectl.errors import MoectlError
 from moectl.integrations import vllm as plugin
 from moectl.kernels.modular.fused_moe_kernel import map_of
 from moectl.layer.layer_source import CheckpointLayers
-from support.vllm_stubs import METHODS, FusedMoEConfig, ParallelConfig, RoutedExperts, install
+from support.vllm_stubs import LOGGED, METHODS, FusedMoEConfig, ParallelConfig, RoutedExperts, install
 
 EXPERTS, TOP_K, HIDDEN = 8, 4, 256
 
@@ -81,7 +81,7 @@ def test_published_and_converted_experts_give_the_same(tiny_gpt_oss, converted):
 @pytest.mark.parametrize("kind", ("tp", "ep"))
 def test_ranks_add_up(tiny_gpt_oss, converted, kind):
     want = wanted(tiny_gpt_oss).float()
-    for of_rank in (lambda rank: tiny_gpt_oss, lambda rank: converted / kind / "rank-00"):
+    for of_rank in (lambda rank: tiny_gpt_oss, lambda rank: converted / kind):
         parts = [
             built(opened(of_rank(rank)), **{f"{kind}_size": 2, f"{kind}_rank": rank})(*inputs())
             for rank in (0, 1)
@@ -91,7 +91,7 @@ def test_ranks_add_up(tiny_gpt_oss, converted, kind):
 
 def test_a_directory_of_another_deployment_is_refused(converted):
     with pytest.raises(MoectlError, match=r"was converted for rank 0 of 2 .* this is rank 0 of 1"):
-        built(opened(converted / "tp" / "rank-00"))
+        built(opened(converted / "tp"))
 
 
 def test_experts_reach_no_model_class_and_other_layers_are_left_alone(tiny_gpt_oss, converted):
@@ -169,3 +169,39 @@ def plugin_shard(**sizes):
     from moectl.convert.rank_slice import RankShard
 
     return RankShard(**sizes)
+
+
+def test_kernels_are_compiled_while_weights_are_loaded_and_taken_once(tiny_gpt_oss, monkeypatch):
+    from moectl.integrations.vllm.v0_33 import compile_at_load, experts
+    from moectl.layer import background_compile
+
+    asked, taken = [], []
+
+    class Load:
+        def ready(self, layer):
+            taken.append(layer.problem)
+            return "3 kernels" if len(taken) == 1 else ""
+
+    def start(problem, backend, device, tokens):
+        asked.append((problem, backend, tokens))
+        return Load()
+
+    monkeypatch.setattr(background_compile, "start", start)
+    opening = compile_at_load.begin
+    monkeypatch.setattr(experts, "begin", lambda *words: opening(*words[:3], torch.device("cuda")))
+    LOGGED.clear()
+    layers = [built(opened(tiny_gpt_oss), number) for number in (0, 1)]
+    # Weights are loaded; no call has waited for a kernel yet.
+    assert not taken and [(backend, tokens) for _, backend, tokens in asked] == [("torch", 16384)] * 2
+    for layer in layers * 2:
+        layer(*inputs())
+    assert LOGGED == ["moectl: 3 kernels"]
+    # What was compiled is what the layers are.
+    assert taken == [problem for problem, *_ in asked]
+
+
+def test_nothing_is_compiled_ahead_on_a_cpu(tiny_gpt_oss):
+    from moectl.integrations.vllm.v0_33.compile_at_load import begin
+
+    problem = opened(tiny_gpt_oss).experts.problem_of(0)
+    assert begin(problem, "bf16", "moectl", torch.device("cpu")) is None

@@ -75,6 +75,13 @@ def test_parameters_are_those_of_vllms_own_loading(model, target, capability, ba
     assert not any(got["differences"].values()), got["differences"]
 
 
+def test_vllms_routers_and_moectls_experts_agree_with_the_reference():
+    got = told("vllm_routing.py")
+    assert len(got) == 8
+    for way, (weights, output) in got.items():
+        assert weights < 1e-5 and output < 0.01, way
+
+
 @pytest.fixture(scope="module", params=["gpt_oss", "qwen3", "glm"])
 def whole(request, tmp_path_factory):
     """A whole model, and its greedy tokens with moectl's experts on one rank."""

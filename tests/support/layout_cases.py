@@ -107,10 +107,17 @@ def unpadded(problem: MoEProblem) -> MoEProblem:
 
 def tensors_for(layout: WeightLayout, problem: MoEProblem, seed: int = 0) -> dict[str, Tensor]:
     """Random canonical tensors that `layout` holds without quantizing them again."""
-    return canonical_tensors(problem, seed, alike=layout.name in ONE_SCALE)
+    tensors = canonical_tensors(problem, seed, alike=layout.name in ONE_SCALE)
+    if "-e0m" in layout.name:
+        digits = 0x11 if problem.scheme.weight.bits == 4 else 0x01
+        tensors |= {role: t | digits for role, t in tensors.items() if role in ("w13", "w2")}
+    return tensors
 
 
-ONE_SCALE = {"trtllm-fp8-tensor", "cutlass-fp8-tensor", "plain-fp8"}
+ONE_SCALE = {
+    *("trtllm-fp8-tensor", "cutlass-fp8-tensor", "plain-fp8"),
+    *("aiter-fp8", "humming-fp8", "humming-fp8-sm100", "humming-nvfp4", "humming-nvfp4-sm100"),
+}
 """Layouts with one scale for gate and up."""
 
 

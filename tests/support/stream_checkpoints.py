@@ -196,8 +196,9 @@ def nvfp4_checkpoint(folder: Path) -> Path:
 
 
 def all_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder's safetensors files, by name."""
-    return {key: t for path in sorted(folder.glob("*.safetensors")) for key, t in load_file(path).items()}
+    """Every tensor of a folder's safetensors files and converted layers, by name."""
+    files = (path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".experts"))
+    return {key: t for path in files for key, t in load_file(path).items()}
 
 
 def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -13,6 +13,17 @@ import torch
 
 METHODS: dict[str, Any] = {}
 
+CONFIG = SimpleNamespace(
+    scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+    parallel_config=SimpleNamespace(data_parallel_size=2),
+)
+"""vLLM's config of a deployment."""
+
+LOGGED: list[str] = []
+"""What was logged."""
+
+LOGGER = SimpleNamespace(info_once=lambda *words: None, info=lambda text, *words: LOGGED.append(text % words))
+
 
 class QuantizationConfig:
     def __init__(self) -> None:
@@ -205,8 +216,12 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.version": {"__version__": version},
-        "vllm.config": {"VllmConfig": object, "get_current_vllm_config_or_none": lambda: CURRENT[0]},
-        "vllm.logger": {"init_logger": lambda name: SimpleNamespace(info_once=lambda *words: None)},
+        "vllm.config": {
+            "VllmConfig": object,
+            "get_current_vllm_config": lambda: CONFIG,
+            "get_current_vllm_config_or_none": lambda: CURRENT[0],
+        },
+        "vllm.logger": {"init_logger": lambda name: LOGGER},
         "vllm.model_executor": {},
         "vllm.model_executor.layers": {},
         "vllm.model_executor.layers.linear": {

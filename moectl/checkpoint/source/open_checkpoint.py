@@ -38,9 +38,18 @@ LOG = "progress.jsonl"
 """The log of a conversion's finished layers, which an unfinished output has."""
 
 
+_RANK = re.compile(r"rank-(\d{2,5})", re.ASCII)
+
+
 def rank_folder(folder: Path, rank: int) -> Path:
     """The converted directory of one rank, inside the directory of all ranks."""
     return folder / f"rank-{rank:02d}"
+
+
+def rank_number(folder: Path) -> int | None:
+    """The rank whose directory's name `folder` has; None for any other name."""
+    match = _RANK.fullmatch(folder.name)
+    return None if match is None else int(match[1])
 
 
 _HUB_ID = re.compile(
@@ -241,14 +250,14 @@ def _readable(name: str) -> Iterator[None]:
 
 
 def _open_folder(folder: Path, origin: Origin) -> _OpenedSource:
-    if (folder / MANIFEST).exists():
-        raise _converted(str(folder))
     if (rank_folder(folder, 0) / MANIFEST).exists():
         raise CheckpointError(
             f"{folder} holds the converted folders of several ranks, and is no checkpoint.",
             hint=f"`moectl run` takes one of them, such as {rank_folder(folder, 0)}; "
             "`moectl unconvert` makes a checkpoint of all of them.",
         )
+    if (folder / MANIFEST).exists():
+        raise _converted(str(folder))
     config = read_document(folder, CONFIG)
     if config is None:
         if (folder / LOG).exists():

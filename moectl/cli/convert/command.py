@@ -49,7 +49,7 @@ PORTABLE_OPTIONS = RecordOptions(
     calibration=option("--calibration", help="Safetensors with activations x [tokens, hidden]."),
     requantize=option("--requantize", help="Allow lossy requantization of quantized weights."),
     include_unquantized=option(
-        "--include-unquantized", help="Also convert layers that the source leaves in 16 bits."
+        "--include-unquantized", help="Also convert layers that the source leaves 16-bit."
     ),
 )
 """Options of portable formats; `requantize` also applies to layouts."""
@@ -61,9 +61,7 @@ class RankOptions:
 
     tp_size: Annotated[int, option("--tp-size", help="Slice each expert over this many ranks.", min=1)] = 1
     ep_size: Annotated[int, option("--ep-size", help="Distribute experts over this many ranks.", min=1)] = 1
-    rank: Annotated[
-        int | None, option("--rank", help="This rank alone, into OUT; default: all, OUT/rank-00, ...", min=0)
-    ] = None
+    rank: Annotated[int | None, option("--rank", help="This rank alone, into OUT/rank-NN.", min=0)] = None
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,10 @@ class ExecutionOptions:
 
     dry_run: Annotated[bool, option("--dry-run", help="Plan from headers alone; write nothing.")] = False
     resume: Annotated[bool, option("--resume", help="Finish a conversion that was interrupted.")] = False
-    part: Annotated[
-        str | None, option("--part", help="2/4: the second of four processes that fill OUT together.")
-    ] = None
-    finish: Annotated[bool, option("--finish", help="Complete OUT once all parts are done.")] = False
+    part: Annotated[str | None, option("--part", help="2/4: the second of four processes to fill OUT.")] = (
+        None
+    )
+    finish: Annotated[bool, option("--finish", help="Complete OUT once all parts or ranks are done.")] = False
     threads: Annotated[int | None, option("--threads", help="Worker threads; default: all cores.", min=1)] = (
         None
     )
@@ -150,7 +148,7 @@ def convert(
         finished_document(item, summary, seconds) for item, summary in zip(plans, summaries, strict=True)
     ]
     out.result(
-        ranks_document(documents),
+        ranks_document(plans, documents),
         lambda console: draw_done(
             target, plans, summaries, seconds, console, costs=output.to in PORTABLE and partition is None
         ),
@@ -165,9 +163,9 @@ def convert(
 
 def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
     """Finishes directories that all workers have filled."""
-    from ...convert.execute.convert import complete
+    from ...convert.execute.rank_plans import complete_ranks
 
-    summaries = [complete(item.plan, item.folder) for item in plans]
+    summaries = complete_ranks(plans)
     layout = plans[0].plan.layout.name
     documents = [
         {
@@ -180,14 +178,24 @@ def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
     ]
     layers = len({layer for summary in summaries for layer in summary.resumed if layer >= 0})
     text = f"{target}: {layout}, complete with {count(layers, 'layer')}"
-    out.result(ranks_document(documents), lambda console: console.print(text, markup=False), str(target))
+    out.result(
+        ranks_document(plans, documents), lambda console: console.print(text, markup=False), str(target)
+    )
     _what_next(plans, target, out)
 
 
 def _what_next(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
-    """Names the commands for which `target` is ready."""
+    """Says what to do once the plans are executed: check and serve, or convert the ranks that it lacks."""
+    from ...convert.execute.shared_files import unfinished_ranks
+    from ...problem.layer_ranges import ranges
+
+    ranks = plans[0].plan.shard.ranks
+    if ranks > 1 and (missing := unfinished_ranks(target, ranks)):
+        name = "rank" if len(missing) == 1 else "ranks"
+        out.note(f"{target} lacks {name} {ranges(missing)} of {ranks}; it is completed with the last of them")
+        return
     out.note(f"check it with: moectl verify {target}")
-    for command in serve_commands(plans, target):
+    for command in serve_commands(plans[0].plan, target):
         out.note(f"serve it with: {command}")
 
 
@@ -205,7 +213,9 @@ def _plan(plans: "Sequence[RankPlan]", threads: int | None, out: Output) -> None
         for item in plans
     ]
     written = sum(item.worker_plan.bytes_out for item in plans)
-    out.result(ranks_document(estimates), lambda console: draw_plans(plans, rate, console), str(written))
+    out.result(
+        ranks_document(plans, estimates), lambda console: draw_plans(plans, rate, console), str(written)
+    )
 
 
 def _convert(

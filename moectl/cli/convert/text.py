@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from ...convert.plan.rate_estimate import ConversionRate
 
 
-def ranks_document(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    """The document of the only rank, or one with the documents of all ranks."""
-    return documents[0] if len(documents) == 1 else {"ranks": documents}
+def ranks_document(plans: "Sequence[RankPlan]", documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """The document of the only plan, or one with the documents of all ranks."""
+    if len(documents) == 1:
+        return documents[0]
+    return {"ranks": documents, "other_bytes": shared_tensor_bytes(plans)}
 
 
 KINDS = {
@@ -58,10 +60,9 @@ def unread_warning(plan: "ConversionPlan") -> str:
     return f"no engine loads {model} in {plan.layout.name}; {readers} read it"
 
 
-def serve_commands(plans: "Sequence[RankPlan]", target: Path) -> tuple[str, ...]:
-    """The commands by which engines serve `target` as it is; none if a rank is missing, or other weights."""
-    plan = plans[0].plan
-    if plan.finalizer is not None or plan.experts_only or len(plans) < plan.shard.ranks:
+def serve_commands(plan: "ConversionPlan", target: Path) -> tuple[str, ...]:
+    """The commands by which engines serve the finished `target` as it is; none for experts alone."""
+    if plan.finalizer is not None or plan.experts_only:
         return ()
     shard = plan.shard
     readers = folder_readers(plan.layout.name)
@@ -82,6 +83,15 @@ def source_bytes(plans: "Sequence[RankPlan]") -> int:
             total += max(0, stop - max(start, end))
             end = max(end, stop)
     return total
+
+
+def shared_tensor_bytes(plans: "Sequence[RankPlan]") -> int:
+    """Bytes of the tensors that are written once above the directories of several ranks."""
+    from ...convert.plan.kernel_layout_plan import shared_passthrough
+
+    if plans[0].plan.shard.ranks == 1:
+        return 0
+    return sum(info.nbytes for item in shared_passthrough(plans[0].plan) for info in item.tensors)
 
 
 def plan_document(plan: "ConversionPlan") -> dict[str, Any]:
@@ -163,7 +173,9 @@ def draw_plans(plans: "Sequence[RankPlan]", rate: "ConversionRate", console: Any
         written, disk = (sum(part.bytes_out for part in parts), sum(part.disk_needed for part in parts))
         seconds = sum(part.bytes_in for part in parts) / rate.bytes_per_second
         total = f"{size(written)} written, {size(disk)} of disk needed, in about {duration(seconds)}"
-        _print_labelled({f"all {len(parts)} ranks": total}, console)
+        shared = size(shared_tensor_bytes(plans))
+        rows = {f"all {len(parts)} ranks": total} if len(parts) > 1 else {}
+        _print_labelled(rows | {"above them": f"{shared} of other tensors, linked or copied once"}, console)
     draw_plan(plans[0].worker_plan, rate, console)
 
 
@@ -207,7 +219,9 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
         "expert bytes": f"{size(plan.bytes_in)} in, {size(plan.bytes_out)} out",
         "other tensors": f"{size(plan.passthrough_bytes)} linked or copied"
         if plan.passthrough
-        else "skipped",
+        else "skipped"
+        if plan.experts_only or plan.shard.ranks == 1
+        else "above all ranks, once",
         "disk needed": size(plan.disk_needed),
         "peak memory": f"{gib(plan.peak_memory)} above the program's own",
         "time": f"about {duration(plan.bytes_in / rate.bytes_per_second)}, "

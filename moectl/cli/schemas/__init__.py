@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ... import SCHEMA_VERSION
-from .conversions import convert, synth, unconvert, verify
+from .conversions import convert, parity, refit, synth, unconvert, verify
 from .decisions import explain
 from .json_types import ERROR, STRING, Schema, obj
 from .machine import doctor, env, list_names, peers
-from .measurements import bench, compare, run, tune
+from .measurements import bench, compare, run, tune, warm
 from .serving import serve_check
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -24,9 +24,12 @@ DOCUMENTS: dict[str, Callable[[], Schema]] = {
     "verify": verify,
     "serve-check": serve_check,
     "unconvert": unconvert,
+    "refit": refit,
+    "parity": parity,
     "run": run,
     "bench": bench,
     "tune": tune,
+    "warm": warm,
     "compare": compare,
     "peers": peers,
     "synth": synth,

@@ -13,7 +13,9 @@ from .json_types import (
     Schema,
     array,
     mapping,
+    nullable,
     obj,
+    one_of,
     said,
 )
 
@@ -32,7 +34,8 @@ def convert() -> Schema:
         "rate_measured": said(BOOLEAN, "The rate was measured on this CPU, and is not assumed."),
     }
     ranks = [obj({**_plan(), **done}), obj({**_plan(), **estimated})]
-    return {"anyOf": [*ranks, obj({"ranks": array({"anyOf": ranks})})]}
+    shared = said(BYTES, "Tensors that are linked or copied once, for all ranks.")
+    return {"anyOf": [*ranks, obj({"ranks": array({"anyOf": ranks}), "other_bytes": shared})]}
 
 
 def _plan() -> dict[str, Schema]:
@@ -103,6 +106,47 @@ def unconvert() -> Schema:
             "tensors": INTEGER,
             "bytes": BYTES,
             "experts_only": said(BOOLEAN, "Tensors that are not experts' were not in the directory."),
+        }
+    )
+
+
+def refit() -> Schema:
+    """What changed, or with --dry-run would change."""
+    row = {
+        "folder": STRING,
+        "layers": said(array(INTEGER), "Layers whose files are written."),
+        "unchanged_layers": LAYERS,
+        "files": said(STRINGS, "Files of other tensors that are written."),
+        "bytes_out": said(BYTES, "Of the layers' files."),
+    }
+    return obj(
+        {
+            "checkpoint": STRING,
+            "dry_run": BOOLEAN,
+            "changed": said(BOOLEAN, "Anything at all differed."),
+            "folders": array(obj(row), "One for each rank."),
+        }
+    )
+
+
+def parity() -> Schema:
+    """Every parameter of both sides."""
+    row = {
+        "a": said(STRING, "Its name in A; empty if it has none there."),
+        "b": STRING,
+        "status": one_of("equal", "differs", "only a", "only b"),
+        "expert": said(BOOLEAN, "By its name, it is an expert's."),
+        "differences": STRINGS,
+        "first": nullable(array(INTEGER, "Index of the first element that differs.")),
+        "count": said(INTEGER, "Elements that differ."),
+        "sha256": said(array(STRING), "Of both, in row-major order."),
+    }
+    return obj(
+        {
+            "a": STRING,
+            "b": STRING,
+            "ok": said(BOOLEAN, "Every expert's parameter has an equal counterpart."),
+            "parameters": array(obj(row)),
         }
     )
 

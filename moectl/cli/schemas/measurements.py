@@ -1,4 +1,4 @@
-"""Schemas of `moectl run`, `bench`, `tune` and `compare`."""
+"""Schemas of `moectl run`, `bench`, `tune`, `warm` and `compare`."""
 
 from __future__ import annotations
 
@@ -213,3 +213,34 @@ def tune() -> Schema:
         "dropped": INTEGER,
     }
     return {"anyOf": [obj(search, optional=("written",)), obj(kept)]}
+
+
+def warm() -> Schema:
+    """The kernels that were compiled for each of the different layers."""
+    layer = obj(
+        {
+            "layers": STRING,
+            "layer": STRING,
+            "backend": OPTIONAL_STRING,
+            "why": said(STRING, "Why no kernels of moectl's run the layer."),
+            "kernels": said(INTEGER, "Binaries that 1 to `tokens` tokens need."),
+            "cached": INTEGER,
+            "compiled": INTEGER,
+            "seconds": NUMBER,
+            "processes": INTEGER,
+            "failed": STRINGS,
+            "taken": said(INTEGER, "Kernels that came from --from."),
+            "written": said(INTEGER, "Kernels that went to --to."),
+        }
+    )
+    return obj(
+        {
+            "checkpoint": STRING,
+            "gpu": STRING,
+            "arch": STRING,
+            "tokens": INTEGER,
+            "cache": said(STRING, "Triton's cache directory."),
+            "written": OPTIONAL_STRING,
+            "layers": array(layer),
+        }
+    )

@@ -11,18 +11,22 @@ from pathlib import Path
 from ...checkpoint.source.catalogue import weights_missing
 from ...errors import CheckpointError, UsageError
 from ...files.atomic import PARTIAL
-from ...files.output_folder import create_folder, refuse_inside, refuse_small_disk
+from ...files.output_folder import create_folder, refuse_small_disk
 from ...files.records import to_json
 from ...files.safe_reading import range_sha256
 from ...problem.layer_ranges import ranges
-from ..manifest.manifest import load_manifest
-from ..manifest.manifest_records import READY, REPORT, LayerRecord, PassthroughRecord, SourceRecord
+from ..manifest.manifest import load_manifest, load_rank_record
+from ..manifest.manifest_records import (
+    LayerRecord,
+    ManifestRecord,
+    PassthroughRecord,
+    SourceRecord,
+)
 from ..manifest.progress_log import (
     LOG,
     Meter,
     Progress,
     ProgressLog,
-    logged_conversion,
     open_log,
     refuse_other_conversion,
     silent,
@@ -31,9 +35,10 @@ from ..plan.conversion_plan import ConversionPlan, LayerPlan, conversion_facts, 
 from ..stream.devices import ConversionDevice, device_named
 from ..stream.pipeline import WorkerThreads, run_pipeline, usable_cores
 from ..stream.source_reader import FolderReader
-from ..worker_partition import WorkerPartition, all_partitions, partitions_in
+from ..worker_partition import WorkerPartition, all_partitions
 from .finish import finish_folder
 from .layer_stages import LayerInProgress, LayerStages
+from .output_checks import check_output, refuse_other_parts
 from .passthrough import file_matches, passthrough_sha256, source_record, write_passthrough
 
 
@@ -95,8 +100,8 @@ def convert(
         >>> summary.converted
         (0,)
     """
-    folder = _folder_of(plan)
-    check_output(folder, out, resume, partition)
+    folder = folder_of(plan)
+    check_output(folder, out, resume, partition, plan.mark)
     if resume and (finished := _finished(plan, folder, out, progress)):
         return finished
     worker_plan = plan if partition is None else plan.for_partition(partition)
@@ -106,7 +111,7 @@ def convert(
     )
     create_folder(out)
     if partition is not None:
-        _refuse_other_parts(plan, out)
+        refuse_other_parts(plan, out)
     log = open_log(out, plan.fingerprint(), LOG if partition is None else partition.log)
     try:
         meter = Meter(progress, worker_plan.bytes_in + worker_plan.passthrough_bytes)
@@ -136,7 +141,7 @@ def complete(plan: ConversionPlan, out: Path) -> ConversionSummary:
         Unavailable: a part is still being written.
         CheckpointError: a file that was logged as finished is missing or not as planned.
     """
-    folder = _folder_of(plan)
+    folder = folder_of(plan)
     if finished := _finished(plan, folder, out, silent):
         return finished
     logs: list[ProgressLog] = []
@@ -151,7 +156,7 @@ def complete(plan: ConversionPlan, out: Path) -> ConversionSummary:
             layers = [
                 layer.layer
                 for layer in worker_plan.layers
-                if layer.layer not in log.layers or not _matches_plan(layer, log.layers[layer.layer])
+                if layer.layer not in log.layers or not matches_plan(layer, log.layers[layer.layer])
             ]
             files = [item.name for item in worker_plan.passthrough if item.name not in log.passthrough]
             missing += [f"part {partition} lacks layers {ranges(layers)}"] if layers else []
@@ -193,91 +198,50 @@ def _check_files(plan: ConversionPlan, out: Path, passthrough: Mapping[str, Pass
 
 def _finished(plan: ConversionPlan, folder: Path, out: Path, progress: Progress) -> ConversionSummary | None:
     """The summary if `out` holds the finished conversion, which is checked against the plan; else None."""
-    if plan.finalizer is not None and (out / plan.finalizer.mark).exists():
-        plan.finalizer.check_finished(plan, folder, out)
-        return ConversionSummary(out, (), tuple(layer.layer for layer in plan.layers), 0, 0)
-    return _already_done(plan, folder, out, progress) if (out / READY).exists() else None
+    if not (out / plan.mark).exists():
+        return None
+    if plan.finalizer is None:
+        return _already_done(plan, folder, out, progress)
+    plan.finalizer.check_finished(plan, folder, out)
+    return ConversionSummary(out, (), tuple(layer.layer for layer in plan.layers), 0, 0)
 
 
-def _folder_of(plan: ConversionPlan) -> Path:
+def folder_of(plan: ConversionPlan) -> Path:
     if plan.checkpoint.folder is None:
         raise weights_missing(plan.checkpoint.origin.name)
     return plan.checkpoint.folder
 
 
-def _refuse_other_parts(plan: ConversionPlan, out: Path) -> None:
-    """Raises UsageError if parts of another conversion have been started in `out`."""
-    for partition in partitions_in(out):
-        logged = logged_conversion(out / partition.log)
-        if logged is not None:
-            refuse_other_conversion(out, logged, plan.fingerprint())
-
-
-def check_output(
-    folder: Path | None, out: Path, resume: bool, partition: WorkerPartition | None = None
-) -> None:
-    """Raises UsageError if a conversion of the checkpoint in `folder` cannot be written to `out`."""
-    if folder is not None:
-        refuse_inside(folder, out)
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"the output {out} is a file, not a directory.", hint="Choose another name.")
-    existing = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    parts = partitions_in(out)
-    if partition is not None and parts and not {READY, REPORT} & set(existing):
-        if any(other.count != partition.count for other in parts):
-            raise UsageError(
-                f"{out} holds parts of {parts[0].count}, part {partition} was requested.",
-                hint="Use the same number of parts, or an empty directory.",
-            )
-        if partition in parts and not resume:
-            raise UsageError(f"part {partition} was started in {out}.", hint="Finish it with --resume.")
-        return
-    log_name = LOG if partition is None else partition.log
-    if existing and not resume:
-        hint = "Choose an empty directory."
-        if log_name in existing:
-            hint = "Finish the conversion with --resume."
-        elif parts:
-            hint = f"Convert its parts with --part N/{parts[0].count}, then complete it with --finish."
-        raise UsageError(
-            f"the output directory {out} is not empty: it holds {', '.join(existing[:3])}.", hint=hint
-        )
-    if existing and not {log_name, READY, REPORT} & set(existing):
-        raise UsageError(
-            f"{out} holds no conversion to resume: it has no {log_name}.",
-            hint="Choose an empty directory, and remove this one if it is not needed.",
-        )
-
-
 def _already_done(plan: ConversionPlan, folder: Path, out: Path, progress: Progress) -> ConversionSummary:
     """The summary of a finished conversion, checked against the plan and the source's bytes."""
-    manifest = load_manifest(out)
-    record = manifest.record
-    existing = {**conversion_facts(record), **_source_facts(record.source)}
-    requested = {**conversion_facts(plan), **_source_facts(source_record(plan.checkpoint, folder))}
+    record = load_manifest(out).record if plan.shard.ranks == 1 else load_rank_record(out)
+    existing = {**conversion_facts(record), **source_facts(record.source)}
+    requested = {**conversion_facts(plan), **source_facts(source_record(plan.checkpoint, folder))}
     refuse_other_conversion(out, existing, requested)
+    finished = {layer.layer: layer for layer in record.layers}
     meter = Meter(progress, plan.bytes_in + plan.passthrough_bytes)
     with FolderReader(folder) as reader:
         for layer in plan.layers:
             meter.start(f"layer {layer.layer}")
-            _check_same_source(layer, manifest.layer(layer.layer), reader, out)
+            _check_same_source(layer, finished[layer.layer], reader, out)
             meter.advance(layer.bytes_in)
-        hashes = {item.file: item.sha256 for item in record.rest}
+        rest = record.rest if isinstance(record, ManifestRecord) else ()
+        hashes = {item.file: item.sha256 for item in rest}
         for file in plan.passthrough:
             meter.start(file.name)
             if passthrough_sha256(file, reader, folder) != hashes.get(file.name):
-                raise _other_checkpoint(out, file.name)
+                raise other_checkpoint(out, file.name)
             meter.advance(sum(info.nbytes for info in file.tensors))
     (out / LOG).unlink(missing_ok=True)
-    return ConversionSummary(out, (), manifest.layers, 0, 0)
+    return ConversionSummary(out, (), tuple(sorted(finished)), 0, 0)
 
 
-def _source_facts(source: SourceRecord) -> dict[str, str]:
+def source_facts(source: SourceRecord) -> dict[str, str]:
     """What identifies a checkpoint without reading its weights, independent of its location."""
     return {"config": source.config_sha256, "tensor headers": digest_of(to_json(source.files))}
 
 
-def _other_checkpoint(out: Path, name: str) -> UsageError:
+def other_checkpoint(out: Path, name: str) -> UsageError:
     return UsageError(
         f"{out} was started with another checkpoint: the bytes of {name} differ.",
         hint="Resume with the same checkpoint, or convert into an empty directory.",
@@ -294,7 +258,7 @@ def _check_same_source(layer: LayerPlan, record: LayerRecord, reader: FolderRead
         for (info, start, stop), expected in zip(extents, hashes, strict=True):
             sha256 = range_sha256(reader.fd(info.file), info.start + start, info.start + stop, info.file)
             if sha256 != expected:
-                raise _other_checkpoint(out, info.name)
+                raise other_checkpoint(out, info.name)
 
 
 def _convert(
@@ -374,13 +338,13 @@ def _check_lengths(plan: ConversionPlan, reader: FolderReader) -> None:
 
 def _is_finished(out: Path, layer: LayerPlan, record: LayerRecord) -> bool:
     """True if the logged layer's file exists and every tensor has the logged hash."""
-    if not _matches_plan(layer, record):
+    if not matches_plan(layer, record):
         return False
     hashes = {info: record.sha256[name] for name, info in layer.file.tensors.items()}
     return file_matches(out / layer.file.name, layer.file, hashes)
 
 
-def _matches_plan(layer: LayerPlan, record: LayerRecord) -> bool:
+def matches_plan(layer: LayerPlan, record: LayerRecord) -> bool:
     """True if `record` has the files, tensors and slices that are planned for `layer`."""
     files = {mapped.mapping.stored: tuple(i.file for i in mapped.tensors) for mapped in layer.map.mapped}
     return (

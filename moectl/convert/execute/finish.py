@@ -19,15 +19,17 @@ from ..manifest.manifest_records import (
     MANIFEST,
     READY,
     SOURCE_CONFIG,
+    DeploymentRecord,
     FileRecord,
     LayerRecord,
     ManifestRecord,
     PassthroughRecord,
+    RankRecord,
     converted_config,
     manifest_bytes,
     ready_bytes,
 )
-from ..plan.conversion_plan import ConversionPlan
+from ..plan.conversion_plan import ConversionPlan, PassthroughPlan, index_document
 from .passthrough import copy_small_files, source_record
 
 
@@ -49,35 +51,55 @@ def finish_folder(
     layers: Sequence[LayerRecord],
     passthrough: Sequence[PassthroughRecord],
 ) -> tuple[str, ...]:
-    """Copies small files, writes index, configs and manifest, then READY. Returns the skipped files."""
+    """Copies small files, writes index, configs and manifest, then READY. Returns the skipped files.
+
+    The directory of one of several ranks gets a manifest alone.
+    """
     if plan.finalizer is not None:
         return plan.finalizer.finish(plan, folder, out, layers, passthrough, producer())
-    files, skipped = copy_small_files(folder, out, {info.file for info in plan.checkpoint.tensors.values()})
-    config = converted_config(plan.checkpoint.config, plan.layout)
-    source = source_record(plan.checkpoint, folder)
-    documents = {
-        INDEX: json_bytes(plan.index),
-        CONFIG: json_bytes(config),
-        SOURCE_CONFIG: (folder / CONFIG).read_bytes(),
-    }
-    for name, data in documents.items():
-        write_file(out / name, data)
-    record = ManifestRecord(
+    rank = RankRecord(
         format_version=FORMAT_VERSION,
         producer=producer(),
-        source=source,
+        source=source_record(plan.checkpoint, folder),
         layout=plan.layout,
         shard=plan.shard,
         experts_only=plan.experts_only,
         groups=plan.groups,
         layers=tuple(layers),
-        rest=tuple(passthrough),
-        files=files,
-        documents=tuple(
-            FileRecord(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in documents.items()
-        ),
     )
+    if plan.shard.ranks > 1:
+        write_file(out / MANIFEST, manifest_bytes(rank))
+        return ()
+    files, documents, skipped = write_small_files(plan, plan.passthrough, folder, out)
+    record = ManifestRecord(**vars(rank), rest=tuple(passthrough), files=files, documents=documents)
+    write_signed(out, record)
+    return skipped
+
+
+def write_small_files(
+    plan: ConversionPlan, passthrough: Sequence[PassthroughPlan], folder: Path, out: Path
+) -> tuple[tuple[FileRecord, ...], tuple[FileRecord, ...], tuple[str, ...]]:
+    """Copies the source's small files, and writes configs and the index of `passthrough` if there is any.
+
+    Returns the records of the copies and of what was written, and the names of skipped files.
+    """
+    files, skipped = copy_small_files(folder, out, {info.file for info in plan.checkpoint.tensors.values()})
+    documents = {
+        CONFIG: json_bytes(converted_config(plan.checkpoint.config, plan.layout)),
+        SOURCE_CONFIG: (folder / CONFIG).read_bytes(),
+    }
+    if passthrough:
+        documents[INDEX] = json_bytes(index_document({item.name: item.tensors for item in passthrough}))
+    for name, data in documents.items():
+        write_file(out / name, data)
+    written = (
+        FileRecord(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in documents.items()
+    )
+    return files, tuple(written), skipped
+
+
+def write_signed(out: Path, record: ManifestRecord | DeploymentRecord) -> None:
+    """Writes the manifest of a directory, then READY with its hash."""
     data = manifest_bytes(record)
     write_file(out / MANIFEST, data)
     write_file(out / READY, ready_bytes(data))
-    return skipped

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.source.open_checkpoint import rank_number
 from ...checkpoint.source.shards import SUFFIX, inside
 from ...errors import CheckpointError
 from ...files.atomic import copy_bytes, copy_file, link_or_copy, replacing, write_exactly
@@ -166,6 +167,8 @@ def _copy(source: Path, target: Path) -> FileRecord:
 
 def _is_small_file(path: Path, folder: Path) -> bool:
     if not is_plain_name(path.name) or path.name.startswith(RESERVED) or path.suffix == SUFFIX:
+        return False
+    if rank_number(path) is not None:
         return False
     try:
         return inside(folder, path.name).stat().st_size <= SMALL_FILE

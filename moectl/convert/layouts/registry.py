@@ -7,8 +7,11 @@ from ...problem import layouts
 from ...problem.layouts import TARGETS
 from ...problem.schemes import WeightFormat
 from ..recipe.chain import BLOCK_BYTES, Chain
+from .aiter import AITER
 from .cpu import CPU
 from .cutlass import CUTLASS
+from .humming import INTEGER as HUMMING_INTEGER
+from .humming_float import FLOAT as HUMMING_FLOAT
 from .marlin import INTEGER as MARLIN_INTEGER
 from .marlin_float import FLOAT as MARLIN_FLOAT
 from .mtile64 import MTILE64
@@ -35,6 +38,9 @@ LAYOUTS: tuple[WeightLayout, ...] = (
     TRITON_BLACKWELL,
     *CUTLASS,
     *PLAIN,
+    *HUMMING_INTEGER,
+    *HUMMING_FLOAT,
+    *AITER,
     *CPU,
     MTILE64,
 )

@@ -19,6 +19,9 @@ NIBBLES_APART = _nibbles((0, 2, 4, 6, 1, 3, 5, 7))
 NIBBLES_INTERLEAVED = _nibbles((0, 4, 1, 5, 2, 6, 3, 7))
 """The low nibbles of bytes 0 and 2, then their high ones, the low ones of bytes 1 and 3, their high ones."""
 
+SIGNS_INTERLEAVED = Bits(tuple(NIBBLES_INTERLEAVED.order[bit] if bit % 4 == 3 else bit for bit in range(32)))
+"""The highest bits of nibbles as `NIBBLES_INTERLEAVED` places them, their other bits in place."""
+
 
 def _e2m1_shifted() -> Bits:
     """E2M1 codes at positions from which a shift and one mask convert them to bf16.

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from ...checkpoint.source.open_checkpoint import rank_folder, rank_number
 from ...errors import CheckpointError
 from ...files.records import from_json
 from ...files.safe_reading import open_regular, range_sha256
 from ...files.safetensors_header import read_header
 from ...files.safetensors_writer import TensorSpec
-from ...files.strict_json import parse_json_object
 from ...files.tensor_table import TensorInfo
 from ...lazy_torch import torch
 from ...problem.moe_problem import MoEProblem
@@ -26,21 +27,21 @@ from ..sources import output_name
 from ..stream.file_transfers import Transfer, flat, transfer
 from ..stream.pipeline import usable_cores
 from ..stream.source_reader import FolderReader
-from ..worker_partition import partitions_in
-from .manifest_check import check_manifest
+from .manifest_check import check_deployment, check_manifest, check_rank
 from .manifest_records import (
-    FORMAT_VERSION,
-    LOG,
     MANIFEST,
     READY,
-    REPORT,
+    DeploymentRecord,
     GroupRecord,
     LayerRecord,
     LayoutRecord,
     ManifestRecord,
+    PassthroughRecord,
+    RankRecord,
     RoleRecord,
-    ready_bytes,
+    rank_manifest,
 )
+from .signed_document import LONGEST_MANIFEST, read_small, signed_document, versioned_document
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,17 @@ class StoredRole:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A validated manifest and the directory it describes."""
+    """A validated manifest and what it describes.
+
+    Attributes:
+        folder: the directory of the layers' files.
+        record: the manifest.
+        top: the directory of all other files: `folder`, or the one above it that several ranks share.
+    """
 
     folder: Path
     record: ManifestRecord
+    top: Path
 
     @property
     def problem(self) -> MoEProblem:
@@ -113,15 +121,11 @@ class Manifest:
 
     @cached_property
     def passthrough(self) -> Mapping[str, TensorInfo]:
-        """The passthrough tensors by name; empty if the directory holds experts only.
+        """The passthrough tensors by name, of files in `top`; empty if the directory holds experts only.
 
         Raises CheckpointError if a file is missing or truncated.
         """
-        return {
-            name: info
-            for item in self.record.rest
-            for name, info in read_file_header(self.folder, item.file, item.size).items()
-        }
+        return _passthrough(self.top, self.record.rest)
 
     def open_layer(self, layer: int) -> Mapping[str, TensorInfo]:
         """The location of each role in the layer's file, whose header is checked against the manifest.
@@ -164,72 +168,144 @@ def _check_size(file: IO[bytes], name: str, size: int | None) -> int:
     return length
 
 
+@dataclass(frozen=True)
+class Deployment:
+    """The directory above those of several ranks, with what they share, and its validated manifest."""
+
+    folder: Path
+    record: DeploymentRecord
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.record.ranks)
+
+    @cached_property
+    def passthrough(self) -> Mapping[str, TensorInfo]:
+        """As `Manifest.passthrough`."""
+        return _passthrough(self.folder, self.record.rest)
+
+    def rank(self, number: int) -> Manifest:
+        """The manifest of one rank, whose files alone are needed beside those that all ranks share.
+
+        Raises CheckpointError if there is no such rank, its directory is not here, or its manifest is not the
+        one whose hash this directory's manifest has.
+        """
+        folder, record = rank_folder(self.folder, number), self.record
+        if number >= self.ranks:
+            raise CheckpointError(f"{self.folder} has no {folder.name}: it is for {self.ranks} ranks.")
+        data = read_small(folder / MANIFEST, LONGEST_MANIFEST)
+        if data is None:
+            raise CheckpointError(
+                f"{self.folder} lacks {folder.name} of {self.ranks} ranks.",
+                hint=f"Put that directory there, or convert it again with --rank {number}.",
+            )
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != record.ranks[number].sha256:
+            owner = next(
+                (item.file for item in record.ranks if item.sha256 == digest), "another conversion's"
+            )
+            raise CheckpointError(
+                f"{rank_manifest(number)} is not the one that was written there, but {owner}.",
+                reason=f"{self.folder / MANIFEST} has its SHA-256.",
+                hint="Put the directories of one conversion together, each under its own rank.",
+            )
+        rank = _rank_record(data, rank_manifest(number))
+        agree = {
+            "shard": (rank.shard, record.shard(number)),
+            "source": (rank.source, record.source),
+            "layout": (rank.layout, record.layout),
+            "experts_only": (rank.experts_only, record.experts_only),
+            "layers": (tuple(sorted(layer.layer for layer in rank.layers)), record.layers),
+        }
+        if differing := [name for name, (own, shared) in agree.items() if own != shared]:
+            raise CheckpointError(
+                f"{rank_manifest(number)} and {self.folder / MANIFEST} differ in {', '.join(differing)}.",
+                hint="Convert again.",
+            )
+        merged = ManifestRecord(
+            **vars(rank), rest=record.rest, files=record.files, documents=record.documents
+        )
+        return Manifest(folder, merged, self.folder)
+
+
+def load_rank_record(folder: Path) -> RankRecord:
+    """The validated manifest in the directory of one of several ranks, which nothing above it confirms.
+
+    Raises CheckpointError if there is none, it is of version 1, or it is not valid.
+    """
+    data = read_small(folder / MANIFEST, LONGEST_MANIFEST)
+    if data is None:
+        raise CheckpointError(f"{folder} is not finished: it has no {MANIFEST}.")
+    return _rank_record(data, f"{folder.name}/{MANIFEST}")
+
+
+def _rank_record(data: bytes, where: str) -> RankRecord:
+    document = versioned_document(data, where)
+    if document["format_version"] == 1:
+        raise CheckpointError(
+            f"{where} is of format version 1, whose ranks are whole directories.",
+            hint="Convert all ranks again, into an empty directory.",
+        )
+    record = from_json(RankRecord, document, where)
+    _refuse(check_rank(record), where)
+    return record
+
+
 def load_manifest(folder: Path) -> Manifest:
-    """The validated `Manifest` of a complete converted directory.
+    """The validated `Manifest` of a complete converted directory, or of one of several ranks'.
 
     Nothing in it is trusted before it is checked: READY must exist and hold the manifest's hash, the
     format version must be supported, file names must stay inside the directory, and shapes, chains,
-    hashes and source locations must be consistent.
+    hashes and source locations must be consistent. What a rank shares with the others is in the directory
+    above its own; with version 1, in its own.
 
     Raises:
-        CheckpointError: not a converted directory, incomplete, or inconsistent.
+        CheckpointError: not a converted directory, incomplete, inconsistent, or that of all ranks.
     """
-    data = _read_small(folder / MANIFEST, 1 << 29)
-    ready = _read_small(folder / READY, 1 << 10)
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no directory {folder}.", hint="Check the path.")
-    has_log = (folder / LOG).exists()
-    partitioned = bool(partitions_in(folder))
-    if data is None and (folder / REPORT).exists():
+    found = load_directory(folder)
+    if isinstance(found, Deployment):
         raise CheckpointError(
-            f"{folder} is a portable checkpoint, from which the source cannot be restored.",
-            hint="Convert from the source again where another format is wanted.",
+            f"{folder} holds the directories of several ranks, and none was asked for.",
+            hint=f"Give one of them, such as {rank_folder(folder, 0)}.",
         )
-    if data is None and ready is None:
-        raise CheckpointError(
-            f"{folder} is not a finished converted directory: {MANIFEST} and {READY} are missing.",
-            hint="Complete it with convert --finish."
-            if partitioned
-            else "Finish it with convert --resume."
-            if has_log
-            else "Give a directory that convert has written.",
-        )
-    if data is None or ready is None:
-        missing = MANIFEST if data is None else READY
-        raise CheckpointError(
-            f"{folder} is not complete: {missing} is missing.",
-            reason=f"{READY} is written last, when everything else is there.",
-            hint="Finish it with convert --resume." if has_log else "Convert again into an empty directory.",
-        )
-    if ready != ready_bytes(data):
-        raise CheckpointError(
-            f"{READY} does not hold the SHA-256 of {MANIFEST}: one of them was changed.",
-            hint="Convert again.",
-        )
-    document = parse_json_object(data, MANIFEST)
-    version = document.get("format_version")
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{MANIFEST} has format version {version!r}, this program reads {FORMAT_VERSION}.",
-            hint="Use the program that wrote it, or convert again.",
-        )
+    return found
+
+
+def load_directory(folder: Path) -> Manifest | Deployment:
+    """The validated manifest of what `convert` has written; raises CheckpointError as `load_manifest`."""
+    number = rank_number(folder.absolute())
+    if number is not None and (folder / MANIFEST).exists() and not (folder / READY).exists():
+        above = folder.absolute().parent
+        return replace(_deployment(above, signed_document(above)).rank(number), folder=folder)
+    document = signed_document(folder)
+    if "ranks" in document:
+        return _deployment(folder, document)
     record = from_json(ManifestRecord, document, MANIFEST)
     problems = check_manifest(record)
+    if record.format_version > 1 and record.shard.ranks > 1:
+        problems.append("it is of one rank, and not named by a manifest of all ranks")
+    _refuse(problems, MANIFEST)
+    return Manifest(folder, record, folder)
+
+
+def _deployment(folder: Path, document: Mapping[str, Any]) -> Deployment:
+    record = from_json(DeploymentRecord, document, str(folder / MANIFEST))
+    _refuse(check_deployment(record), MANIFEST)
+    return Deployment(folder, record)
+
+
+def _refuse(problems: Sequence[str], where: str) -> None:
+    """Raises CheckpointError if there are `problems` with a manifest."""
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise CheckpointError(f"{MANIFEST} does not agree with itself: {'; '.join(problems[:5])}{more}.")
-    return Manifest(folder, record)
+        raise CheckpointError(f"{where} does not agree with itself: {'; '.join(problems[:5])}{more}.")
 
 
-def _read_small(path: Path, limit: int) -> bytes | None:
-    if not path.exists():
-        return None
-    with open_regular(path, str(path)) as file:
-        if os.fstat(file.fileno()).st_size > limit:
-            raise CheckpointError(
-                f"{path.name} has more than {limit} bytes, which no converted directory has."
-            )
-        return file.read()
+def _passthrough(folder: Path, files: Sequence[PassthroughRecord]) -> Mapping[str, TensorInfo]:
+    return {
+        name: info for item in files for name, info in read_file_header(folder, item.file, item.size).items()
+    }
 
 
 def check_layer(manifest: Manifest, layer: int, locations: Mapping[str, TensorInfo]) -> None:

@@ -14,22 +14,25 @@ from ...files.tensor_table import TensorType
 from ...problem.schemes import FULL
 from ...torch_dtypes import TORCH_DTYPES
 from ..canonical import canonical_shapes
-from ..rank_slice import RankShard
+from ..rank_slice import LARGEST_WORLD, RankShard
 from ..recipe.recipe import Recipe
 from ..sources import TensorMapping, output_name
 from .manifest_records import (
     CONFIG,
     INDEX,
     SOURCE_CONFIG,
+    DeploymentRecord,
     FileRecord,
     GroupRecord,
     LayerRecord,
     ManifestRecord,
+    RankRecord,
     RoleRecord,
     group_mappings,
     group_rank_slice,
     group_recipe,
     is_plain_name,
+    rank_manifest,
     unpadded,
 )
 
@@ -43,19 +46,57 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 def check_manifest(record: ManifestRecord) -> list[str]:
     """Every inconsistency of a manifest, as phrases; empty if there is none."""
+    # The index of version 1 names the layers' files, too.
+    indexed = record.format_version == 1 or bool(record.rest)
+    return _check_kept(record, [item.file for item in record.layers], indexed=indexed) + check_rank(record)
+
+
+def check_deployment(record: DeploymentRecord) -> list[str]:
+    """Every inconsistency of the manifest above several ranks, as phrases; empty if there is none."""
+    wrong = _check_kept(record, [], indexed=bool(record.rest))
+    if record.format_version == 1:
+        wrong.append("version 1 has no manifest of all ranks")
+    sizes = (record.tp_size, record.ep_size)
+    if not all(1 <= size <= LARGEST_WORLD for size in sizes) or len(record.ranks) != math.prod(sizes):
+        wrong.append(f"there are {len(record.ranks)} ranks with tp {sizes[0]} and ep {sizes[1]}")
+    elif len(record.ranks) < 2:
+        wrong.append("there is a single rank, which has a manifest of its own")
+    if [item.file for item in record.ranks] != [rank_manifest(rank) for rank in range(len(record.ranks))]:
+        wrong.append("its ranks are not rank-00, rank-01 and so on")
+    if not all(_SHA256.fullmatch(item.sha256) for item in record.ranks):
+        wrong.append("a hash of a rank's manifest is no SHA-256")
+    if not record.layers or list(record.layers) != sorted(set(record.layers)):
+        wrong.append("its layers are not in ascending order")
+    return wrong
+
+
+def _check_kept(record: ManifestRecord | DeploymentRecord, layers: list[str], *, indexed: bool) -> list[str]:
+    """Inconsistencies of the files that engines and tokenizers read, beside those of `layers`."""
     wrong: list[str] = []
     kept: tuple[FileRecord, ...] = (*record.rest, *record.files, *record.documents)
-    outputs = [item.file for item in record.layers] + [item.file for item in kept]
-    names = outputs + [item.name for item in record.source.files] + [r.source for r in record.rest]
-    for name in names:
+    outputs = layers + [item.file for item in kept]
+    for name in [*outputs, *(item.source for item in record.rest)]:
         if not is_plain_name(name):
             wrong.append(f"file name {name[:80]!r} is not a plain name")
-    if {item.file for item in record.documents} != {CONFIG, INDEX, SOURCE_CONFIG}:
-        wrong.append("the documents are not config, index and the source's config")
+    documents = {CONFIG, SOURCE_CONFIG, INDEX} if indexed else {CONFIG, SOURCE_CONFIG}
+    if {item.file for item in record.documents} != documents:
+        wrong.append(f"the documents are not {', '.join(sorted(documents))}")
     if len(set(outputs)) != len(outputs):
         wrong.append("a file is listed twice")
     if not all(_SHA256.fullmatch(item.sha256) for item in kept):
         wrong.append("a hash of a file is no SHA-256")
+    return wrong
+
+
+def check_rank(record: RankRecord) -> list[str]:
+    """Every inconsistency of what a manifest says of its layers, as phrases; empty if there is none."""
+    wrong: list[str] = []
+    layer_files = [item.file for item in record.layers]
+    for name in [*layer_files, *(item.name for item in record.source.files)]:
+        if not is_plain_name(name):
+            wrong.append(f"file name {name[:80]!r} is not a plain name")
+    if len(set(layer_files)) != len(layer_files):
+        wrong.append("a file is listed twice")
     in_groups = [layer for group in record.groups for layer in group.layers]
     if not record.groups or sorted(in_groups) != sorted(layer.layer for layer in record.layers):
         wrong.append("layer groups and converted layers are not the same layers")

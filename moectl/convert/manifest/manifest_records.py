@@ -5,25 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ...checkpoint.source.open_checkpoint import LOG as LOG
 from ...checkpoint.source.open_checkpoint import MANIFEST as MANIFEST
+from ...checkpoint.source.open_checkpoint import rank_folder
 from ...checkpoint.source.shards import CONFIG as CONFIG
 from ...checkpoint.source.shards import INDEX as INDEX
 from ...errors import CheckpointError
 from ...files.records import to_json
 from ...files.tensor_table import TensorType
 from ...problem.moe_problem import Dims, MoEProblem
-from ..rank_slice import RankShard, RankSlice
+from ..rank_slice import RankShard, RankSlice, shard_of
 from ..recipe.chain import Chain
 from ..recipe.recipe import Recipe, StoredOutput
-from ..sources import MappedTensors, TensorMapping
+from ..sources import MappedTensors, TensorMapping, output_name
 from ..steps.value_steps import value_from_json, value_to_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The version of the directories that are written; see docs/format.md."""
+
+READABLE_VERSIONS = (1, 2)
 READY = "READY"
 REPORT = "moectl-report.json"
 """The report of a portable output: what was converted, quantization errors, and the hashes of its files."""
@@ -168,6 +173,15 @@ class GroupRecord:
     router: Mapping[str, str]
 
 
+def expert_names(groups: Sequence[GroupRecord]) -> tuple[str, ...]:
+    """Names of the tensors of `groups` and of the source's that they were made of, in order.
+
+    They have ``{layer}`` and, where each expert has a tensor of its own, ``{expert}``.
+    """
+    stored = {output_name(group.prefix, role) for group in groups for role in group.roles}
+    return tuple(sorted(stored | {part.template for group in groups for part in group.parts.values()}))
+
+
 def unpadded(problem: MoEProblem) -> MoEProblem:
     """`problem` without padding, as the source stores it."""
     return replace(problem, dims=replace(problem.dims, padded_hidden=0, padded_intermediate=0))
@@ -238,12 +252,8 @@ class PassthroughRecord(FileRecord):
 
 
 @dataclass(frozen=True)
-class ManifestRecord:
-    """The manifest's document, field by field.
-
-    `rest` lists the files of passthrough tensors, `files` the other files copied from the source, and
-    `documents` the ones that were generated (config, index) or renamed (the source's config).
-    """
+class RankRecord:
+    """The manifest of one of several ranks, field by field: the layers' files are all that is beside it."""
 
     format_version: int
     producer: Mapping[str, str]
@@ -253,9 +263,47 @@ class ManifestRecord:
     experts_only: bool
     groups: tuple[GroupRecord, ...]
     layers: tuple[LayerRecord, ...]
+
+
+@dataclass(frozen=True)
+class ManifestRecord(RankRecord):
+    """The manifest of a whole directory, or of a rank's with what all ranks share.
+
+    `rest` lists the files of passthrough tensors, `files` the other files copied from the source, and
+    `documents` the ones that were generated (config, index) or renamed (the source's config).
+    """
+
     rest: tuple[PassthroughRecord, ...]
     files: tuple[FileRecord, ...]
     documents: tuple[FileRecord, ...]
+
+
+@dataclass(frozen=True)
+class DeploymentRecord:
+    """The manifest above the directories of several ranks: what they share, and each one's manifest.
+
+    `layers` are the numbers of the converted layers, the same on every rank, and `experts` the templates of
+    their tensors' names, as from `expert_names`; `ranks` are the files ``rank-00/moectl.json`` and so on;
+    `rest`, `files` and `documents` are as in `ManifestRecord`.
+    """
+
+    format_version: int
+    producer: Mapping[str, str]
+    source: SourceRecord
+    layout: LayoutRecord
+    tp_size: int
+    ep_size: int
+    experts_only: bool
+    layers: tuple[int, ...]
+    experts: tuple[str, ...]
+    ranks: tuple[FileRecord, ...]
+    rest: tuple[PassthroughRecord, ...]
+    files: tuple[FileRecord, ...]
+    documents: tuple[FileRecord, ...]
+
+    def shard(self, rank: int) -> RankShard:
+        """The share of rank number `rank`."""
+        return shard_of(rank, self.tp_size, self.ep_size)
 
 
 def is_plain_name(name: str) -> bool:
@@ -263,7 +311,12 @@ def is_plain_name(name: str) -> bool:
     return bool(_PLAIN_NAME.fullmatch(name))
 
 
-def manifest_bytes(record: ManifestRecord) -> bytes:
+def rank_manifest(rank: int) -> str:
+    """Name of a rank's manifest, relative to the directory of all ranks."""
+    return str(rank_folder(Path(), rank) / MANIFEST)
+
+
+def manifest_bytes(record: RankRecord | DeploymentRecord) -> bytes:
     """The serialized manifest document."""
     return (json.dumps(to_json(record), indent=1, ensure_ascii=False) + "\n").encode()
 

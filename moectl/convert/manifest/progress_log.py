@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError, Unavailable, UsageError
+from ...errors import CheckpointError, UsageError
 from ...files.atomic import disk_errors, write_exactly
-from ...files.lock import Lock
+from ...files.lock import Busy, Lock
 from ...files.records import from_json, to_json
 from ...files.safe_reading import open_regular
 from ...files.strict_json import parse_json_object
@@ -110,7 +110,7 @@ def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> P
 
     Raises:
         UsageError: the log belongs to another conversion; the differing facts are named.
-        Unavailable: another process is writing to the directory.
+        Busy: another process is writing to the directory.
         CheckpointError: not a regular file, or a line that this program cannot have written.
     """
     path = folder / name
@@ -123,7 +123,7 @@ def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> P
             raise CheckpointError(f"{path} is not a file.", hint="Convert into an empty directory.")
         lock.take()
         if not _is_at(path, fd):
-            raise Unavailable(
+            raise Busy(
                 f"another conversion has just finished in {folder}.", hint="Run the same command again."
             )
         entries = _read(fd)

@@ -1,30 +1,45 @@
-"""One converted directory per rank: ``OUT/rank-00``, ``OUT/rank-01``, ...
+"""The directories of several ranks: ``OUT/rank-00``, ``OUT/rank-01``, ...
 
-Each is a converted directory with its own manifest and READY. The source can be restored from all of them.
+Each has its layers' files and a manifest; what they share is in ``OUT``, with a manifest that has the hash of
+theirs. In version 1 each rank's is a whole converted directory, and nothing is above them. The source can be
+restored from all of them together.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...checkpoint.source.open_checkpoint import rank_folder
+from ...checkpoint.source.open_checkpoint import rank_folder, rank_number
 from ...errors import CheckpointError, UsageError
 from ...files.records import to_json
 from ..rank_slice import RankShard, shard_of
-from .manifest import Manifest, load_manifest
-from .manifest_records import MANIFEST
-
-_RANK = re.compile(r"rank-(\d{2,5})")
+from .manifest import Deployment, Manifest, load_directory, load_manifest
+from .manifest_records import MANIFEST, READY, ManifestRecord, RankRecord
 
 
 def rank_numbers(folder: Path) -> tuple[int, ...]:
     """Ascending numbers of the ranks whose directories are in `folder`; empty for a converted directory."""
-    if (folder / MANIFEST).exists() or not folder.is_dir():
+    if not folder.is_dir():
         return ()
-    matches = (_RANK.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    return tuple(sorted(int(match[1]) for match in matches if match))
+    numbers = {rank_number(path): path for path in folder.iterdir()}
+    return tuple(
+        sorted(
+            number for number, path in numbers.items() if number is not None and (path / MANIFEST).exists()
+        )
+    )
+
+
+def load_rank(folder: Path, rank: int) -> Manifest:
+    """The manifest of one of the ranks whose directories are in `folder`; reads nothing of the others.
+
+    Raises CheckpointError if there is no such rank, or what is read is incomplete or inconsistent.
+    """
+    if (folder / MANIFEST).exists():
+        found = load_directory(folder)
+        if isinstance(found, Deployment):
+            return found.rank(rank)
+    return load_manifest(rank_folder(folder, rank))
 
 
 def load_rank_manifests(folder: Path) -> tuple[Manifest, ...]:
@@ -33,17 +48,21 @@ def load_rank_manifests(folder: Path) -> tuple[Manifest, ...]:
     Raises CheckpointError if `folder` is neither, a rank's directory is missing or incomplete, or the
     directories belong to different conversions; the fields that differ are named.
     """
-    ranks = rank_numbers(folder)
-    if not ranks:
-        return (load_manifest(folder),)
+    if (folder / MANIFEST).exists() or not (ranks := rank_numbers(folder)):
+        found = load_directory(folder)
+        if isinstance(found, Manifest):
+            return (found,)
+        missing = [number for number in range(found.ranks) if not rank_folder(folder, number).exists()]
+        _refuse_missing(folder, missing, found.ranks)
+        below = tuple(found.rank(number) for number in range(found.ranks))
+        check_one_conversion([manifest.record for manifest in below])
+        return below
+    if not (rank_folder(folder, ranks[0]) / READY).exists():
+        load_directory(folder)  # refuses what is above the ranks: it is missing
     manifests = tuple(load_manifest(rank_folder(folder, rank)) for rank in ranks)
     shard = manifests[0].record.shard
     missing = sorted(set(range(shard.ranks)) - set(ranks))
-    if missing:
-        names = ", ".join(rank_folder(folder, rank).name for rank in missing[:8])
-        raise CheckpointError(
-            f"{folder} lacks {names} of {shard.ranks} ranks.", hint="Convert the missing ranks with --rank."
-        )
+    _refuse_missing(folder, missing, shard.ranks)
     for rank, manifest in zip(ranks, manifests, strict=True):
         expected = shard_of(rank, shard.tp_size, shard.ep_size) if rank < shard.ranks else None
         if manifest.record.shard != expected:
@@ -52,37 +71,52 @@ def load_rank_manifests(folder: Path) -> tuple[Manifest, ...]:
                 f"ask for rank {rank} of {shard.ranks} (tp {shard.tp_size}, ep {shard.ep_size}).",
                 hint="Put the directories of one conversion together, each under its own rank.",
             )
-        _check_one_conversion(manifests[0], manifest)
-        _check_one_conversion(manifests[rank - rank % shard.tp_size], manifest)
+    check_one_conversion([manifest.record for manifest in manifests])
     return manifests
 
 
-def _check_one_conversion(first: Manifest, other: Manifest) -> None:
-    """Raises CheckpointError naming the fields in which two ranks' manifests must agree but differ."""
-    facts = [_shared_facts(manifest) for manifest in (first, other)]
+def _refuse_missing(folder: Path, missing: Sequence[int], ranks: int) -> None:
+    """Raises CheckpointError if the directories of ranks are `missing`."""
+    if missing:
+        names = ", ".join(rank_folder(folder, rank).name for rank in missing[:8])
+        raise CheckpointError(
+            f"{folder} lacks {names} of {ranks} ranks.", hint="Convert the missing ranks with --rank."
+        )
+
+
+def check_one_conversion(records: Sequence[RankRecord]) -> None:
+    """Raises CheckpointError naming the fields in which manifests of all ranks, in order, differ wrongly."""
+    for rank, record in enumerate(records):
+        first = rank - rank % record.shard.tp_size
+        _check_pair(records[0], record)
+        _check_pair(records[first], record)
+
+
+def _check_pair(first: RankRecord, other: RankRecord) -> None:
+    facts = [_shared_facts(record) for record in (first, other)]
     differing = [name for name in facts[0] if facts[0][name] != facts[1][name]]
-    same_experts = first.record.shard.ep_rank == other.record.shard.ep_rank
-    if not differing and same_experts:
-        sources = [[item.source for item in manifest.record.layers] for manifest in (first, other)]
+    if not differing and first.shard.ep_rank == other.shard.ep_rank:
+        sources = [[item.source for item in record.layers] for record in (first, other)]
         differing = ["the bytes of the source's experts"] if sources[0] != sources[1] else []
     if differing:
+        names = [rank_folder(Path(), record.shard.rank).name for record in (first, other)]
         raise CheckpointError(
-            f"{first.folder.name} and {other.folder.name} are not of one conversion: they differ in "
-            f"{', '.join(differing)}.",
+            f"{' and '.join(names)} are not of one conversion: they differ in {', '.join(differing)}.",
             hint="Convert all ranks from one checkpoint with the same arguments.",
         )
 
 
-def _shared_facts(manifest: Manifest) -> Mapping[str, object]:
-    record = manifest.record
-    return {
+def _shared_facts(record: RankRecord) -> Mapping[str, object]:
+    facts: dict[str, object] = {
         "source": (record.source.config_sha256, record.source.files),
         "layout": record.layout,
         "experts only": record.experts_only,
-        "layers": manifest.layers,
+        "layers": sorted(layer.layer for layer in record.layers),
         "layer groups": [(g.layers, g.whole_intermediate, g.prefix, to_json(g.parts)) for g in record.groups],
-        "other files": [(item.file, item.sha256) for item in (*record.rest, *record.files)],
     }
+    if isinstance(record, ManifestRecord):
+        facts["other files"] = [(item.file, item.sha256) for item in (*record.rest, *record.files)]
+    return facts
 
 
 def refuse_one_rank(manifest: Manifest) -> None:

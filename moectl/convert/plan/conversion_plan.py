@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,8 @@ from ...files.tensor_table import TensorInfo
 from ...problem.moe_problem import MoEProblem
 from ..manifest.manifest_records import (
     FORMAT_VERSION,
+    MANIFEST,
+    READY,
     GroupRecord,
     LayerRecord,
     LayoutRecord,
@@ -114,8 +116,11 @@ class Finalizer(Protocol):
 class ConversionPlan:
     """Everything `convert` will do, checked before anything is created.
 
-    `finalizer` is None for a prepared directory, which is completed by a manifest and READY.
+    `finalizer` is None for a prepared directory, which is completed by a manifest and READY. `passthrough`
+    is empty for one of several ranks: what they share is written once, above their directories.
     """
+
+    format_version = FORMAT_VERSION
 
     checkpoint: Checkpoint
     layout: LayoutRecord
@@ -128,13 +133,17 @@ class ConversionPlan:
     finalizer: Finalizer | None = None
 
     @property
+    def mark(self) -> str:
+        """The file that is written last, whose presence shows that everything else is there."""
+        if self.finalizer is not None:
+            return self.finalizer.mark
+        return READY if self.shard.ranks == 1 else MANIFEST
+
+    @property
     def index(self) -> dict[str, Any]:
-        """The index document: the file of every tensor."""
-        weight_map = {name: layer.file.name for layer in self.layers for name in layer.file.tensors}
-        weight_map.update({info.name: item.name for item in self.passthrough for info in item.tensors})
-        total = sum(info.nbytes for layer in self.layers for info in layer.file.tensors.values())
-        metadata = {"total_size": total + self.passthrough_bytes}
-        return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+        """The index document of an output whose every tensor engines are to load."""
+        files = {layer.file.name: layer.file.tensors.values() for layer in self.layers}
+        return index_document({**files, **{item.name: item.tensors for item in self.passthrough}})
 
     @property
     def tensors_in(self) -> int:
@@ -208,6 +217,8 @@ class Conversion(Protocol):
     """A conversion, either planned or recorded in a manifest."""
 
     @property
+    def format_version(self) -> int: ...
+    @property
     def layout(self) -> LayoutRecord: ...
     @property
     def shard(self) -> RankShard: ...
@@ -220,7 +231,7 @@ class Conversion(Protocol):
 def conversion_facts(conversion: Conversion) -> dict[str, str]:
     """Facts that distinguish one conversion of a checkpoint from another, by name."""
     return {
-        "format": str(FORMAT_VERSION),
+        "format": str(conversion.format_version),
         "layout": conversion.layout.name,
         "layout version": str(conversion.layout.version),
         "rank": str(conversion.shard),
@@ -238,6 +249,23 @@ RESERVED = "moectl-"
 """Prefix of tensor files in a converted directory; source files must not have it."""
 
 
+LAYER_SUFFIX = ".experts"
+"""Suffix of the files of converted layers, in the safetensors format.
+
+Loaders of vLLM, SGLang and transformers take what the index names, or else every ``*.safetensors``; some of
+vLLM's (``--load-format runai_streamer``) ignore the index. The tensors of a kernel's layout are for none of
+them."""
+
+
 def layer_file(layer: int) -> str:
     """Name of the file that holds a converted layer."""
-    return f"{RESERVED}layer-{layer:05d}.safetensors"
+    return f"{RESERVED}layer-{layer:05d}{LAYER_SUFFIX}"
+
+
+def index_document(files: Mapping[str, Iterable[TensorInfo]]) -> dict[str, Any]:
+    """A safetensors index of `files`, by name: the file of every tensor, and the bytes of all of them."""
+    tensors = {info.name: (file, info.nbytes) for file, infos in files.items() for info in infos}
+    return {
+        "metadata": {"total_size": sum(size for _, size in tensors.values())},
+        "weight_map": {name: tensors[name][0] for name in sorted(tensors)},
+    }

@@ -42,7 +42,8 @@ def plan_conversion(
         max_memory: bytes that the conversion may use on top of the process's baseline; by default a
             quarter of the machine's memory.
         experts_only: skip passthrough tensors.
-        shard: the rank whose slice of every layer is converted; by default the whole layer.
+        shard: the rank whose slice of every layer is converted; by default the whole layer. What several
+            ranks share (`shared_passthrough`) is not part of a rank's plan.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, or of another shape or dtype.
@@ -64,7 +65,8 @@ def plan_conversion(
         groups.append(record)
         layers += planned
     layers.sort(key=lambda layer: layer.layer)
-    passthrough = () if experts_only else tuple(plan_passthrough(checkpoint, consumed))
+    kept = shard.ranks == 1 and not experts_only
+    passthrough = tuple(plan_passthrough(checkpoint, consumed)) if kept else ()
     layout_record = LayoutRecord(
         layout.name,
         layout.target,
@@ -76,6 +78,12 @@ def plan_conversion(
     return ConversionPlan(
         checkpoint, layout_record, shard, tuple(groups), tuple(layers), passthrough, experts_only, memory
     )
+
+
+def shared_passthrough(plan: ConversionPlan) -> tuple[PassthroughPlan, ...]:
+    """The passthrough tensors of the checkpoint that `plan` converts for one of several ranks."""
+    consumed = {info.name: info.file for layer in plan.layers for info in layer.whole.tensors}
+    return () if plan.experts_only else tuple(plan_passthrough(plan.checkpoint, consumed))
 
 
 def check_plannable(checkpoint: Checkpoint) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from ...errors import CheckpointError
 from ...files.tensor_table import TensorType
 from ...lazy_torch import Tensor
+from ..steps import recode as recode  # registers value steps that manifests name
 from ..steps import rescale as rescale  # registers value steps that manifests name
 from ..steps.transforms import Shape
 from ..steps.value_steps import (
@@ -69,11 +70,16 @@ class StoredOutput:
         dtype, shape = self.chain.stored_type(*self.steps(dtype, shape)[-1])
         return TensorType(dtype, shape[1:] if self.per_layer else shape)
 
-    def apply(self, batch: Tensors, statistics: Statistics, out: Tensor | None = None) -> Tensor:
-        """The stored tensor of a batch of experts, written to `out` if given."""
+    def changed(self, batch: Tensors, statistics: Statistics) -> Tensor:
+        """Its role of a batch of experts after the value steps; CheckpointError if one refuses a number."""
         t = batch[self.role]
         for value in self.values:
             t = value.apply(t, batch, statistics)
+        return t
+
+    def apply(self, batch: Tensors, statistics: Statistics, out: Tensor | None = None) -> Tensor:
+        """The stored tensor of a batch of experts, written to `out` if given."""
+        t = self.changed(batch, statistics)
         if self.per_layer:
             of_layer = self.chain.apply(t[:1])[0]
             return of_layer if out is None else out.copy_(of_layer)
@@ -192,13 +198,29 @@ class Recipe:
         for role in self.kept:
             yield self.side(role), batch[role]
 
-    def restore(self, stored: Tensors, experts: int) -> dict[str, Tensor]:
+    def restored_with(self, roles: Iterable[str]) -> frozenset[str]:
+        """`roles` and every canonical role that has to be restored before them."""
+        found, new = frozenset[str](), frozenset(roles)
+        while new - found:
+            found |= new
+            sources = (self.outputs[self._restored_from[r]] for r in found if r in self._restored_from)
+            new = frozenset(read for output in sources for read in output.reads)
+        return found
+
+    def restore(self, stored: Tensors, experts: int, roles: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The canonical tensors of a batch of `experts` from its `stored` tensors.
 
-        Those of `lossy` roles are the weights that replaced the original ones.
+        Those of `lossy` roles are the weights that replaced the original ones. With `roles`, only these and
+        the ones that they are restored with; `stored` need not have more.
         """
-        canonical = {role: stored[self.side(role)] for role in self.kept}
+        wanted = frozenset(self.shapes) if roles is None else self.restored_with(roles)
+        canonical = {role: stored[self.side(role)] for role in self.kept if role in wanted}
         for role, name in self._restored_from.items():
-            batch_type = self.shapes[role].with_first_axis(experts)
-            canonical[role] = self.outputs[name].undo(stored[name], *batch_type, canonical)
+            if role in wanted:
+                batch_type = self.shapes[role].with_first_axis(experts)
+                canonical[role] = self.outputs[name].undo(stored[name], *batch_type, canonical)
         return canonical
+
+    def source_of(self, role: str) -> str:
+        """The stored role that canonical `role` is restored from."""
+        return self._restored_from.get(role) or self.side(role)

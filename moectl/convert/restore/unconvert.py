@@ -62,7 +62,7 @@ def unconvert(
         raise UsageError(f"the output directory {out} is not empty.", hint="Choose an empty directory.")
     _refuse_requantized(manifest)
     for item in (*manifest.record.files, *manifest.record.documents):
-        _check(manifest.folder, item)
+        _check(manifest.top, item)
     plans = _plan_files(manifests)
     targets = {name: (file, info) for file in plans for name, info in file.tensors.items()}
     total = sum(layer.size for rank_manifest in manifests for layer in rank_manifest.record.layers)
@@ -71,6 +71,7 @@ def unconvert(
     create_folder(out)
     with ExitStack() as stack:
         readers = [stack.enter_context(FolderReader(rank.folder)) for rank in manifests]
+        top = stack.enter_context(FolderReader(manifest.top))
         fds = {file.name: stack.enter_context(replacing(out / file.name, file.size)) for file in plans}
         for file in plans:
             write_exactly(fds[file.name], memoryview(file.header), 0)
@@ -82,15 +83,15 @@ def unconvert(
         _restore_layers(manifests, readers, meter, store, max_memory)
         for item in manifest.record.rest:
             meter.start(item.file)
-            _check(manifest.folder, item)
+            _check(manifest.top, item)
             if item.whole:
                 stack.push(partial(_remove_on_error, out / item.source))
-                link_or_copy(manifest.folder / item.file, out / item.source)
+                link_or_copy(manifest.top / item.file, out / item.source)
             else:
-                for info in read_file_header(manifest.folder, item.file, item.size).values():
+                for info in read_file_header(manifest.top, item.file, item.size).values():
                     file, target = targets[info.name]
                     fd = fds[file.name]
-                    copy_bytes(readers[0].fd(item.file), fd, info.start, target.start, info.nbytes, item.file)
+                    copy_bytes(top.fd(item.file), fd, info.start, target.start, info.nbytes, item.file)
             meter.advance(item.size)
     _write_documents(manifest, out, targets)
     kept = [item for item in manifest.record.rest if item.whole]
@@ -111,7 +112,7 @@ def _plan_files(manifests: Sequence[Manifest]) -> list[FilePlan]:
         specs.setdefault(file, []).append(spec)
     for item in manifest.record.rest:
         if not item.whole:
-            header = read_file_header(manifest.folder, item.file, item.size)
+            header = read_file_header(manifest.top, item.file, item.size)
             extracted = [TensorSpec(i.name, i.dtype, i.shape) for i in header.values()]
             specs.setdefault(item.source, []).extend(extracted)
     metadata = {file.name: file.metadata for file in manifest.record.source.files}
@@ -161,7 +162,7 @@ def _write_documents(
     manifest: Manifest, out: Path, targets: Mapping[str, tuple[FilePlan, TensorInfo]]
 ) -> None:
     """Writes the source's small files, config.json and index; for experts only, a new index."""
-    converted = manifest.folder
+    converted = manifest.top
     for item in manifest.record.files:
         if item.file != SOURCE_INDEX:
             copy_file(converted / item.file, out / item.file)

@@ -62,7 +62,9 @@ def verify(
     manifest = manifests[0]
     if source and len(manifests) == 1 and manifest.record.shard.tp_size > 1:
         refuse_one_rank(manifest)
-    other_files = [(rank.folder, item) for rank in manifests for item in _other_files(rank)]
+    # What ranks share is listed for each of them, and checked once.
+    labelled = {rank.folder for rank in manifests} if len(manifests) > 1 else set()
+    other_files = list(dict.fromkeys((rank.top, item) for rank in manifests for item in _other_files(rank)))
     sizes = [layer.size for rank in manifests for layer in rank.record.layers]
     sizes += [item.size for _, item in other_files]
     meter = Meter(progress, sum(sizes))
@@ -85,11 +87,11 @@ def verify(
                     slices += sum(len(member.manifest.layer(layer).slices) for member in members)
         for folder, item in other_files:
             meter.start(item.file)
-            label = f"{folder.name}/" if len(manifests) > 1 else ""
+            label = f"{folder.name}/" if folder in labelled else ""
             findings += [label + text for text in file_findings(folder / item.file, item.size, item.sha256)]
             meter.advance(item.size)
         if original:
-            findings += original.findings + original.compare_passthrough(manifest.folder)
+            findings += original.findings + original.compare_passthrough(manifest.top)
     finally:
         if original:
             original.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..limits import Limit, limits_met, reasons_and_hints
+from ..limits import Limit as Limit
+from ..limits import limits_met, reasons_and_hints
 
 _ROWS = (
     Limit("--enable-eplb", "EPLB", "leave out --enable-eplb"),

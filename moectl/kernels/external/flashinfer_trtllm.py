@@ -356,6 +356,7 @@ _RUNNER = Runner(
     None,
     lambda problem, device: "",
     ready=lambda prepared: prepared.derive("flashinfer_trtllm", _layer_arguments),
+    keeps="numbers",
 )
 
 RUNNER = _modular("flashinfer_trtllm")

@@ -1,8 +1,10 @@
-"""The humming backend: Humming's indexed GEMMs, on canonical weights repacked by its own transformation.
+"""The humming backend: Humming's indexed GEMMs, on weights in its layout.
 
-A call groups the assignments in blocks of one expert, runs a GEMM, the activation and a GEMM, and sums with
-the router's weights. Humming pads sizes itself, and selects a kernel from a table by the number of
-assignments. The first use of a row compiles its kernel, and the kernel for a single assignment.
+Weights are converted to it, or transformed by Humming from canonical ones where its order of codes depends
+on the CUDA compiler: MXFP4 on SM100 and newer. A call groups the assignments in blocks of one expert, runs a
+GEMM, the activation and a GEMM, and sums with the router's weights. Humming rounds sizes up itself, and
+selects a kernel from a table by the number of assignments. The first use of a row compiles its kernel, and
+the kernel for a single assignment.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from torch import Tensor
 
 from ...capabilities.external_kernels import HUMMING
 from ...dtypes import DTYPES, MODEL_DTYPES
-from ...errors import Unavailable
+from ...errors import NoBackend, Unavailable
 from ...problem.moe_problem import MoEProblem
+from ...problem.padding import pad, size_rule
 from ...problem.schemes import FULL
 from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..prepared_layer import CANONICAL, PreparedMoE
@@ -94,12 +97,15 @@ class HummingMatrix:
     Attributes:
         config: Humming's layer config.
         tensors: ``weight``, ``weight_scale`` and, if the layer has them, ``zero_point`` and ``bias``.
+        n, k: its rows and columns, without those that Humming adds.
         rows: its tuning table. A row is (a, b, launch) for a < assignments <= b.
         launches: tuning config and block size, by number of assignments.
     """
 
     config: Any
     tensors: Mapping[str, Tensor]
+    n: int
+    k: int
     rows: Sequence[Any]
     launches: dict[int, tuple[str, int]] = field(default_factory=dict)
 
@@ -115,6 +121,22 @@ class HummingMatrix:
 def rows_for(rows: Sequence[Any], counts: Sequence[int]) -> list[Any]:
     """The rows of the tuning table for these numbers of assignments, and for 1, which every call looks up."""
     return [row for row in rows if any(row[0] < count <= row[1] for count in (1, *counts))]
+
+
+def layout(problem: MoEProblem) -> str:
+    """The layout in which it reads `problem`'s weights; canonical ones where Humming lays them out itself."""
+    weight = problem.scheme.weight
+    name = next((row.layout for row in HUMMING.weights if weight in row.formats), "")
+    if not name or problem.dtype not in MODEL_DTYPES or (weight.name == "mxfp4" and _converts_natively()):
+        return CANONICAL
+    needs = size_rule(name, weight, problem.activation.gated, problem.dims.hidden).needs
+    whole = problem.dims.hidden % needs.hidden == 0 == problem.dims.intermediate % needs.intermediate
+    return name if whole else CANONICAL
+
+
+def _converts_natively() -> bool:
+    """True if this machine's GPU converts 4-bit floats with instructions of its own."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
 
 
 def schema_arguments(problem: MoEProblem) -> dict[str, Any]:
@@ -155,43 +177,74 @@ def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).contiguous()
 
 
-def _matrix(prepared: PreparedMoE, role: str) -> HummingMatrix:
-    """The matrix `role`, transformed a few experts at a time.
+def matrix_sizes(prepared: PreparedMoE, role: str) -> tuple[int, int]:
+    """Rows and columns of the matrix `role`, with what its layout pads."""
+    problem = prepared.problem
+    dims = problem.dims if prepared.layout == CANONICAL else pad(prepared.layout, problem).dims
+    hidden, intermediate = dims.padded_hidden, dims.padded_intermediate
+    if role == "w2":
+        return hidden, intermediate
+    return (2 if problem.activation.gated else 1) * intermediate, hidden
+
+
+def _config(prepared: PreparedMoE, role: str, experts: int) -> Any:
+    """Humming's config of `experts` experts of the matrix `role`.
 
     Humming could store symmetric integers as sign and magnitude if no code is the lowest one. That depends
     on the weights and is not used, so that the kernel depends on the problem only.
     """
+    modules, problem = library(), prepared.problem
+    n, k = matrix_sizes(prepared, role)
+    return modules.transform.prepare_layer_config(
+        shape_n=n, shape_k=k, weight_schema=modules.schema.HummingWeightSchema(**schema_arguments(problem)),
+        num_experts=experts, has_bias=problem.bias, pad_n_to_multiple=PAD_N, pad_k_to_multiple=PAD_K,
+        torch_dtype=MODEL_TORCH_DTYPES[problem.dtype], device=prepared.device,
+    )  # fmt: skip
+
+
+def converted_tensors(prepared: PreparedMoE, role: str) -> dict[str, Tensor]:
+    """The tensors of a layer in Humming's layout, under Humming's names; nothing is copied."""
+    weights, names = prepared.weights, {"weight": role, "weight_scale": f"{role}_scale"}
+    names |= {"zero_point": f"{role}_zero", "bias": f"{role}_bias"}
+    tensors = {name: weights[stored] for name, stored in names.items() if stored in weights}
+    if prepared.problem.scheme.weight.name == "mxfp4":
+        tensors["weight_scale"] = tensors["weight_scale"].view(torch.float8_e8m0fnu)
+    return tensors
+
+
+def transformed_tensors(prepared: PreparedMoE, role: str) -> dict[str, Tensor]:
+    """The same of canonical weights, by Humming's own transformation, a few experts at a time."""
     modules, problem, weights = library(), prepared.problem, prepared.weights
-    experts, n = problem.local_experts, weights[role].shape[1]
-    k = problem.dims.hidden if role == "w13" else problem.dims.intermediate
-    schema = modules.schema.HummingWeightSchema(**schema_arguments(problem))
-
-    def config(count: int) -> Any:
-        return modules.transform.prepare_layer_config(
-            shape_n=n, shape_k=k, weight_schema=schema, num_experts=count, has_bias=problem.bias,
-            pad_n_to_multiple=PAD_N, pad_k_to_multiple=PAD_K, torch_dtype=MODEL_TORCH_DTYPES[problem.dtype],
-            device=prepared.device,
-        )  # fmt: skip
-
+    experts = problem.local_experts
     step = max(1, CHUNK_BYTES // (weights[role].nbytes // experts))
     tensors: dict[str, Tensor] = {}
     for first in range(0, experts, step):
         last = min(experts, first + step)
         chunk = {name: t[first:last] for name, t in weights.items()}
         sources = source_tensors(problem, chunk, role)
-        for name, t in modules.transform.transform_humming_tensors(config(last - first), sources).items():
+        config = _config(prepared, role, last - first)
+        for name, t in modules.transform.transform_humming_tensors(config, sources).items():
             if name not in tensors:
                 tensors[name] = t.new_empty(experts, *t.shape[1:])
             tensors[name][first:last] = t
-    layer_config = config(experts)
-    rows = modules.tune.get_heuristics_config(
+    return tensors
+
+
+def _matrix(prepared: PreparedMoE, role: str) -> HummingMatrix:
+    """The matrix `role` in Humming's layout, with its config and tuning table."""
+    by_humming = prepared.layout == CANONICAL
+    tensors = transformed_tensors(prepared, role) if by_humming else converted_tensors(prepared, role)
+    layer_config = _config(prepared, role, prepared.problem.local_experts)
+    if layer_config.use_native_dequant and not by_humming:
+        raise NoBackend(f"Humming reads {prepared.layout} weights in another order on this GPU")
+    rows = library().tune.get_heuristics_config(
         layer_config=layer_config, gemm_type=GEMM_TYPE, device=prepared.device
     )
-    return HummingMatrix(layer_config, tensors, rows)
+    return HummingMatrix(layer_config, tensors, *matrix_sizes(prepared, role), rows)
 
 
 def ready(prepared: PreparedMoE) -> tuple[HummingMatrix, HummingMatrix]:
-    """The layer's two matrices in Humming's layout, created once and kept besides the canonical weights."""
+    """The layer's two matrices in Humming's layout, created once; canonical weights are kept beside them."""
     return prepared.derive(NAME, _matrices)
 
 
@@ -236,18 +289,17 @@ def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> T
         return y
     forward, (w13, w2) = library().forward.humming_forward, ready(prepared)
     ids, weights, experts = ids.contiguous().view(-1), weights.contiguous().view(-1), problem.local_experts
-    slots, dims = ids.numel(), problem.dims
+    slots = ids.numel()
     (tuning1, size1), (tuning2, size2) = w13.launch_for(slots), w2.launch_for(slots)
     with failing_as(NAME, x.device):
         # Humming's kernels use programmatic dependent launch, and read the blocks before they wait.
         blocks1 = align_blocks(ids, experts, size1, LOCKS, overlap=False)
         blocks2 = blocks1 if size2 == size1 else align_blocks(ids, experts, size2, LOCKS, overlap=False)
-        halves = 2 if problem.activation.gated else 1
-        gate_up = x.new_empty(slots, halves * dims.intermediate)
+        gate_up = x.new_empty(slots, w13.n)
         forward(w13.config, **gemm_arguments(w13, x.contiguous(), gate_up, blocks1, problem.top_k, tuning1))
-        h = x.new_empty(slots, dims.intermediate)
+        h = x.new_empty(slots, w2.k)
         activate(gate_up, h, problem)
-        parts = x.new_empty(slots, dims.hidden)
+        parts = x.new_empty(slots, problem.dims.hidden)
         forward(w2.config, **gemm_arguments(w2, h, parts, blocks2, 1, tuning2))
         weighted_sum(parts, y, ids, experts, weights)
     return y
@@ -294,4 +346,6 @@ def tactic(prepared: PreparedMoE, tokens: int) -> str:
     return ", ".join(shapes)
 
 
-RUNNER = Runner(NAME, CANONICAL, compute, refusal, accumulation="steps", ready=ready, tactic=tactic)
+RUNNER = Runner(
+    NAME, layout, compute, refusal, accumulation="steps", ready=ready, tactic=tactic, keeps="weights"
+)

@@ -21,6 +21,9 @@ from .sort_and_combine import order_of_counts
 BATCH_LAYER = "layer for batches"
 """Key in `PreparedMoE.derived`."""
 
+CHOSEN_FOR = "device of the launches"
+"""Key in `PreparedMoE.derived` of a layer without weights: the device whose launches it compiles."""
+
 
 def one_each(problem: MoEProblem) -> MoEProblem:
     """`problem` with a top-k of 1, only the local experts, and no router's weights on the input."""
@@ -30,8 +33,9 @@ def one_each(problem: MoEProblem) -> MoEProblem:
 
 def layer_one_each(prepared: PreparedMoE) -> PreparedMoE:
     """The layer with the problem of `one_each`, created once; it shares the weights."""
+    kept = {key: value for key, value in prepared.derived.items() if key == CHOSEN_FOR}
     return prepared.derive(
-        BATCH_LAYER, lambda layer: replace(layer, problem=one_each(layer.problem), derived={})
+        BATCH_LAYER, lambda layer: replace(layer, problem=one_each(layer.problem), derived=kept)
     )
 
 

@@ -13,11 +13,12 @@ from .kernel_family import ExpertOrder
 from .launches import token_tiles
 from .sort_and_combine import launch_options, sort_by_expert
 
-PLANNED_AT_ONCE = 2048
-"""Maximum number of assignments for which one launch makes the records; more are sorted first."""
+PLANS: tuple[tuple[int, int], ...] = ((64, 32), (256, 16), (2048, 8))
+"""(maximum assignments, assignments that one program places); the first match is used. Every entry is another
+kernel to compile."""
 
-PER_PROGRAM, MAX_PAIRS = 32, 16384
-"""Maximum number of assignments that one program places, and of pairs of assignments that it compares."""
+PLANNED_AT_ONCE = PLANS[-1][0]
+"""Maximum number of assignments for which one launch makes the records; more are sorted first."""
 
 COLUMNS = 1024
 """Columns of a token that one program reorders."""
@@ -59,8 +60,7 @@ def _plan_arguments(ids: Tensor, experts: int, tokens: int) -> tuple[dict[str, A
     """Arguments of the plan kernels besides the ids, and the number of programs."""
     t = ids.numel()
     records = token_tiles(t, experts, tokens)
-    padded = max(64, triton.next_power_of_2(t))
-    per_program = min(PER_PROGRAM, max(1, MAX_PAIRS // padded))
+    padded, per_program = next((plan for plan in PLANS if t <= plan[0]), PLANS[-1])
     arguments = {
         "PLAN": ids.new_empty(records, 8 + tokens),
         "T": t,

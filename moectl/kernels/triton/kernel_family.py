@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class KernelMatrix:
         n, k: stored (padded) rows and columns.
         exponents: smallest and largest biased exponent of the nonzero scales, 127 for scales in [1, 2); None
             if unknown (`exponents_of`).
+        relied_on: ranges of exponents for which kernels were launched that are right only there.
     """
 
     codes: Tensor
@@ -39,10 +40,14 @@ class KernelMatrix:
     n: int
     k: int
     exponents: tuple[int, int] | None = None
+    relied_on: set[range] = field(default_factory=set, compare=False, repr=False)
 
     def exponents_within(self, allowed: range) -> bool:
-        """Whether the exponents of all scales are known to be in `allowed`."""
-        return self.exponents is not None and all(exponent in allowed for exponent in self.exponents)
+        """Whether the exponents of all scales are known to be in `allowed`, which later refits then keep."""
+        within = self.exponents is not None and all(exponent in allowed for exponent in self.exponents)
+        if within:
+            self.relied_on.add(allowed)
+        return within
 
 
 EXPERTS_AT_ONCE = 32
@@ -62,6 +67,10 @@ def exponents_of(scales: Tensor, kind: str) -> tuple[int, int] | None:
         return 127, 127
     if scales.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
+    if kind == "e8m0":
+        low, high = torch.stack(torch.aminmax(scales.contiguous().view(torch.uint8))).tolist()
+        if low:
+            return low, high
     ranges = []
     for chunk in torch.split(scales.contiguous(), EXPERTS_AT_ONCE):
         stored = chunk.view(torch.uint8) if kind == "e8m0" else chunk.view(torch.int16) & 0x7FFF
@@ -148,18 +157,49 @@ class KernelLayer:
     w2: KernelMatrix
 
 
+LAYER = "moectl"
+"""Key in `PreparedMoE.derived` of `layer_of`."""
+
+
 def layer_of(prepared: PreparedMoE) -> KernelLayer:
     """The layer's matrices, created once.
 
     Examining the scales waits for the GPU, so it is done when a layer is prepared. If it first happens during
     graph capture, the exponents are left unknown and the result is not kept.
     """
-    layer = prepared.derived.get("moectl")
+    layer = prepared.derived.get(LAYER)
     if layer is None:
         layer = KernelLayer(prepared.problem, matrix_of(prepared, "w13"), matrix_of(prepared, "w2"))
         if not (prepared.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            prepared.derived["moectl"] = layer
+            prepared.derived[LAYER] = layer
     return layer
+
+
+def accept_scales(prepared: PreparedMoE, role: str, t: Tensor) -> str:
+    """Why kernels that were launched would be wrong with new canonical scales `t`; empty if they are right.
+
+    `Runner.refit` of kernels that are chosen by the exponents of a layer's scales.
+    """
+    layer: KernelLayer | None = prepared.derived.get("moectl")
+    matrix, _, kind = role.partition("_")
+    if layer is None or kind != "scale":
+        return ""
+    old: KernelMatrix = getattr(layer, matrix)
+    new = None if old.exponents is None else exponents_of(t, scale_name(prepared.problem))
+    if old.exponents is None or new is None or new[0] > new[1]:
+        return ""
+    for allowed in old.relied_on:
+        if not all(exponent in allowed for exponent in new):
+            return (
+                f"kernels were launched that are right for scales from 2^{allowed.start - 127} to below "
+                f"2^{allowed.stop - 127}, got 2^{new[0] - 127} to below 2^{new[1] - 126}"
+            )
+    wider = min(old.exponents[0], new[0]), max(old.exponents[1], new[1])
+    if wider != old.exponents:
+        new_matrix = replace(old, exponents=wider)
+        w13, w2 = (new_matrix if m is old else m for m in (layer.w13, layer.w2))
+        prepared.derived["moectl"] = KernelLayer(layer.problem, w13, w2)
+    return ""
 
 
 ExpertOrder = tuple[Tensor, Tensor]

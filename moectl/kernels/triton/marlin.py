@@ -27,7 +27,7 @@ from .expert_batches import compute_batch, one_each
 from .kernel_family import CODE_BASES, ExpertOrder, KernelCall, activation_numbers, scale_name
 from .launches import Launch, tile_words, token_tiles
 from .sort_and_combine import INTERPRETED, finish, launch_options, sort_by_expert
-from .triton_runner import gpu_refusal
+from .triton_runner import aligned, gpu_refusal
 from .workspace import products_and_lists
 
 LAYOUT = TRITON_MARLIN.weights[0].layout
@@ -198,7 +198,7 @@ def run_with(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor, til
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not len(x):
         return y
-    call = KernelCall(x.contiguous(), ids.contiguous().view(-1), weights.contiguous().view(-1), y)
+    call = KernelCall(aligned(x), aligned(ids).view(-1), aligned(weights).view(-1), y)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         _run(prepared.problem, _matrices(prepared), call, tile)
     return y
@@ -229,7 +229,7 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
 def run_batch_with(prepared: PreparedMoE, x: Tensor, counts: Tensor, tile: MarlinTile) -> Tensor:
     """`Runner.batched` with a given tile."""
     problem, matrices = one_each(prepared.problem), _matrices(prepared)
-    return compute_batch(x.contiguous(), counts, lambda call: _run(problem, matrices, call, tile))
+    return compute_batch(aligned(x), counts, lambda call: _run(problem, matrices, call, tile))
 
 
 def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:

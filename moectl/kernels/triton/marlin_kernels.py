@@ -58,7 +58,7 @@ def _pairs(v, ROWS: tl.constexpr):
     return first, second
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bound"])
 def _items_kernel(
     OFFSETS, ITEMS, bound, E: tl.constexpr, EPAD: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr
 ):

@@ -89,6 +89,11 @@ class _PortableArguments:
         return math.ceil(m.n / self.tile.rows)
 
 
+READ_AT_ONCE = (16, 64, 256)
+"""Sizes to which the number of ids that a decode program reads is rounded up: each is another kernel to
+compile."""
+
+
 def _decode(layer: KernelLayer, call: KernelCall, tile: Tile) -> None:
     problem, t = layer.problem, call.assignments
     arguments = _PortableArguments(layer, tile)
@@ -98,7 +103,7 @@ def _decode(layer: KernelLayer, call: KernelCall, tile: Tile) -> None:
     parts = call.x.new_empty(tile.split, t, problem.dims.hidden, dtype=torch.float32)
     routing = {
         "BY_SLOT": t <= problem.local_experts,
-        "TPAD": max(16, triton.next_power_of_2(t)),
+        "TPAD": next((size for size in READ_AT_ONCE if t <= size), triton.next_power_of_2(t)),
         "M_BLOCKS": blocks,
     }
     kernels._decode_gemm1_kernel[(arguments.row_tiles(layer.w13), programs * blocks)](

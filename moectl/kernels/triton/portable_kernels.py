@@ -117,10 +117,10 @@ def _assigned(IDS, T, p, m0, E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.co
     return expert, slots, wanted < count, mine & (count > m0)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "M_BLOCKS"])
 def _decode_gemm1_kernel(
-    X, W, S, Z, B, H, IDS, WEIGHTS, T, N, K, KX, NX, alpha, limit,
-    E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.constexpr, M_BLOCKS: tl.constexpr,
+    X, W, S, Z, B, H, IDS, WEIGHTS, T, M_BLOCKS, N, K, KX, NX, alpha, limit,
+    E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.constexpr,
     TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -139,10 +139,10 @@ def _decode_gemm1_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "M_BLOCKS"])
 def _decode_gemm2_kernel(
-    H, W, S, Z, B, Y, IDS, WEIGHTS, T, N, K, KX, NX,
-    E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.constexpr, M_BLOCKS: tl.constexpr,
+    H, W, S, Z, B, Y, IDS, WEIGHTS, T, M_BLOCKS, N, K, KX, NX,
+    E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.constexpr,
     BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,

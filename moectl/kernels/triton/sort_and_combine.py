@@ -18,7 +18,10 @@ from .kernel_family import ExpertOrder, KernelCall
 INTERPRETED = not isinstance(kernels._combine_kernel, triton.runtime.JITFunction)
 """True under ``TRITON_INTERPRET=1``: for tests, kernels run on the CPU, slowly."""
 
-FEW = 2048
+SIZES = (64, 512, 2048)
+"""Sizes to which a number of assignments is rounded up: each is another kernel to compile."""
+
+FEW = SIZES[-1]
 """Maximum number of assignments for which each expert's program reads all ids; more are counted in blocks."""
 
 BLOCK = 128
@@ -27,8 +30,8 @@ BLOCK = 128
 ROWS = 256
 """Rows of a batch that one program lists."""
 
-EXPERTS_AT_ONCE, BLOCKS_AT_ONCE = 8, 256
-"""Columns and rows of the counts that one program adds up at a time."""
+EXPERTS_AT_ONCE, BLOCKS_AT_ONCE = 8, (64, 256)
+"""Columns of the counts that one program adds up at a time; rows, for up to that many and for more."""
 
 
 def launch_options() -> dict[str, Any]:
@@ -86,8 +89,8 @@ def order_of_counts(counts: Tensor, most: int) -> tuple[Tensor, Tensor, ExpertOr
 
 def _sort_few(ids: Tensor, slots: Tensor, offsets: Tensor, experts: int) -> None:
     t = ids.numel()
-    block = max(16, triton.next_power_of_2(t))
-    warps = min(4, max(1, block // 64))
+    block = next(size for size in SIZES if t <= size)
+    warps = min(4, block // 64)
     kernels._sort_few_kernel[(experts,)](
         ids, slots, offsets, t, E=experts, BT=block, num_warps=warps, **launch_options()
     )
@@ -100,7 +103,7 @@ def _sort_many(ids: Tensor, slots: Tensor, offsets: Tensor, experts: int) -> Non
     options = {"E": experts, **launch_options()}
     bins = max(16, triton.next_power_of_2(experts))
     kernels._count_kernel[(blocks,)](ids, counts, t, BINS=bins, BT=BLOCK, num_warps=1, **options)
-    rows = min(BLOCKS_AT_ONCE, triton.next_power_of_2(blocks))
+    rows = next((size for size in BLOCKS_AT_ONCE if blocks <= size), BLOCKS_AT_ONCE[-1])
     kernels._place_kernel[(triton.cdiv(experts, EXPERTS_AT_ONCE),)](
         counts, totals, blocks, BE=EXPERTS_AT_ONCE, BB=rows, **options
     )

@@ -23,11 +23,11 @@ from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from ..prepared_layer import PreparedMoE
 from ..runner import ActivationFormat, Runner
-from .expert_batches import compute_batch, layer_one_each, one_each
+from .expert_batches import CHOSEN_FOR, compute_batch, layer_one_each, one_each
 from .hopper.mid import MID_FAMILY
 from .hopper.prefill import PREFILL_FAMILY
 from .hopper.stream import STREAM_FAMILY
-from .kernel_family import KernelCall, KernelFamily, layer_of, multiprocessors, scale_name
+from .kernel_family import KernelCall, KernelFamily, accept_scales, layer_of, multiprocessors, scale_name
 from .launch_table import GpuModel, MeasuredLaunch, TokenSpread, nearest, tuned
 from .launches import Launch, launch_for
 from .portable import DECODE_FAMILY, GROUPED_FAMILY
@@ -61,10 +61,12 @@ def run_into(
     kernel_family = _legal(prepared.problem, launch)
     if not len(x):
         return y
-    call = KernelCall(aligned(x), ids.contiguous().view(-1), weights.contiguous().view(-1), y)
+    # Code for tensors that are not aligned would be another binary to compile.
+    out = y if y.data_ptr() % 16 == 0 else torch.empty_like(y)
+    call = KernelCall(aligned(x), aligned(ids).view(-1), aligned(weights).view(-1), out)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         kernel_family.run(layer_of(prepared), call, launch.tile)
-    return y
+    return y if out is y else y.copy_(out)
 
 
 def run_batch_with(prepared: PreparedMoE, x: Tensor, counts: Tensor, launch: Launch) -> Tensor:
@@ -95,7 +97,8 @@ def launch_on(prepared: PreparedMoE, tokens: int) -> Launch:
     """The launch for `tokens` tokens of a layer on its device; never depends on the routing."""
     launches: dict[int, Launch] = prepared.derived.setdefault("launches", {})
     if tokens not in launches:
-        launches[tokens] = choose(prepared.problem, tokens, prepared.device)
+        device = prepared.derived.get(CHOSEN_FOR, prepared.device)
+        launches[tokens] = choose(prepared.problem, tokens, device)
     return launches[tokens]
 
 
@@ -231,5 +234,6 @@ RUNNER = Runner(
     tactic=_tactic,
     masks_padding=True,
     workspace=_workspace,
+    refit=accept_scales,
     into=_compute_into,
 )

@@ -10,12 +10,13 @@ from moectl.checkpoint.source.catalogue import built_in
 from moectl.errors import UsageError
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.triton.launches import Launch
+from moectl.kernels.triton.offline_gpu import OfflineGpu
 from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.layer.experts import empty_layer
 from moectl.problem.published_layers import MODELS as TIMED
 
 from .kernel_report import KernelReport
-from .offline_gpu import OFFLINE_GPUS, OfflineGpu
+from .offline_gpu import OFFLINE_GPUS
 from .shipped_kernels import Examined, candidates, inspect, shipped
 
 MODELS = (

@@ -13,10 +13,11 @@ from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.runner import Run
 from moectl.kernels.triton.launch_table import TokenSpread
 from moectl.kernels.triton.launches import Launch
+from moectl.kernels.triton.offline_gpu import OfflineGpu
 from moectl.kernels.triton.triton_runner import FAMILIES, choose_shipped, run_with
 
 from .kernel_report import KernelReport, report_of
-from .offline_gpu import OfflineGpu, compiling_for
+from .offline_gpu import compiling_for
 
 TOKENS = (1, 2, 3, 4, *(n for i in range(3, 17) for n in (3 << (i - 2), 1 << i)))
 """Numbers of tokens to examine: two for every doubling, up to 65,536."""

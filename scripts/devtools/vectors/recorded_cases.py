@@ -10,11 +10,11 @@ from torch import Tensor
 
 from moectl.convert.canonical import CONCATENATED, INTERLEAVED, groups
 from moectl.convert.layouts import marlin, triton_blackwell, triton_hopper
-from moectl.convert.layouts.registry import layout_named
+from moectl.convert.layouts.registry import layout_for, layout_named
 from moectl.convert.recipe.chain import Chain
 from moectl.convert.recipe.recipe import Recipe, StoredOutput
 from moectl.convert.steps.transforms import type_of
-from moectl.errors import NoBackend
+from moectl.errors import NoBackend, UsageError
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.schemes import (
     BF16,
@@ -266,6 +266,29 @@ def _triton_kernels(recording: Recording) -> RecordedCase:
     return RecordedCase(problem, Recipe(shapes, outputs), canonical, names, joined=joined)
 
 
+_FORMATS = (MXFP4, NVFP4, MXFP8, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)
+
+
+def _humming(recording: Recording) -> RecordedCase:
+    """Both matrices of a layer, for a compute capability, a model's dtype and activations."""
+    name, block = recording.text("weight"), tuple(recording.params.get("block", ()))
+    zero = any(name.endswith("_qzeros") for name in recording.inputs)
+    if name in ("int4", "int8") and len(block) == 2:
+        weight, inputs = int_format(int(name[-1]), block[1], zero_point=zero), integers(int(name[-1]))
+    else:
+        known = [weight for weight in _FORMATS if (weight.name, weight.block) == (name, block)]
+        if not known:
+            raise Unsupported(f"{name} weights with blocks {block}")
+        weight, inputs = known[0], NUMBERS if name == "nvfp4" else PLAIN
+    try:
+        layout = layout_for(
+            recording.text("target"), weight, f"sm{recording.number('sm')}", recording.text("act")
+        )
+    except UsageError as error:
+        raise Unsupported(str(error)) from error
+    return _case(recording, layout.name, weight, _rows(recording, CONCATENATED), inputs)
+
+
 FUNCTIONS: Mapping[str, Callable[[Recording], RecordedCase]] = {
     "int_wna16.py::_process_weights_marlin": lambda r: _marlin_int(r, awq=False),
     "int_wna16.py::_process_awq_weights_marlin": lambda r: _marlin_int(r, awq=True),
@@ -289,6 +312,7 @@ FUNCTIONS: Mapping[str, Callable[[Recording], RecordedCase]] = {
     ),
     "b12x_moe.py::prepare_nvfp4_moe_layer_for_b12x": lambda r: _nvfp4(r, "b12x-nvfp4"),
     "mxfp4_utils.py::_swizzle_mxfp4": _triton_kernels,
+    "transform.py::transform_humming_tensors": _humming,
 }
 """Producing functions by file and name, as the metadata states them."""
 

@@ -173,7 +173,7 @@ def test_all_layers_with_the_worst_of_them(tiny_kimi, monkeypatch, tmp_path):
 def test_a_damaged_layer_is_an_error_of_its_own_code(tiny_gpt_oss, tmp_path):
     out = tmp_path / "out"
     moectl("convert", tiny_gpt_oss, out, "--to", "marlin")
-    file = out / "moectl-layer-00001.safetensors"
+    file = out / "moectl-layer-00001.experts"
     data = bytearray(file.read_bytes())
     data[-1000] ^= 1
     file.write_bytes(data)

@@ -183,7 +183,7 @@ def test_a_damaged_finished_layer_is_converted_again(
 ) -> None:
     out = tmp_path / "out"
     interrupted(gpt_oss, out, drive)
-    layer = out / "moectl-layer-00000.safetensors"
+    layer = out / "moectl-layer-00000.experts"
     data = bytearray(layer.read_bytes())
     data[-3] ^= 1
     layer.write_bytes(data)
@@ -296,7 +296,7 @@ def test_a_finished_conversion_is_that_of_one_checkpoint(gpt_oss: Path, tmp_path
     assert folder_bytes(out) == before
 
 
-@pytest.mark.parametrize("name", ["progress.jsonl", "moectl-layer-00000.safetensors"])
+@pytest.mark.parametrize("name", ["progress.jsonl", "moectl-layer-00000.experts"])
 def test_a_pipe_in_the_output_is_not_waited_for(
     gpt_oss: Path, tmp_path: Path, drive: Drive, reference: dict[str, bytes], name: str
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import subprocess
@@ -24,7 +23,7 @@ from moectl.convert.execute.convert import ConversionSummary, convert
 from moectl.convert.execute.rank_plans import check_outputs, convert_ranks, plan_ranks
 from moectl.convert.layouts.registry import layout_for
 from moectl.convert.manifest.manifest import load_manifest
-from moectl.convert.plan.kernel_layout_plan import plan_conversion
+from moectl.convert.plan.kernel_layout_plan import plan_conversion, shared_passthrough
 from moectl.convert.rank_slice import shard_of
 from moectl.convert.restore.unconvert import unconvert
 from moectl.convert.restore.verify import verify
@@ -33,6 +32,7 @@ from moectl.kernels.layer_inputs import make_inputs
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
 from moectl.layer.prepare import checkpoint_layer, load_prepared
+from support.converted_folders import edit_rank
 from support.runners import apply
 from support.stream_checkpoints import (
     all_tensors,
@@ -167,7 +167,8 @@ def test_a_rank_reads_its_own_experts_alone(gpt_oss: Path) -> None:
     whole = plan_conversion(checkpoint, layout)
     assert [plan.bytes_in * 5 for plan in plans] == [whole.bytes_in * 3, whole.bytes_in * 2]
     # Tensors of other ranks' experts are not taken for something else.
-    assert [plan.passthrough for plan in plans] == [whole.passthrough, whole.passthrough]
+    assert [shared_passthrough(plan) for plan in plans] == [whole.passthrough, whole.passthrough]
+    assert [plan.passthrough for plan in plans] == [(), ()]
 
 
 def test_a_rank_of_per_expert_tensors_leaves_the_others_out(kimi: Path, tmp_path: Path) -> None:
@@ -258,10 +259,9 @@ def test_ranks_under_wrong_names_are_found(ranks: Path) -> None:
     rank_folder(ranks, 1).rename(ranks / "away")
     rank_folder(ranks, 3).rename(rank_folder(ranks, 1))
     (ranks / "away").rename(rank_folder(ranks, 3))
-    with pytest.raises(CheckpointError, match="rank-01 holds rank 3 of 4"):
-        verify(ranks)
-    with pytest.raises(CheckpointError, match="rank-01 is of another deployment: rank is 3, not 1"):
-        load_prepared(ranks, rank=1)
+    for read in (verify, lambda folder: load_prepared(folder, rank=1)):
+        with pytest.raises(CheckpointError, match=r"rank-01/moectl.json is not the one .* but rank-03/"):
+            read(ranks)
 
 
 def test_another_deployments_folder_is_not_loaded(ranks: Path) -> None:
@@ -288,12 +288,17 @@ def test_ranks_of_two_conversions_are_not_joined(
     shard_all(gpt_oss, tmp_path / "other", 2, 2, target)
     rank_folder(ranks, 1).rename(tmp_path / "away")
     rank_folder(tmp_path / "other", 1).rename(rank_folder(ranks, 1))
-    with pytest.raises(CheckpointError, match=f"rank-00 and rank-01 are not of one .* in .*{field}"):
+    with pytest.raises(CheckpointError, match=r"rank-01/moectl.json .* but another conversion's"):
         verify(ranks)
+    original = json.loads((rank_folder(ranks, 1) / "moectl.json").read_text())
+    edit_rank(ranks, 1, lambda document: document)
+    with pytest.raises(CheckpointError, match=f"{field}"):
+        verify(ranks)
+    assert json.loads((rank_folder(ranks, 1) / "moectl.json").read_text()) == original
 
 
 def test_damage_in_a_rank_is_named(ranks: Path, tmp_path: Path) -> None:
-    path = rank_folder(ranks, 2) / "moectl-layer-00001.safetensors"
+    path = rank_folder(ranks, 2) / "moectl-layer-00001.experts"
     data = bytearray(path.read_bytes())
     data[load_manifest(path.parent).open_layer(1)["w2_bias"].start] ^= 4
     path.write_bytes(data)
@@ -324,14 +329,13 @@ def test_damage_in_a_rank_is_named(ranks: Path, tmp_path: Path) -> None:
 def test_a_manifest_that_says_another_rank_is_refused(
     ranks: Path, change: dict[str, dict[str, Any]], words: str
 ) -> None:
-    folder = rank_folder(ranks, 0)
-    document = json.loads((folder / "moectl.json").read_text())
-    places = {"shard": document["shard"], "group": document["groups"][0], "layer": document["layers"][0]}
-    for place, fields in change.items():
-        places[place].update(fields)
-    data = json.dumps(document).encode()
-    (folder / "moectl.json").write_bytes(data)
-    (folder / "READY").write_text(hashlib.sha256(data).hexdigest() + "\n")
+
+    def tamper(document: dict[str, Any]) -> None:
+        places = {"shard": document["shard"], "group": document["groups"][0], "layer": document["layers"][0]}
+        for place, fields in change.items():
+            places[place].update(fields)
+
+    edit_rank(ranks, 0, tamper)
     with pytest.raises(CheckpointError, match=words):
         load_prepared(ranks, rank=0)
 
@@ -402,7 +406,7 @@ def test_loading_maps_the_file(tmp_path: Path) -> None:
         tmp_path / "source", num_hidden_layers=1, hidden_size=768, intermediate_size=768, num_local_experts=8
     )
     shard_all(source, tmp_path / "out", target="moectl")
-    path = tmp_path / "out" / "moectl-layer-00000.safetensors"
+    path = tmp_path / "out" / "moectl-layer-00000.experts"
     done = subprocess.run(
         [sys.executable, "-c", MAPPED, str(tmp_path / "out")],
         capture_output=True,
@@ -422,7 +426,7 @@ def test_loading_maps_the_file(tmp_path: Path) -> None:
 
 def test_damage_is_found_when_asked_for(gpt_oss: Path, tmp_path: Path) -> None:
     shard_all(gpt_oss, tmp_path / "out", target="moectl")
-    path = tmp_path / "out" / "moectl-layer-00001.safetensors"
+    path = tmp_path / "out" / "moectl-layer-00001.experts"
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
     path.write_bytes(data)

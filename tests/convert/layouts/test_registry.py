@@ -20,6 +20,7 @@ from moectl.problem.moe_problem import Activation, Align, Dims, MoEProblem
 from moectl.problem.padding import padding, size_rule
 from moectl.problem.schemes import (
     BF16,
+    FP8_BLOCK,
     FP8_TENSOR,
     FULL,
     MXFP4,
@@ -139,11 +140,17 @@ def _ones(t):
     return int(np.unpackbits(as_bytes(t).numpy()).sum())
 
 
-KEEPS_ROWS = {layout.name for layout in LAYOUTS if layout.target == "marlin"}
+KEEPS_ROWS = {
+    layout.name
+    for layout in LAYOUTS
+    if layout.target.startswith(("marlin", "humming")) or layout.name == "aiter-mxfp4-act-mxfp4"
+} - {"humming-nvfp4-rows"}
 """Layouts that leave gate and up rows in the source's order; their kernels are told which it is."""
 
 
-@pytest.mark.parametrize("name", [layout.name for layout in LAYOUTS if layout.name not in KEEPS_ROWS])
+@pytest.mark.parametrize(
+    "name", [layout.name for layout in LAYOUTS if layout.name not in {*KEEPS_ROWS, "humming-nvfp4-rows"}]
+)
 @pytest.mark.parametrize(("hidden", "intermediate"), [(352, 96), (256, 256)])
 def test_row_order_of_the_source_does_not_matter(name, hidden, intermediate):
     layout = layout_named(name)
@@ -162,7 +169,7 @@ def test_row_order_of_the_source_does_not_matter(name, hidden, intermediate):
 
 
 @pytest.mark.parametrize("name", sorted(KEEPS_ROWS))
-def test_marlin_keeps_the_row_order_of_the_source(name):
+def test_layouts_that_keep_the_row_order_of_the_source(name):
     layout = layout_named(name)
     weight = next(weight for weight in layout.weights if weight.block[0] == 1)
     pairs = problem_for(layout, weight, "interleaved", 256, 128)
@@ -188,6 +195,13 @@ REFUSED = [
     ("moectl-mtile64", {"weight": int_format(8, 16)}, "got int8 group 16"),
     ("trtllm-mxfp4", {"rows": "upside down"}, "interleaved or concatenated"),
     ("cutlass-sm90", {"weight": MXFP4, "dims": Dims(256, 48)}, "whole number of groups of 32"),
+    ("humming-int4", {"dims": Dims(256, 12), "weight": int_format(4, FULL)}, "a multiple of 8, got 12"),
+    ("humming-int8", {"dims": Dims(96, 128), "weight": int_format(8, FULL, zero_point=True)}, "128, got 96"),
+    ("humming-int4-e0m3", {"weight": int_format(4, 32, zero_point=True)}, "with zero points"),
+    ("humming-mxfp4-act-fp8", {"dims": Dims(384, 128)}, "hidden size must be a multiple of 256, got 384"),
+    ("aiter-bf16", {"dims": Dims(256, 192)}, "intermediate size must be a multiple of 128, got 192"),
+    ("aiter-mxfp8", {"dims": Dims(128, 256)}, "hidden size must be a multiple of 256, got 128"),
+    ("humming-fp8", {"weight": FP8_BLOCK, "dims": Dims(256, 192)}, "a multiple of 128, got 192"),
 ]
 
 
@@ -231,6 +245,9 @@ PADDING = [
     ("cutlass-fp8-tensor", FP8_TENSOR, Align(1, 16)),
     ("trtllm-bf16", BF16, Align(1, 128)),
     ("cpu-amx-mxfp4", MXFP4, Align(32, 32)),
+    ("humming-int4", int_format(4, 32), Align(1, 1)),
+    ("humming-mxfp4", MXFP4, Align(1, 64)),
+    ("aiter-mxfp4", MXFP4, Align(256, 256)),
 ]
 
 

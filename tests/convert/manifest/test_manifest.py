@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,30 @@ from safetensors.torch import load_file, save_file
 
 from moectl.convert.execute.convert import convert
 from moectl.convert.manifest.manifest import load_layer, load_manifest
+from moectl.convert.manifest.manifest_records import (
+    FORMAT_VERSION,
+    DeploymentRecord,
+    FileRecord,
+    GroupRecord,
+    LayerRecord,
+    LayoutRecord,
+    ManifestRecord,
+    PassthroughRecord,
+    RankRecord,
+    RoleRecord,
+    SourceFile,
+    SourceRecord,
+    SourceTensorRecord,
+)
+from moectl.convert.rank_slice import RankShard
 from moectl.convert.restore.unconvert import unconvert
 from moectl.convert.restore.verify import verify
 from moectl.errors import CheckpointError, MoectlError, UsageError
+from moectl.files.records import field_kinds
+from support.converted_folders import Edit, edit_manifest
 from support.stream_checkpoints import folder_bytes
 
-from ..conftest import plan_of
-
-Edit = Callable[[dict[str, Any]], None]
-
-
-def edit(folder: Path, change: Edit) -> None:
-    """Changes the manifest and signs it anew, as an attacker would."""
-    document = json.loads((folder / "moectl.json").read_text())
-    change(document)
-    data = json.dumps(document).encode()
-    (folder / "moectl.json").write_bytes(data)
-    (folder / "READY").write_text(hashlib.sha256(data).hexdigest() + "\n")
+from ..conftest import ROOT, plan_of
 
 
 def put(*path: str | int, value: Any) -> Edit:
@@ -94,7 +100,7 @@ def test_the_next_step_is_one_that_works(converted: Path, tmp_path: Path) -> Non
         load_manifest(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("name", ["moectl.json", "READY", "moectl-layer-00001.safetensors"])
+@pytest.mark.parametrize("name", ["moectl.json", "READY", "moectl-layer-00001.experts"])
 def test_a_pipe_is_refused_and_not_waited_for(converted: Path, name: str) -> None:
     (converted / name).unlink()
     os.mkfifo(converted / name)
@@ -103,6 +109,23 @@ def test_a_pipe_is_refused_and_not_waited_for(converted: Path, name: str) -> Non
     else:
         with pytest.raises(CheckpointError, match="pipe"):
             load_manifest(converted)
+
+
+def test_the_format_is_described_field_by_field() -> None:
+    text = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
+    records = [
+        ManifestRecord,
+        RankRecord,
+        DeploymentRecord,
+        RankShard,
+        SourceRecord,
+        SourceFile,
+        LayoutRecord,
+    ]
+    records += [GroupRecord, RoleRecord, SourceTensorRecord, LayerRecord, FileRecord, PassthroughRecord]
+    fields = {name for record in records for name in field_kinds(record)}
+    assert sorted(name for name in fields if f"`{name}`" not in text) == []
+    assert f"format version {FORMAT_VERSION}; this moectl reads versions 1 and 2" in text
 
 
 def test_an_ordinary_folder_is_refused(gpt_oss: Path) -> None:
@@ -137,7 +160,7 @@ ORPHAN = {
 EXPERTS = "model.layers.1.mlp.experts."
 
 TAMPERED: list[tuple[Edit, str]] = [
-    (put("format_version", value=2), "format version 2, this program reads 1"),
+    (put("format_version", value=3), "format version 3, this program reads 1 and 2"),
     (put("format_version", value=True), "format_version must be of type int"),
     (drop("experts_only"), "lacks experts_only"),
     (put("surprise", value=1), "unknown fields surprise"),
@@ -152,7 +175,7 @@ TAMPERED: list[tuple[Edit, str]] = [
     (put(*GROUP, "problem", "dims", "hidden", value=128), "shapes and dtypes of its problem"),
     (put(*LAYER, "file", value="../../etc/passwd"), "not a plain name"),
     (put(*LAYER, "file", value="/etc/passwd"), "not a plain name"),
-    (put(*LAYER, "file", value="moectl-layer-00000.safetensors"), "listed twice"),
+    (put(*LAYER, "file", value="moectl-layer-00000.experts"), "listed twice"),
     (put("rest", 0, "source", value="a/b"), "not a plain name"),
     (put("files", 0, "file", value="."), "not a plain name"),
     (put(*LAYER, "layer", value=7), "not the same layers"),
@@ -205,14 +228,14 @@ def test_a_chain_that_blows_up_is_refused_before_it_runs(
         if kind == "roles":
             place["dtype"], place["shape"] = "U8", [5, 192]
 
-    edit(converted, blow_up)
+    edit_manifest(converted, blow_up)
     with pytest.raises(CheckpointError, match="grows to more than 16 times"):
         load_manifest(converted)
 
 
 @pytest.mark.parametrize(("change", "text"), TAMPERED, ids=[text for _, text in TAMPERED])
 def test_a_signed_manifest_is_still_checked(converted: Path, change: Edit, text: str) -> None:
-    edit(converted, change)
+    edit_manifest(converted, change)
     for read in (load_manifest, verify):
         with pytest.raises(CheckpointError) as refused:
             read(converted)
@@ -228,7 +251,7 @@ def test_deep_and_odd_documents(converted: Path) -> None:
 
 
 def test_a_layer_file_that_is_another_layers(converted: Path) -> None:
-    files = [converted / f"moectl-layer-0000{i}.safetensors" for i in (0, 1)]
+    files = [converted / f"moectl-layer-0000{i}.experts" for i in (0, 1)]
     files[1].write_bytes(files[0].read_bytes())
     with pytest.raises(CheckpointError, match="does not match the manifest in "):
         load_layer(load_manifest(converted), 1)
@@ -240,14 +263,14 @@ def test_a_manifest_with_other_shapes_than_the_file(converted: Path) -> None:
         role["shape"] = [5, 96]
         role["made"]["chain"] = []
 
-    edit(converted, swap)
+    edit_manifest(converted, swap)
     with pytest.raises(CheckpointError, match=r"w2_bias \(BF16 \[5, 96\] expected"):
         load_layer(load_manifest(converted), 0)
 
 
 @pytest.mark.parametrize("check", [False, True])
 def test_loading_a_damaged_layer(converted: Path, check: bool) -> None:
-    path = converted / "moectl-layer-00002.safetensors"
+    path = converted / "moectl-layer-00002.experts"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -311,7 +334,7 @@ def test_verify_notices_another_chain(converted: Path) -> None:
     def flip(document: dict[str, Any]) -> None:
         document["groups"][0]["roles"]["w2"]["made"]["chain"].insert(0, {"step": "xor", "mask": 1})
 
-    edit(converted, flip)
+    edit_manifest(converted, flip)
     report = verify(converted)
     assert any("does not have the SHA-256 of the source" in text for text in report.findings)
     back = converted.parent / "back"

@@ -23,7 +23,7 @@ from moectl.errors import CheckpointError
 from moectl.layer.prepare import converted_layer, load_prepared, prepare
 from moectl.problem.moe_problem import MoEProblem
 
-LAYER = "moectl-layer-00000.safetensors"
+LAYER = "moectl-layer-00000.experts"
 
 
 def sign(folder: Path, document: dict[str, Any]) -> None:

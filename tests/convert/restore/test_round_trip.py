@@ -99,7 +99,7 @@ def test_stored_tensors_are_the_layout_of_the_source(converted: Path, gpt_oss: P
         blocks = stored[f"{prefix}gate_up_proj_blocks"].flatten(2)
         assert torch.equal(weights["w13"], chains["w13"].apply(blocks))
         assert torch.equal(weights["w2_bias"], chains["w2_bias"].apply(stored[f"{prefix}down_proj_bias"]))
-        file = load_file(converted / f"moectl-layer-{layer:05d}.safetensors")
+        file = load_file(converted / f"moectl-layer-{layer:05d}.experts")
         assert torch.equal(file[f"{prefix}w13_weight"], weights["w13"])
         assert torch.equal(file[f"{prefix}w2_weight_scale"], weights["w2_scale"])
 
@@ -118,7 +118,7 @@ def test_per_expert_projections_become_halves_of_w13(kimi: Path, tmp_path: Path)
 
 
 def test_names_metadata_index_and_config(converted: Path, gpt_oss: Path) -> None:
-    with safe_open(converted / "moectl-layer-00000.safetensors", "pt") as file:
+    with safe_open(converted / "moectl-layer-00000.experts", "pt") as file:
         assert set(file.keys()) == {
             f"model.layers.0.mlp.experts.{name}"
             for name in (
@@ -132,11 +132,11 @@ def test_names_metadata_index_and_config(converted: Path, gpt_oss: Path) -> None
         }
         assert file.metadata() == {
             "format": "pt",
-            "moectl.format_version": "1",
+            "moectl.format_version": "2",
             "moectl.layout": "marlin-mxfp4 1",
         }
     index = json.loads((converted / "model.safetensors.index.json").read_text())["weight_map"]
-    assert index.keys() == all_tensors(converted).keys()
+    assert index.keys() == {name for name in all_tensors(converted) if ".experts." not in name}
     config = json.loads((converted / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "moectl"
     assert (converted / "source.config.json").read_bytes() == (gpt_oss / "config.json").read_bytes()

@@ -212,26 +212,63 @@ def test_hummings_rows_are_those_of_the_call_and_the_one_that_every_call_asks_fo
     assert [row[2] for row in humming.rows_for(table, [1])] == ["a"]
 
 
-def test_humming_is_given_canonical_weights_whatever_they_are_stored_as() -> None:
+def test_humming_reads_layers_in_its_layout_as_they_are() -> None:
+    for problem, name in (
+        (INT4, "humming-int4"),
+        (MX, "humming-mxfp4"),
+        (cases.integers(8, 64), "humming-int8"),
+    ):
+        layer = random_layer(problem)
+        first = layer.prepared("humming", "cpu")
+        assert (first.layout, first.relaid) == (name, "")
+        again = replace(
+            layer,
+            layout=name,
+            recipe=recipe_of(layer, name),
+            stored=lambda device, first=first: first.weights,  # type: ignore[misc]
+        ).prepared("humming", "cpu")
+        assert not again.relaid
+        for role in ("w13", "w2"):
+            made = humming.converted_tensors(again, role)
+            assert {t.data_ptr() for t in made.values()} <= {t.data_ptr() for t in first.weights.values()}
+            n, k = humming.matrix_sizes(again, role)
+            words = -(-k // 128) * 128 // 16 * -(-n // 256) * 256 * 16 * problem.scheme.weight.bits // 32
+            assert made["weight"][0].numel() == words
+        if problem is MX:
+            assert made["weight_scale"].dtype is torch.float8_e8m0fnu
+
+
+def test_humming_takes_layers_in_other_layouts() -> None:
     layer = random_layer(INT4)
-    assert layer.prepared("humming", "cpu").layout == CANONICAL
     stored = layer.prepared("marlin", "cpu")
     again = replace(
         layer,
         layout=stored.layout,
-        recipe=marlin_recipe(layer),
+        recipe=recipe_of(layer, stored.layout),
         stored=lambda device: stored.weights,
     )
     back = again.prepared("humming", "cpu")
-    assert back.relaid == "marlin-int4 -> canonical"
-    assert all(torch.equal(back.weights[role], t) for role, t in layer.canonical(range(7)).items())
+    assert back.relaid == "marlin-int4 -> humming-int4"
+    direct = layer.prepared("humming", "cpu")
+    assert all(torch.equal(back.weights[role], t) for role, t in direct.weights.items())
 
 
-def marlin_recipe(layer: object) -> object:
+def test_humming_lays_out_itself_what_depends_on_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    assert humming.layout(MX) == "humming-mxfp4"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (10, 0))
+    assert (humming.layout(MX), humming.layout(INT4)) == (CANONICAL, "humming-int4")
+    whole_rows = cases.integers(4, FULL, zero=True)
+    assert humming.layout(whole_rows) == "humming-int4"
+    assert humming.layout(replace(whole_rows, dims=Dims(256, 96))) == CANONICAL
+
+
+def recipe_of(layer: object, layout: str) -> object:
     from moectl.convert.rank_slice import RankSlice
     from moectl.layer.experts import layout_recipe
 
-    return layout_recipe("marlin-int4", RankSlice(layer.problem), layer.recipe.shapes)  # type: ignore[attr-defined]
+    return layout_recipe(layout, RankSlice(layer.problem), layer.recipe.shapes)  # type: ignore[attr-defined]
 
 
 def test_nothing_of_a_folder_but_what_is_asked_for_is_imported(

@@ -10,7 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moectl.kernels.external import humming
 from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel
+from moectl.kernels.prepared_layer import CANONICAL, PreparedMoE
 from moectl.kernels.reference import route
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import ActivationFormat, Runner
@@ -63,6 +65,27 @@ def test_agrees_with_the_reference(backend: str, name: str) -> None:
     for tokens in TOKENS:
         error = cases.run_agrees(runner, layer, prepared, tokens, "uniform")
         print(f"{backend} {name} {tokens} tokens: {error:.1e} {runner.tactic(prepared, tokens)}")
+
+
+@pytest.mark.parametrize("name", TAKEN["humming"])
+def test_humming_computes_the_same_from_conversions_and_from_its_own_transformation(name: str) -> None:
+    runner_of("humming")
+    problem = cases.FORMATS[name]
+    layer = random_layer(problem)
+    converted = layer.prepared("humming", "cuda")
+    if converted.layout == CANONICAL:
+        pytest.skip("Humming lays this format out itself on this GPU")
+    canonical = {role: t.cuda() for role, t in layer.canonical(range(problem.local_experts)).items()}
+    transformed = PreparedMoE(problem, "humming", CANONICAL, canonical, converted.dense)
+    for mine, own in zip(humming.ready(converted), humming.ready(transformed), strict=True):
+        assert (mine.n, mine.k) == (own.n, own.k) and mine.tensors.keys() == own.tensors.keys()
+        for kind, t in own.tensors.items():
+            assert mine.tensors[kind].shape == t.shape and mine.tensors[kind].dtype == t.dtype, kind
+            assert torch.equal(mine.tensors[kind].view(torch.uint8), t.view(torch.uint8)), kind
+    for tokens in TOKENS:
+        inputs = inputs_of(problem, tokens, device="cuda")
+        both = [humming.compute(it, inputs.x, inputs.ids, inputs.weights) for it in (converted, transformed)]
+        assert torch.equal(*both)
 
 
 @pytest.mark.parametrize("kind", ["skipped", "one", "none"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ def quantization_of(original: Load, model_config: Any, load_config: Any) -> Quan
         )
     revision = model_config.revision
     experts = open_experts(f"{name}@{revision}" if revision and not Path(name).is_dir() else name)
+    if resolved_view(get_server_args()).load_format == "dummy":
+        experts = replace(experts, random=True)
     backends = _own_layers(experts)
     inner = _others(original, model_config, load_config, experts)
     return SglangQuantization(experts, inner, backends, DTYPES[model_config.dtype])
@@ -107,25 +110,19 @@ def filtered_model(
             hint="serve it without moectl",
         )
     load: Any = model.load_weights
-    model.load_weights = lambda weights, *words, **named: load(  # type: ignore[assignment]
-        _without_experts(quant_config, weights), *words, **named
-    )
-    quant_config.filtered = True
-    return model
 
-
-def _without_experts(
-    quantization: SglangQuantization, weights: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    ours = quantization.experts.tensor_names(quantization.backends)
-    for name, tensor in weights:
-        if not ours.fullmatch(name):
-            yield name, tensor
-        elif quantization.loaded:
+    def load_others(weights: Iterable[tuple[str, torch.Tensor]], *words: Any, **named: Any) -> Any:
+        if quant_config.loaded:
             raise UsageError(
-                f"{name} is moectl's, whose experts take no new weights while SGLang serves",
+                "moectl's experts take no new weights while SGLang serves",
                 hint="start the server again with the new checkpoint",
             )
+        ours = quant_config.experts.tensor_names(quant_config.backends)
+        return load((item for item in weights if not ours.fullmatch(item[0])), *words, **named)
+
+    model.load_weights = load_others  # type: ignore[assignment]
+    quant_config.filtered = True
+    return model
 
 
 def shared_experts_apart(

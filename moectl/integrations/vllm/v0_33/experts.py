@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -22,8 +22,12 @@ from ....kernels.modular.fused_moe_kernel import FusedMoEKernel, layer_kernel
 from ....kernels.prepared_layer import PreparedMoE
 from ....kernels.registry import runner_for
 from ...model_experts import ModelExperts
+from .compile_at_load import begin, take
 from .deployment import DTYPES, check_map, dummy, refuse, shard_of, this_device
 from .engine_kernels import KERNELS, engine_method
+
+if TYPE_CHECKING:
+    from ....layer.background_compile import KernelLoad
 
 logger = init_logger(__name__)
 
@@ -88,6 +92,8 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         self.experts, self.number, self.backend = experts, number, backend
         self.experts_cls = VllmExperts
         self.kernel: FusedMoEKernel | None = None
+        problem = experts.problem_of(number, shard_of(moe))
+        self.load = begin(problem, DTYPES[moe.in_dtype], backend, this_device())
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate: int, *args: Any, **kwargs: Any
@@ -122,7 +128,8 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         around = maybe_make_prepare_finalize(
             self.moe, self.moe_quant_config, layer._expert_routing_tables(), allow_new_interface=True
         )
-        self.moe_kernel = mk.FusedMoEKernel(around, VllmExperts(self.moe, self.moe_quant_config, self.kernel))
+        ours = VllmExperts(self.moe, self.moe_quant_config, self.kernel, self.load)
+        self.moe_kernel = mk.FusedMoEKernel(around, ours)
 
     def _prepared(self) -> PreparedMoE:
         dtype = DTYPES[self.moe.in_dtype]
@@ -186,9 +193,15 @@ def scale_ranges(prepared: PreparedMoE) -> tuple[object, ...]:
 class VllmExperts(mk.FusedMoEExpertsModular):
     """moectl's kernel behind vLLM's interface: it applies router weights, sums, and has its own workspace."""
 
-    def __init__(self, moe_config: FusedMoEConfig, quant_config: Any, kernel: FusedMoEKernel) -> None:
+    def __init__(
+        self,
+        moe_config: FusedMoEConfig,
+        quant_config: Any,
+        kernel: FusedMoEKernel,
+        load: KernelLoad | None = None,
+    ) -> None:
         super().__init__(moe_config, quant_config)
-        self.kernel = kernel
+        self.kernel, self.load = kernel, load
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -243,4 +256,7 @@ class VllmExperts(mk.FusedMoEExpertsModular):
         *others: Any,
         **named: Any,
     ) -> None:
+        if self.load is not None:
+            take(self.load, self.kernel.prepared)
+            self.load = None
         self.kernel.call_into(output, hidden_states, topk_ids.to(torch.int32), topk_weights.float())

@@ -183,9 +183,9 @@ def schedule(call: KernelCall, experts: int, tokens: int) -> MidSchedule:
         offsets,
         tiles,
         count,
+        tokens,
         E=experts,
         EPAD=triton.next_power_of_2(experts),
-        TOKENS=tokens,
         BLOCK=16,
         launch_pdl=True,
     )

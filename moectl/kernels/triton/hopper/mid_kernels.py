@@ -44,9 +44,9 @@ from .mid_loader import (
 from .mixed_width_wgmma import joined, joint_finished, joint_issued, joint_operand, joint_zeros
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TOKENS"])
 def _token_tiles_kernel(
-    OFFSETS, TILES, COUNT, E: tl.constexpr, EPAD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+    OFFSETS, TILES, COUNT, TOKENS, E: tl.constexpr, EPAD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Writes TILES ``[bound, 4]``, (expert, first position, tokens, 0) for each tile, and their COUNT.
 

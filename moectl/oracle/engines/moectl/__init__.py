@@ -15,6 +15,7 @@ MOECTL = Engine(
     repacking=(
         ("moectl", Repacking(1, 1, "temporary copy: tiled")),
         *MARLIN,
+        ("humming", Repacking(1, 1, "temporary copy: tiled")),
         ("triton-hopper", Repacking(1, 1, "temporary copy: swizzled")),
         *TRTLLM,
         *CUTLASS,

@@ -16,7 +16,7 @@ from ...backend import (
     WeightForm,
     only,
 )
-from ...gpu_archs import SM90
+from ...gpu_archs import SM90, sm
 from .kernel_rules import SCALE_DTYPE, archs_of, formats_of, model_dtype, scales_of, weighting
 from .own import GATE, NAIVE
 
@@ -25,6 +25,8 @@ def _whole_words(ask: SupportQuery) -> bool:
     dims = ask.problem.dims
     return dims.hidden % kernels.HUMMING.multiple == 0 and dims.intermediate % kernels.HUMMING.multiple == 0
 
+
+_BEFORE_SM100 = sm(80, 99)
 
 HUMMING = Backend(
     name="humming",
@@ -56,10 +58,19 @@ HUMMING = Backend(
             ),
         ),
     ),
+    forms=tuple(
+        WeightForm(
+            row.layout,
+            partial(padding, row.layout),
+            (_BEFORE_SM100,) if row.formats[0].name == "mxfp4" else None,
+            frozenset({row.formats[0].name}),
+        )
+        for row in kernels.HUMMING.weights
+    ),
     runner="humming",
     verified=(SM90,),
-    note="Humming's indexed GEMMs: weights are repacked by Humming when a layer is prepared, "
-    "and kernels are compiled at the first call with a new number of tokens.",
+    note="Humming's indexed GEMMs: kernels are compiled at the first call with a new number of tokens. "
+    "On SM100 and newer, Humming repacks MXFP4 weights when a layer is prepared.",
 )
 
 _MARLIN_LAYOUTS = {row.formats[0].name: row.layout for row in kernels.MARLIN.weights}

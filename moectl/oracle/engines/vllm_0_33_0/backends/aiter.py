@@ -29,6 +29,7 @@ CDNA3 = (gfx("gfx942", "gfx950", "gfx1250"),)
 _SWITCHES = (EnvironmentSwitch(VARIABLES["VLLM_ROCM_USE_AITER"]),)
 _MXFP4 = frozenset({"mxfp4 group 32"})
 _FORMS = mxfp4_forms("aiter-mxfp4")
+_TRITON_FORMS = mxfp4_forms("aiter-triton-mxfp4")
 _ROUTERS = ("Renormalize", "RenormalizeNaive")
 
 _MOE = (*_SWITCHES, EnvironmentSwitch(VARIABLES["VLLM_ROCM_USE_AITER_MOE"]))
@@ -60,8 +61,8 @@ AITER_PLAIN = Backend(
     variants=(_fused("AiterUnquantizedExperts", FormatSupport(frozenset({"bf16"}))),),
     forms=(
         # Its kernels pick tiles of 64 or 128 by the size itself.
-        WeightForm("aiter-shuffled", Align(1, 64), up_to=192),
-        WeightForm("aiter-shuffled", Align(1, 128)),
+        WeightForm("aiter-bf16", Align(1, 64), up_to=192),
+        WeightForm("aiter-bf16", Align(1, 128)),
     ),
 )
 AITER_W8A8 = Backend(
@@ -84,7 +85,7 @@ AITER_W8A8 = Backend(
             FormatSupport(frozenset({"fp8 per channel"}), only("fp8 per token dynamic")),
         ),
     ),
-    forms=(WeightForm("aiter-shuffled"),),
+    forms=(WeightForm("aiter-fp8"),),
 )
 
 _CK = ExpertsClass(
@@ -138,7 +139,7 @@ AITER_TRITON_BF16 = Backend(
             monolithic=True,
         ),
     ),
-    forms=_FORMS,
+    forms=_TRITON_FORMS,
 )
 AITER_FP8 = Backend(
     name="aiter_mxfp4_fp8",
@@ -160,7 +161,7 @@ AITER_FP8 = Backend(
         ),
     ),
     act=FP8_ACT_TENSOR_STATIC,
-    forms=_FORMS,
+    forms=_TRITON_FORMS,
 )
 AITER_TRITON_MXFP4 = Backend(
     name="aiter_triton_mxfp4_mxfp4",
@@ -183,7 +184,7 @@ AITER_TRITON_MXFP4 = Backend(
         ),
     ),
     act=MXFP4_ACT,
-    forms=_FORMS,
+    forms=_TRITON_FORMS,
 )
 
 

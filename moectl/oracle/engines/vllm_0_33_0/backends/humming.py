@@ -1,6 +1,10 @@
 """Humming: generated GEMMs for many weight formats; the engine's first choice on Hopper."""
 
+from collections.abc import Iterator
+
+from .....problem.moe_problem import Align
 from ....backend import (
+    NO_ALIGN,
     Backend,
     BackendRule,
     Capability,
@@ -72,6 +76,19 @@ def _capability(kind: str) -> Capability:
     )
 
 
+_BEFORE_SM100, _FROM_SM100 = (sm(75, 99),), (sm(100),)
+
+
+def _forms() -> Iterator[WeightForm]:
+    """Layouts by weight format; those of floats differ from SM100 on."""
+    for name in ("int4", "int8"):
+        yield WeightForm(f"humming-{name}", weights=frozenset({name}))
+    for name in ("mxfp4", "nvfp4", "fp8", "mxfp8"):
+        align = Align(1, 64) if name == "mxfp4" else NO_ALIGN
+        for where, suffix in ((_BEFORE_SM100, ""), (_FROM_SM100, "-sm100")):
+            yield WeightForm(f"humming-{name}{suffix}", align, where, frozenset({name}))
+
+
 HUMMING = Backend(
     name="humming",
     engine_name="HUMMING",
@@ -80,5 +97,5 @@ HUMMING = Backend(
         ExpertsClass("HummingGroupedExperts", _capability("grouped_contiguous")),
         ExpertsClass("HummingIndexedExperts", _capability("indexed")),
     ),
-    forms=(*mxfp4_forms("humming"), WeightForm("humming")),
+    forms=(*_forms(), *mxfp4_forms("humming"), WeightForm("humming")),
 )

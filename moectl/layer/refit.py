@@ -1,0 +1,372 @@
+"""`refit`: writes slices of a checkpoint into a prepared layer, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..convert.canonical import byte_scales, scale_dtype
+from ..convert.codecs import check_scales
+from ..convert.recipe.recipe import StoredOutput
+from ..convert.steps.value_steps import ExpertStatistic, Statistics, update_statistics
+from ..convert.stream.source_reader import spans
+from ..errors import NoBackend, UsageError
+from ..files.safetensors_writer import nbytes
+from ..kernels.prepared_layer import CANONICAL, PreparedMoE
+from ..kernels.registry import runner_for
+from .experts import LayerOrigin, LoadExperts
+from .live_roles import LiveRoles, Roles
+from .slice_writes import SliceWrite, Span, experts_of, slice_write, whole_type
+
+TEMPORARIES = 4
+"""Copies of a role that conversion step by step may hold at once."""
+
+
+def refit(layer: PreparedMoE, *, scratch: int | None = None) -> LayerRefit:
+    """An object that writes new numbers into `layer`, whose tensors stay where they are.
+
+    Make it once, before files of the layer's checkpoint change. Canonical roles that the layer's layout does
+    not restore (scales that it rounds or rescales) are read from the checkpoint and kept on the CPU.
+
+    Args:
+        layer: a layer of `load_prepared` or `prepare`, or the one inside an engine.
+        scratch: bytes of device memory that an update may take, at least for one expert; None for one expert.
+
+    Raises:
+        UsageError: the layer was not made from a checkpoint or a converted directory.
+        NoBackend: its backend keeps a copy of its weights in a layout of its own.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from moectl.checkpoint import open_checkpoint
+        >>> from moectl.layer.prepare import prepare
+        >>> from moectl.synth import synthesize
+        >>> with tempfile.TemporaryDirectory() as temporary:
+        ...     small = {"layers": 1, "experts": 4, "hidden": 128, "intermediate": 128}
+        ...     folder = synthesize("openai/gpt-oss-20b", Path(temporary) / "source", **small)
+        ...     live = prepare(open_checkpoint(str(folder)), 0, "torch")
+        >>> address, update = live.weights["w13_scale"].data_ptr(), refit(live).update
+        >>> update("w13_scale", torch.full((2, 256, 4), 120, dtype=torch.uint8), experts=(1, 3))
+        True
+        >>> update("model.layers.0.mlp.experts.down_proj_bias", torch.ones(3, 128).bfloat16(), experts=(0, 3))
+        True
+        >>> live.weights["w13_scale"].data_ptr() == address, live.expert(2).w2_bias[0].item()
+        (True, 1.0)
+    """
+    if not isinstance(layer.origin, LayerOrigin):
+        raise UsageError(
+            "the layer does not say how its tensors follow from a checkpoint's",
+            hint="use a layer of moectl.load_prepared or moectl.layer.prepare.prepare",
+        )
+    if runner_for(layer.backend).keeps == "weights" and layer.layout == CANONICAL:
+        raise NoBackend(
+            f"the {layer.backend} backend keeps its own copy of the weights, which cannot change in place",
+            hint="prepare the layer again, or for another backend",
+        )
+    return LayerRefit(layer, layer.origin, scratch)
+
+
+class LayerRefit:
+    """Writes slices of a checkpoint into one live layer; see `refit`.
+
+    Every update either happens whole or, with an error, not at all. The result is bit for bit what converting
+    the changed checkpoint gives. CUDA graphs that were captured before compute with the new numbers; the work
+    is queued on the current stream, so replays on other streams have to wait for it.
+    """
+
+    def __init__(self, layer: PreparedMoE, origin: LayerOrigin, scratch: int | None) -> None:
+        self._live, self._source, self._recipe = layer, origin.layer, origin.recipe
+        self._runner = runner_for(layer.backend)
+        self._local = layer.problem.local_experts
+        self._kept = origin.kept
+        self._inputs: Roles = {}
+        self._pending: list[SliceWrite] | None = None
+        self._roles = LiveRoles(layer, origin.layer, origin.recipe, origin.kept)
+        self._shares = self._roles.shares
+        each = sum(nbytes(*whole_type(self._source, role).with_first_axis(1)) for role in self._recipe.shapes)
+        self._scratch = max(each, scratch or 0)
+        self._load_kept()
+        self._statistics = self._statistics_of(self._kept, self._inputs)
+
+    def update(
+        self, name: str, t: Tensor, *, experts: Span = None, rows: Span = None, columns: Span = None
+    ) -> bool:
+        """Writes `t` over a slice of the tensor `name`; returns whether this rank holds any of it.
+
+        Args:
+            name: a tensor of the checkpoint, such as ``model.layers.3.mlp.experts.7.gate_proj.weight``, or
+                a canonical role (``w13``, ``w13_scale``, ``w2_bias``, ...; see `moectl.convert.canonical`).
+            t: the new numbers in the checkpoint's format and dtype, on any device: whole experts as one
+                GPU would hold them, whatever share this rank has. Bytes may be uint8 or an 8-bit float.
+            experts: number of an expert in the whole layer, or first and last (exclusive), of a tensor that
+                has several; None for all of them.
+            rows, columns: numbers along the first and second axis of an expert's tensor, likewise.
+
+        Raises:
+            UsageError: name, numbers or tensor do not fit the layer.
+            CheckpointError: the layout cannot hold the numbers; nothing is changed.
+            NoBackend: kernels that were launched before would be wrong with them; nothing is changed.
+        """
+        write = slice_write(self._source, name, t, experts, rows, columns)
+        if write is None or not self._reaches(write):
+            return False
+        if self._pending is None:
+            self._commit([write])
+        else:
+            self._pending.append(write)
+        return True
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Collects updates, which must not change in the meantime, and writes them together at its end.
+
+        That is faster, as each expert is converted once, and needed where a layout takes several tensors
+        together only: the scales of gate and up where it has one for both. After an error nothing is written.
+        """
+        if self._pending is not None:
+            raise UsageError("a batch of updates is open already", hint="leave it before the next one")
+        self._pending = []
+        try:
+            yield
+            writes = self._pending
+        finally:
+            self._pending = None
+        self._commit(writes)
+
+    def _reaches(self, write: SliceWrite) -> bool:
+        if write.role in self._inputs:
+            return True
+        first, last = self._source.first_expert, self._source.first_expert + self._local
+        height = whole_type(self._source, write.role).shape[1]
+        columns = write.index[1] if write.mapping is None and len(write.index) > 1 else None
+        return (
+            max(first, write.first) < min(last, write.last)
+            and self._shares.holds(write.role, 1, *write.rows(height))
+            and (columns is None or self._shares.holds(write.role, 2, columns.start, columns.stop))
+        )
+
+    # Roles that the stored tensors do not restore.
+
+    def _load_kept(self) -> None:
+        source, recipe = self._source, self._recipe
+        of_layer = {s.role for s in recipe.statistics if s.of_layer}
+        kept = dict.fromkeys((*recipe.kept, *(s.role for s in recipe.statistics)))
+        step = max(1, self._scratch // max(1, source.problem.expert_bytes()))
+        if kept and not self._kept:
+            self._kept.update(_read(source.canonical, kept, self._local, step))
+        if of_layer and source.whole is not None:
+            self._inputs = _read(source.whole.canonical, of_layer, experts_of(source), step)
+
+    def _statistics_of(self, kept: Roles, inputs: Roles) -> Statistics:
+        """The statistics of the layer; `inputs` has those roles of which all ranks' experts count."""
+        found: dict[ExpertStatistic, Tensor] = {}
+        for statistic in self._recipe.statistics:
+            of_all = inputs.get(statistic.role) if statistic.of_layer else None
+            t = kept[statistic.role] if of_all is None else of_all
+            found |= update_statistics((statistic,), {statistic.role: t}, {})
+        return found
+
+    # A commit: staged roles, checks, writes.
+
+    @torch.inference_mode()
+    def _commit(self, writes: Sequence[SliceWrite]) -> None:
+        if not writes:
+            return
+        self._refuse(writes)
+        kept, inputs = self._staged(writes)
+        statistics = self._statistics_of(kept, inputs)
+        moved = {s for s, t in statistics.items() if not torch.equal(t, self._statistics[s])}
+        jobs = [*self._jobs(writes), *(((name,), 0, self._local) for name in self._made_with(moved))]
+        for check in (True, False):
+            for names, first, last in jobs:
+                self._convert(names, first, last, writes, kept, statistics, check)
+        self._kept.update(kept)
+        self._inputs, self._statistics = inputs, statistics
+        if self._runner.keeps == "numbers":
+            renew(self._runner.ready(self._live), self._runner.ready(replace(self._live, derived={})))
+
+    def _refuse(self, writes: Sequence[SliceWrite]) -> None:
+        """Raises for updates whose result would not be that of a conversion."""
+        recipe, shard = self._recipe, self._shares.shard
+        for write in writes:
+            if write.role.endswith("_input"):
+                of_layer = any(s.of_layer and s.role == write.role for s in recipe.statistics)
+                if of_layer and shard.ep_size > 1 and not self._inputs:
+                    raise UsageError(
+                        f"{write.role} is the largest of all ranks' experts, and only this rank's are here",
+                        hint="load the layer from its checkpoint, or convert again",
+                    )
+                scale = self._runner.input_scale(self._live)
+                own = {t.untyped_storage().data_ptr() for t in self._live.weights.values()}
+                if scale is not None and scale.untyped_storage().data_ptr() not in own:
+                    raise NoBackend(
+                        f"kernels of the {self._live.backend} backend hold a copy of the scale of inputs",
+                        hint="prepare the layer again",
+                    )
+        for role in recipe.lossy:
+            together = {role, *(r for o in recipe.outputs.values() if o.role == role for r in o.reads)}
+            touched = [w for w in writes if w.role in together]
+            for expert in {e for w in touched for e in range(w.first, w.last)}:
+                mine = [w for w in touched if w.first <= expert < w.last]
+                for needed in sorted(together):
+                    if not self._roles.covered(needed, mine):
+                        raise UsageError(
+                            f"{role} was quantized again, so {' and '.join(sorted(together))} of an expert "
+                            f"change together and whole; {needed} of expert {expert} was not given",
+                            hint="give them in one batch",
+                        )
+
+    def _staged(self, writes: Sequence[SliceWrite]) -> tuple[Roles, Roles]:
+        """The kept roles after `writes`: of this rank, and those of all ranks."""
+        kept, inputs = dict(self._kept), dict(self._inputs)
+        for role in dict.fromkeys(write.role for write in writes):
+            mine = [write for write in writes if write.role == role]
+            if role in inputs:
+                inputs[role] = inputs[role].clone()
+                for write in mine:
+                    write.write(0, inputs[role])
+            if role in kept:
+                kept[role] = kept[role].clone()
+                for first, last, some in self._spans({role}, mine):
+                    old = kept[role][first:last]
+                    old.copy_(self._roles.applied(role, first, some, old))
+        return kept, inputs
+
+    @cached_property
+    def _together(self) -> tuple[tuple[frozenset[str], tuple[str, ...]], ...]:
+        """Roles that outputs read together, and the names of these outputs."""
+        groups: list[tuple[frozenset[str], tuple[str, ...]]] = []
+        for name, output in self._recipe.outputs.items():
+            joined = [group for group in groups if group[0] & set(output.reads)]
+            roles = frozenset(output.reads).union(*(group[0] for group in joined))
+            names = (*(n for group in joined for n in group[1]), name)
+            groups = [group for group in groups if group not in joined] + [(roles, names)]
+        return tuple(groups)
+
+    def _jobs(self, writes: Sequence[SliceWrite]) -> Iterator[tuple[tuple[str, ...], int, int]]:
+        """Outputs that change together, and the local experts of which they do."""
+        for roles, names in self._together:
+            for first, last, some in self._spans(roles, writes):
+                touched = {write.role for write in some}
+                yield (
+                    tuple(n for n in names if touched & set(self._recipe.outputs[n].reads)),
+                    first,
+                    last,
+                )
+
+    def _spans(
+        self, roles: Iterable[str], writes: Sequence[SliceWrite]
+    ) -> Iterator[tuple[int, int, list[SliceWrite]]]:
+        """Runs of local experts that the same of `writes` change, and these."""
+        begin = self._source.first_expert
+        mine = [
+            (max(0, w.first - begin), min(self._local, w.last - begin), w) for w in writes if w.role in roles
+        ]
+        mine = [(first, last, write) for first, last, write in mine if first < last]
+        edges = sorted({edge for first, last, _ in mine for edge in (first, last)})
+        for first, last in pairwise(edges):
+            some = [w for low, high, w in mine if low <= first and last <= high]
+            if some:
+                yield first, last, some
+
+    def _made_with(self, statistics: set[ExpertStatistic]) -> list[str]:
+        """Outputs that depend on one of `statistics`."""
+        return [
+            name
+            for name, output in self._recipe.outputs.items()
+            if any(s in statistics for value in output.values for s in value.statistics)
+        ]
+
+    def _convert(
+        self,
+        names: Sequence[str],
+        first: int,
+        last: int,
+        writes: Sequence[SliceWrite],
+        kept: Roles,
+        statistics: Statistics,
+        check: bool,
+    ) -> None:
+        """Writes the outputs `names` of local experts; with `check` only raises what speaks against it."""
+        outputs = {name: self._recipe.outputs[name] for name in names}
+        checked = [o for o in outputs.values() if o.values or o.role.endswith("_scale")]
+        roles = {role for o in (checked if check else outputs.values()) for role in o.reads}
+        if not roles:
+            return
+        begin = self._source.first_expert
+        mine = [w for w in writes if w.role in roles and w.first - begin <= first and last <= w.last - begin]
+        for low, high in self._chunks(roles, outputs.values(), first, last, mine, check):
+            batch = self._roles.after(roles, low, high, mine, kept)
+            for output in checked if check else ():
+                self._check(output, batch, statistics, {write.role for write in mine})
+            for name, output in outputs.items() if not check else ():
+                target = self._live.weights[name]
+                if not output.per_layer:
+                    output.apply(batch, statistics, target[low:high])
+                elif low == 0:
+                    output.apply(batch, statistics, target)
+
+    def _check(self, output: StoredOutput, batch: Roles, statistics: Statistics, written: set[str]) -> None:
+        role, problem = output.role, self._live.problem
+        if role.endswith("_scale") and role in written:
+            check_scales(batch[role], byte_scales(problem))
+            if reason := self._runner.refit(self._live, role, batch[role]):
+                raise NoBackend(
+                    f"{role} cannot change in place: {reason}",
+                    hint="load the layer again with its new weights",
+                )
+        if output.values:
+            output.changed(batch, statistics)
+
+    def _chunks(
+        self,
+        roles: set[str],
+        outputs: Iterable[StoredOutput],
+        first: int,
+        last: int,
+        writes: Sequence[SliceWrite],
+        check: bool,
+    ) -> Iterator[tuple[int, int]]:
+        """Runs of experts whose conversion takes at most the scratch memory, but for one expert."""
+        free = all(self._roles.plain(role, first, last, writes) is not None for role in roles)
+        # Checks of 8-bit exponents take no memory, those of other scales as much as the scales.
+        problem = self._live.problem
+        copied = check and (scale_dtype(problem), byte_scales(problem)) != ("U8", "E8M0")
+        if free and not copied and not any(output.values for output in outputs):
+            return iter([(first, last)])
+        each = sum(nbytes(*whole_type(self._source, role).with_first_axis(1)) for role in roles)
+        step = max(1, self._scratch // (TEMPORARIES * each))
+        return ((first + low, first + high) for low, high in spans(last - first, step))
+
+
+def _read(canonical: LoadExperts, roles: Iterable[str], experts: int, step: int) -> Roles:
+    """The canonical `roles` of all `experts` on the CPU, read `step` experts at a time."""
+    parts: dict[str, list[Tensor]] = {role: [] for role in roles}
+    for first, last in spans(experts, step):
+        batch = canonical(range(first, last))
+        for role, some in parts.items():
+            some.append(batch[role].cpu())
+    return {role: torch.cat(some) for role, some in parts.items()}
+
+
+def renew(old: object, new: object) -> None:
+    """Copies tensors of the structure `new` over those at the same place of `old` that are other tensors."""
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        if old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+    elif isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in old:
+            renew(old[key], new[key])
+    elif isinstance(old, list | tuple) and isinstance(new, list | tuple):
+        for a, b in zip(old, new, strict=True):
+            renew(a, b)
+    elif is_dataclass(old) and is_dataclass(new):
+        for field in fields(old):
+            renew(getattr(old, field.name), getattr(new, field.name))

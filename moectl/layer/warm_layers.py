@@ -1,0 +1,123 @@
+"""The layers of a model whose kernels are compiled in advance, and what that came to for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..environment import Device
+from ..kernels.registry import runner_for
+from ..kernels.triton.layer_binaries import OWN
+from ..kernels.triton.offline_gpu import OfflineGpu, standing_in
+from ..problem.layer_ranges import ranges
+from ..problem.moe_problem import MoEProblem, Parallel
+from .compile_ahead import CompileRequest, CompileResult, Report, compile_binaries
+from .kernel_files import export_kernels, import_kernels
+from .layer_source import CheckpointLayers, ConvertedLayers, LayerSource
+
+
+@dataclass(frozen=True)
+class WarmLayer:
+    """Equal layers of a model: their numbers, and one rank's problem.
+
+    Attributes:
+        layers: such as ``0-23``.
+        layout: the layout in which a converted directory has them; empty for a checkpoint.
+    """
+
+    layers: str
+    problem: MoEProblem
+    layout: str = ""
+
+    def backend(self, asked: str, device: torch.device) -> tuple[str, str]:
+        """The backend whose kernels are compiled, and why there is none; one of the two is empty.
+
+        `asked`, or the one that reads the layout, else ``moectl``.
+        """
+        named = [asked] if asked else [name for name in OWN if runner_for(name).layout == self.layout]
+        name = (named or [OWN[0]])[0]
+        refusal = runner_for(name).refusal(self.problem, device)
+        return ("", f"the {name} backend does not support it: {refusal}") if refusal else (name, "")
+
+
+@dataclass(frozen=True)
+class WarmOutcome:
+    """What warming one `WarmLayer` came to.
+
+    Attributes:
+        backend: the backend whose kernels these are; empty if there is none.
+        why: why there is none.
+        result: what was compiled; None without a backend.
+        taken: kernels taken from a directory before.
+        written: kernels written to a directory.
+    """
+
+    layer: WarmLayer
+    backend: str
+    why: str = ""
+    result: CompileResult | None = None
+    taken: int = 0
+    written: int = 0
+
+
+@dataclass(frozen=True)
+class WarmPlan:
+    """What to compile, and where compiled kernels come from and go to.
+
+    Attributes:
+        tokens: most tokens of a call.
+        jobs: worker processes; 0 for as many as the machine has cores and memory for.
+        backend: the backend; empty for the one that would run each layer.
+        source, target: directories of `kernel_files` to read first, and to write.
+    """
+
+    gpu: Device
+    tokens: int
+    jobs: int = 0
+    batched: bool = False
+    backend: str = ""
+    source: Path | None = None
+    target: Path | None = None
+
+
+def warm_layers(source: LayerSource, parallel: Parallel) -> list[WarmLayer]:
+    """The different layers of a checkpoint or converted directory, on one rank of `parallel`.
+
+    A converted directory has the rank's share already; `parallel` is not looked at. Raises UsageError when
+    the experts cannot be spread over the ranks.
+    """
+    found: dict[tuple[MoEProblem, str], list[int]] = {}
+    if isinstance(source, ConvertedLayers):
+        from ..convert.manifest.manifest_records import unpadded
+
+        for group in source.manifest.record.groups:
+            key = unpadded(group.problem), source.manifest.record.layout.name
+            found.setdefault(key, []).extend(group.layers)
+    elif isinstance(source, CheckpointLayers):
+        for part in source.checkpoint.groups:
+            found.setdefault((part.problem.on(parallel), ""), []).extend(part.layers)
+    return [WarmLayer(ranges(sorted(layers)), *key) for key, layers in found.items()]
+
+
+def warm(layers: Sequence[WarmLayer], plan: WarmPlan, report: Report | None = None) -> Iterator[WarmOutcome]:
+    """Compiles the kernels of `layers`; yields an outcome after each.
+
+    Raises UsageError for a GPU without kernels of moectl's, and what `kernel_files` raises.
+    """
+    gpu = OfflineGpu.of(plan.gpu)
+    for layer in layers:
+        with standing_in(gpu):
+            backend, why = layer.backend(plan.backend, torch.device("cuda"))
+        if not backend:
+            yield WarmOutcome(layer, "", why)
+            continue
+        request = CompileRequest(layer.problem, backend, gpu, plan.tokens, plan.batched)
+        with standing_in(gpu):
+            binaries = request.binaries()
+            taken = import_kernels(binaries, plan.source) if plan.source else 0
+            result = compile_binaries(request, binaries, plan.jobs, report)
+            written = export_kernels(binaries, plan.target) if plan.target else 0
+        yield WarmOutcome(layer, backend, "", result, taken, written)

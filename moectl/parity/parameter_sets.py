@@ -1,0 +1,184 @@
+"""Sets of parameters: dumps, converted directories, and checkpoints laid out on the fly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import open_checkpoint
+from ..checkpoint.source.open_checkpoint import MANIFEST
+from ..checkpoint.source.shards import CONFIG
+from ..convert.layouts.registry import WeightLayout, layout_for
+from ..convert.manifest.manifest import Manifest, load_manifest
+from ..convert.rank_slice import RankSlice
+from ..convert.recipe.recipe import SIDE
+from ..convert.sources import output_name, output_prefix
+from ..convert.stream.source_reader import FolderReader, as_bytes
+from ..errors import CheckpointError, UsageError
+from ..files.safe_reading import open_regular
+from ..files.safetensors_header import METADATA, header_length, read_header
+from ..files.strict_json import parse_json_object
+from ..files.tensor_table import TensorInfo
+from ..layer.experts import layout_recipe
+from ..layer.layer_source import CheckpointLayers
+from .parameter_dump import PLACES, ParameterRecord
+
+LayerParameters = Mapping[str, ParameterRecord]
+
+LARGEST_DIMENSIONS = 16
+"""Most axes of a dumped tensor."""
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * max(size, 1))
+    return tuple(strides[: len(shape)])
+
+
+def dumped(path: Path) -> LayerParameters:
+    """The parameters in a file of `dump_parameters`, or in all safetensors files of a directory.
+
+    Strides are known if the metadata have them. Raises CheckpointError for damaged files, or names twice.
+    """
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise CheckpointError(f"{path} has no safetensors files.", hint="Write them with dump_parameters.")
+    found: dict[str, ParameterRecord] = {}
+    for file in files:
+        for record in _records(file):
+            if record.name in found:
+                raise CheckpointError(f"{path} has {record.name} twice.")
+            found[record.name] = record
+    return found
+
+
+def _records(path: Path) -> Iterator[ParameterRecord]:
+    with open_regular(path, str(path)) as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        raw = file.read(header_length(prefix, size, path.name))
+        file.seek(0)
+        header = read_header(file, size, path.name)
+    text = parse_json_object(raw, f"{path.name}: the header").get(METADATA) or {}
+    places = parse_json_object(text[PLACES].encode(), f"{path.name}: {PLACES}") if PLACES in text else {}
+    for name, info in header.items():
+        stride, offset = _place(places[name], info) if name in places else (None, None)
+        yield ParameterRecord(name, info.dtype, info.shape, stride, offset, _StoredBytes(path.parent, info))
+
+
+def _place(place: object, info: TensorInfo) -> tuple[tuple[int, ...], int]:
+    match place:
+        case [list(stride), int(offset)] if len(stride) == len(info.shape) <= LARGEST_DIMENSIONS:
+            if all(isinstance(step, int) for step in stride):
+                return tuple(stride), offset
+    raise CheckpointError(f"{info.file}: the strides of {info.name} do not fit its shape {list(info.shape)}.")
+
+
+class _StoredBytes:
+    """Reads a tensor's bytes from its file, when asked."""
+
+    def __init__(self, folder: Path, info: TensorInfo) -> None:
+        self._folder, self._info = folder, info
+
+    def __call__(self) -> Tensor:
+        buffer = torch.empty(self._info.nbytes, dtype=torch.uint8)
+        with FolderReader(self._folder) as reader:
+            reader.read(self._info.file, as_bytes(buffer), self._info.start)
+        return buffer
+
+
+def converted(manifest: Manifest, layer: int) -> LayerParameters:
+    """The stored tensors of one layer of a converted directory, under the names of its files."""
+    locations = manifest.open_layer(layer)
+    return {
+        item.spec.name: ParameterRecord(
+            item.spec.name,
+            item.record.logical_dtype if item.spec.dtype == "U8" else item.spec.dtype,
+            item.spec.shape,
+            row_major(item.spec.shape),
+            0,
+            _StoredBytes(manifest.folder, locations[role]),
+        )
+        for role, item in manifest.tensors(layer).items()
+        if not role.startswith(SIDE)
+    }
+
+
+def laid_out(source: CheckpointLayers, layout: WeightLayout, layer: int) -> LayerParameters:
+    """One layer of a checkpoint in `layout`, under the names of a converted directory."""
+    experts = source.layer(layer)
+    share = experts.rank_slice or RankSlice(experts.problem)
+    recipe = layout_recipe(layout.name, share, experts.recipe.shapes)
+    tensors = experts.repack(recipe, torch.device("cpu"))
+    names = source.checkpoint.group_of(layer).names.experts
+    prefix = output_prefix(next(iter(names.values()))).replace("{layer}", str(layer))
+    found = {}
+    for role, t in tensors.items():
+        dtype = recipe.stored[role].dtype
+        logical = layout.logical_dtypes.get(role, dtype) if dtype == "U8" else dtype
+        name, flat = output_name(prefix, role), t.reshape(-1).view(torch.uint8)
+        found[name] = ParameterRecord(
+            name,
+            logical,
+            tuple(t.shape),
+            row_major(t.shape),
+            0,
+            lambda flat=flat: flat,  # type: ignore[misc]
+        )
+    return found
+
+
+class ParameterSource:
+    """What a user names as one side of a comparison: its parameters, a layer at a time where it has layers.
+
+    Attributes:
+        ref: a converted directory, a checkpoint, or a dump.
+        layers: numbers of its layers; None for a dump, which has no numbers but those in names.
+    """
+
+    def __init__(
+        self,
+        ref: str,
+        layout: str | None = None,
+        arch: str | None = None,
+        act: str | None = None,
+        offline: bool = False,
+    ) -> None:
+        """Opens `ref`; a checkpoint needs the target `layout`, and the others where that is ambiguous."""
+        path = Path(ref)
+        self.ref = ref
+        self.layers: tuple[int, ...] | None = None
+        self._manifest: Manifest | None = None
+        self._checkpoint: CheckpointLayers | None = None
+        is_folder = path.is_dir() and not (path / CONFIG).exists()
+        if (path / MANIFEST).exists():
+            self._manifest = load_manifest(path)
+            self.layers = self._manifest.layers
+        elif path.suffix != ".safetensors" and not is_folder:
+            if layout is None:
+                raise UsageError(
+                    f"{ref} is a checkpoint, whose tensors are in no kernel's layout",
+                    hint="give --to LAYOUT to lay them out",
+                )
+            checkpoint = open_checkpoint(ref, offline=offline)
+            if not checkpoint.groups:
+                raise CheckpointError(f"{ref} has no MoE layers")
+            self._checkpoint = CheckpointLayers(checkpoint)
+            self._layout = layout_for(layout, checkpoint.groups[0].problem.scheme.weight, arch, act)
+            self.layers = tuple(self._checkpoint.layers())
+
+    def parameters(self, layer: int | None) -> LayerParameters:
+        """Those of one layer; of a dump, all of them."""
+        if self._manifest is not None:
+            assert layer is not None
+            return converted(self._manifest, layer)
+        if self._checkpoint is not None:
+            assert layer is not None
+            return laid_out(self._checkpoint, self._layout, layer)
+        return dumped(Path(self.ref))

@@ -1,0 +1,190 @@
+"""Which binaries layers need: how many, found completely, and equal on machines with a GPU and without."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+from threading import Thread
+
+import pytest
+import torch
+import triton
+from devtools.inspection.published_kernels import MODELS, layer_without_weights
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from moectl.environment import find_device
+from moectl.errors import UsageError
+from moectl.kernels.registry import runner_for
+from moectl.kernels.runner import ActivationFormat
+from moectl.kernels.triton.expert_batches import CHOSEN_FOR
+from moectl.kernels.triton.kernel_family import LAYER, layer_of
+from moectl.kernels.triton.layer_binaries import (
+    OWN,
+    Binary,
+    _Walk,
+    binaries_at,
+    binaries_of,
+    recording,
+    scale_forms,
+    without_weights,
+)
+from moectl.kernels.triton.offline_gpu import OfflineGpu, standing_in
+from moectl.kernels.triton.triton_runner import launch_on, run_into
+from moectl.layer.experts import empty_layer
+from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.schemes import MXFP4, Scheme, int_format
+
+CUDA = torch.device("cuda")
+H200, A100 = (OfflineGpu.of(find_device(name)) for name in ("h200", "a100"))
+GEMMS = ("gemm", "prefill", "layer_kernel")
+
+UNTUNED = {
+    "small mxfp4": MoEProblem(Dims(1856, 704), 12, 3, Scheme(MXFP4)),
+    "int8": MoEProblem(Dims(4096, 1024), 64, 6, Scheme(int_format(8, 128))),
+    "one expert a token": MoEProblem(Dims(2048, 8192), 16, 1, Scheme(int_format(4, 32))),
+}
+
+
+def needed(problem: MoEProblem, gpu: OfflineGpu, most: int = 16384, backend: str = "moectl") -> list[Binary]:
+    with standing_in(gpu):
+        return [*binaries_of(empty_layer(problem, backend), runner_for(backend), CUDA, most)]
+
+
+@pytest.mark.parametrize("gpu", [H200, A100], ids=["h200", "a100"])
+@pytest.mark.parametrize("name", [*MODELS, *UNTUNED])
+def test_numbers_of_tokens_share_binaries(name: str, gpu: OfflineGpu) -> None:
+    problem = UNTUNED.get(name) or layer_without_weights(name).problem
+    binaries = needed(problem, gpu)
+    products = [binary for binary in binaries if any(part in binary.name for part in GEMMS)]
+    # The products are as many as the tiles that were measured to be the fastest; the rest is sorts and sums.
+    assert 6 <= len(products) <= 21, products
+    assert len(binaries) - len(products) <= 17, binaries
+    assert len({binary.key for binary in binaries}) == len(binaries)
+
+
+@pytest.mark.parametrize("backend", OWN)
+@pytest.mark.parametrize("gpu", [H200, A100], ids=["h200", "a100"])
+def test_no_number_of_tokens_needs_another_binary(backend: str, gpu: OfflineGpu) -> None:
+    problem = layer_without_weights("Qwen/Qwen3-30B-A3B-GPTQ-Int4").problem
+    layer, runner = empty_layer(problem, backend), runner_for(backend)
+    others = random.Random(5).sample(range(300, 16385), 60)
+    with standing_in(gpu):
+        found = {binary.key for binary in binaries_of(layer, runner, CUDA)}
+        asked = [(ActivationFormat.STANDARD, tokens) for tokens in (*range(1, 300), *others)]
+        assert {binary.key for binary in binaries_at(layer, runner, CUDA, asked)} <= found
+    batched = (ActivationFormat.BATCHED,)
+    with standing_in(gpu):
+        found = {binary.key for binary in binaries_of(layer, runner, CUDA, 512, batched)}
+        asked = [(*batched, rows) for rows in range(1, 513, 3)]
+        assert {binary.key for binary in binaries_at(layer, runner, CUDA, asked)} <= found
+
+
+def test_calls_of_the_binaries_launch_all_of_them() -> None:
+    layer, runner = layer_without_weights("openai/gpt-oss-20b"), runner_for("moectl")
+    with standing_in(H200):
+        binaries = binaries_of(layer, runner, CUDA, 4096)
+        calls = {(binary.form, binary.tokens) for binary in binaries}
+        assert len(calls) < 25
+        again = binaries_at(layer, runner, CUDA, calls)
+    assert {binary.key for binary in again} == {binary.key for binary in binaries}
+
+
+class GpuDriver:
+    """Triton's driver of a machine with an H200, as far as launches ask it before they compile."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17])
+def test_a_process_with_the_gpu_computes_the_same_keys(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real tensors, some not aligned, and the driver of a machine with a GPU."""
+    problem = replace(layer_without_weights("openai/gpt-oss-20b").problem, experts=8, dims=Dims(512, 256))
+    problem = replace(problem, local_experts=8)
+    runner = runner_for("moectl")
+    with standing_in(H200):
+        ahead = binaries_at(
+            empty_layer(problem, "moectl"), runner, CUDA, [(ActivationFormat.STANDARD, tokens)]
+        )
+    real = empty_layer(problem, "moectl", "cpu")
+    for tensor in real.weights.values():
+        tensor.view(torch.uint8).fill_(127)
+    bare = without_weights(real)
+    assert bare.weights["w13"].is_meta and scale_forms(bare) == scale_forms(real)
+    with standing_in(H200):
+        real.derived[CHOSEN_FOR] = CUDA
+        walk = _Walk(real, runner, ActivationFormat.STANDARD)
+        launch = launch_on(real, tokens)
+        monkeypatch.setattr(triton.runtime.driver, "_active", GpuDriver())
+        keys = []
+        for offset in (0, 1):
+            x = torch.zeros(tokens * 512 + 8, dtype=torch.bfloat16)[offset:][: tokens * 512].view(tokens, 512)
+            ids = torch.zeros(tokens * 4 + 4, dtype=torch.int32)[offset:][: tokens * 4].view(tokens, 4)
+            weights = torch.zeros(tokens * 4 + 4)[offset:][: tokens * 4].view(tokens, 4)
+            y = torch.zeros(tokens * 512 + 8, dtype=torch.bfloat16)[offset:][: tokens * 512].view(tokens, 512)
+            with recording() as launched:
+                run_into(y, real, x, ids, weights, launch)
+            keys.append({it.binary(walk.form, tokens).key for it in launched})
+    assert keys[0] == keys[1] == {binary.key for binary in ahead}
+
+
+def test_scales_out_of_range_need_other_binaries() -> None:
+    layer = layer_without_weights("openai/gpt-oss-20b")
+    made = layer_of(layer)
+    odd = replace(layer, derived={LAYER: replace(made, w13=replace(made.w13, exponents=(1, 254)))})
+    assert scale_forms(odd) != scale_forms(layer) == scale_forms(without_weights(layer))
+    assert scale_forms(without_weights(odd)) == scale_forms(odd)
+    runner = runner_for("moectl")
+    with standing_in(H200):
+        usual, others = (
+            {binary.key for binary in binaries_of(without_weights(it), runner, CUDA, 64)}
+            for it in (layer, odd)
+        )
+    assert usual != others and usual & others
+
+
+def test_architectures_have_their_own_binaries_and_gpus_of_one_share_them() -> None:
+    problem = layer_without_weights("openai/gpt-oss-20b").problem
+    keys = {
+        name: {it.key for it in needed(problem, OfflineGpu.of(find_device(name)), 4)}
+        for name in ("h200", "h100", "b200", "a100")
+    }
+    assert keys["h100"] & keys["h200"]
+    assert not keys["b200"] & keys["h200"] and not keys["a100"] & keys["b200"]
+
+
+def test_other_threads_launch_while_this_one_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def compile_now(self, key, signature, device, constexprs, options, attrs, warmup):  # type: ignore[no-untyped-def]
+        compiled.append(key)
+
+    monkeypatch.setattr("moectl.kernels.triton.layer_binaries._compile", compile_now)
+    with recording() as launched:
+        for name in ("other", "this"):
+            launch = partial(JITFunction._do_compile, None, name, {}, 0, {}, None, {}, True)
+            if name == "this":
+                launch()
+            else:
+                thread = Thread(target=launch)
+                thread.start()
+                thread.join()
+    assert compiled == ["other"] and [it.key for it in launched] == ["this"]
+
+
+def test_what_cannot_be_found_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="no kernels of moectl's"):
+        _Walk(layer_without_weights("openai/gpt-oss-20b"), runner_for("torch"), ActivationFormat.STANDARD)
+    with pytest.raises(UsageError, match="moectl has no kernels for Tesla V100"):
+        OfflineGpu.of(find_device("v100"))
+    monkeypatch.setattr("moectl.kernels.triton.layer_binaries._compile", lambda kernel, other: None)
+    with pytest.raises(UsageError, match="cannot be compiled ahead"), recording():
+        pass

@@ -1,0 +1,263 @@
+"""Kernels compiled in advance: by worker processes, beside a server's loading, and on another machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from moectl.environment import find_device
+from moectl.errors import CheckpointError, MoectlError, UsageError
+from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.triton.expert_batches import CHOSEN_FOR
+from moectl.kernels.triton.layer_binaries import counting
+from moectl.kernels.triton.offline_gpu import OfflineGpu, standing_in
+from moectl.kernels.triton.triton_runner import launch_on, run_with
+from moectl.layer import background_compile, compile_ahead
+from moectl.layer.background_compile import started
+from moectl.layer.compile_ahead import CompileRequest, CompileResult, cache_directory
+from moectl.layer.experts import empty_layer
+from moectl.layer.kernel_files import INDEX, differences, export_kernels, import_kernels
+from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.schemes import MXFP4, Scheme
+
+A100 = OfflineGpu.of(find_device("a100"))
+PROBLEM = MoEProblem(Dims(512, 256), 8, 2, Scheme(MXFP4))
+REQUEST = CompileRequest(PROBLEM, "moectl", A100, tokens=2)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of Triton's."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("MOECTL_CACHE", str(tmp_path / "moectl"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert cache_directory() == tmp_path / "triton"
+    return tmp_path / "triton"
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Triton remembers nothing of earlier launches in this process."""
+    from moectl.kernels.triton import portable_kernels, sort_and_combine_kernels
+
+    for module in (portable_kernels, sort_and_combine_kernels):
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.runtime.JITFunction):
+                kernel.device_caches.clear()
+    yield
+
+
+def bare_layer() -> PreparedMoE:
+    layer = empty_layer(PROBLEM, "moectl")
+    layer.derived[CHOSEN_FOR] = torch.device("cuda")
+    return layer
+
+
+def launch(tokens: int) -> None:
+    """Compiles what a call of `tokens` tokens launches, by Triton's ordinary way, and runs nothing."""
+    from devtools.inspection.offline_gpu import compiling_for
+
+    layer = bare_layer()
+    x = torch.empty(tokens, PROBLEM.dims.hidden, dtype=torch.bfloat16, device="meta")
+    ids = torch.empty(tokens, PROBLEM.top_k, dtype=torch.int32, device="meta")
+    with compiling_for(A100):
+        run_with(layer, x, ids, torch.empty(tokens, PROBLEM.top_k, device="meta"), launch_on(layer, tokens))
+
+
+def test_launches_find_what_workers_compiled(cache: Path, forgetful: None, tmp_path: Path) -> None:
+    said: list[tuple[int, int, str]] = []
+    result = compile_ahead.compile_ahead(REQUEST, 2, lambda *at: said.append(at))
+    assert (result.kernels, result.cached, result.compiled, result.processes) == (3, 0, 3, 2)
+    assert not result.failed and [at[:2] for at in said] == [(1, 3), (2, 3), (3, 3)]
+    assert str(result).startswith("3 kernels, 0 from the cache, 3 compiled in ")
+    with counting() as count:
+        launch(1)
+        launch(2)
+    assert (count.compiled, count.cached) == (0, 3)
+    # A second start compiles nothing, and starts no process for it.
+    again = compile_ahead.compile_ahead(REQUEST)
+    assert (again.cached, again.compiled, again.processes) == (3, 0, 0)
+
+    # Another machine, with the directory that this one wrote.
+    with standing_in(A100):
+        binaries = REQUEST.binaries()
+        assert export_kernels(binaries, tmp_path / "kernels") == 3
+        assert export_kernels(binaries, tmp_path / "kernels") == 3  # beside what is there
+    assert not differences(tmp_path / "kernels")
+    os.environ["TRITON_CACHE_DIR"] = str(tmp_path / "elsewhere")
+    with standing_in(A100):
+        assert import_kernels(binaries, tmp_path / "kernels") == 3
+        assert import_kernels(binaries, tmp_path / "kernels") == 0
+    with counting() as count, standing_in(A100):
+        for binary in REQUEST.binaries():
+            assert len(binary.compile().asm["cubin"]) > 1000
+    assert (count.compiled, count.cached) == (0, 3)
+
+    # What was changed on the way is not taken.
+    os.environ["TRITON_CACHE_DIR"] = str(tmp_path / "third")
+    code = next((tmp_path / "kernels").rglob("*.cubin"))
+    code.write_bytes(code.read_bytes()[:-1] + b"x")
+    with standing_in(A100), pytest.raises(CheckpointError, match="does not have the contents"):
+        import_kernels(binaries, tmp_path / "kernels")
+    assert not (tmp_path / "third" / code.parent.name).exists()
+
+
+def test_indices_of_kernels_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no kernels\.json"):
+        import_kernels([], tmp_path)
+    (tmp_path / "other").write_text("")
+    with pytest.raises(UsageError, match="is not empty"):
+        export_kernels([], tmp_path)
+    index = {"version": 1, "built": {"triton": "0"}, "kernels": {"../../up": {"name": "k", "files": {}}}}
+    for change, message in (
+        ({}, "not a key"),
+        ({"version": 9}, "has version 9"),
+        ({"kernels": 3}, "kernels"),
+    ):
+        (tmp_path / INDEX).write_text(json.dumps({**index, **change}))
+        with pytest.raises(CheckpointError, match=message):
+            import_kernels([], tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({**index, "kernels": {}}))
+    assert any("triton 0 there" in line for line in differences(tmp_path))
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Compilation in this process, replaced by a list of what is asked for."""
+    here: list[str] = []
+
+    def compiled(binary: compile_ahead.Binary) -> str:
+        here.append(binary.name)
+        return "it does not compile" if "combine" in binary.name else ""
+
+    monkeypatch.setattr(compile_ahead, "_failure", compiled)
+    return here
+
+
+@pytest.mark.parametrize(
+    "code", ["raise SystemExit(3)", "import time; print('{}', flush=True)", "print('x')"]
+)
+def test_kernels_of_workers_that_fail_are_compiled_here(
+    code: str, cache: Path, uncompiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_ahead, "WORKER_CODE", code)
+    result = compile_ahead.compile_ahead(REQUEST, 2)
+    assert len(uncompiled) == 3 and result.compiled == 2 and result.failed == ("it does not compile",)
+
+
+def test_without_processes_one_compiles_and_says_why(
+    cache: Path, uncompiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: object, **named: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    for module in (compile_ahead, background_compile):
+        monkeypatch.setattr(module, "python_process", refused)
+    result = compile_ahead.compile_ahead(REQUEST, 4)
+    assert result.processes == 0 and len(uncompiled) == 3
+    assert result.note == "worker processes cannot be started: Resource temporarily unavailable"
+    load = started(REQUEST)
+    assert load.process is None and "no process to compile kernels can be started" in load.trouble
+
+
+def test_workers_fit_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, most in ((None, 64), (0, 1), (compile_ahead.WORKER_BYTES * 5, 5), (1 << 50, 64)):
+        monkeypatch.setattr(compile_ahead, "_free_memory", lambda free=free: free)
+        monkeypatch.setattr(compile_ahead.os, "sched_getaffinity", lambda pid: range(64), raising=False)
+        assert compile_ahead.most_workers() == most
+
+
+def test_other_libraries_kernels_are_refused() -> None:
+    with standing_in(A100), pytest.raises(UsageError, match="are not moectl's: its library compiles them"):
+        replace(REQUEST, backend="triton_kernels").binaries()
+
+
+def test_a_server_has_its_kernels_before_the_first_call(cache: Path, forgetful: None) -> None:
+    load = started(REQUEST)
+    os.environ["TRITON_CACHE_DIR"] = str(cache / "of torch.compile")  # as servers do later
+    with standing_in(A100):
+        said = load.ready(bare_layer())
+        assert said.startswith("3 kernels, 3 from the cache, 0 compiled in ")
+        assert "; 3 were compiled by " in said and load.ready(bare_layer()) == ""
+    assert load.result is not None and load.result.calls == (("compute", 1),)
+    with counting() as count:
+        launch(1)
+        launch(2)
+    assert (count.compiled, count.cached) == (0, 0)
+
+    # The next start needs no process to know what it needs, as long as the cache has it.
+    os.environ["TRITON_CACHE_DIR"] = str(cache)
+    again = started(REQUEST)
+    assert again.process is None and again.result is not None and again.result.cached == 3
+    with standing_in(A100):
+        assert again.ready(bare_layer()).startswith("3 kernels, 3 from the cache, 0 compiled in ")
+    assert compile_ahead.remembered(replace(REQUEST, tokens=3)) is None
+    next(cache.glob("*/*.json")).unlink()
+    assert compile_ahead.remembered(REQUEST) is None
+    for record in (cache.parent / "moectl" / "compiling").glob("*.json"):
+        record.write_text('{"kernels": 3}')
+    assert compile_ahead.remembered(REQUEST) is None
+
+
+class FakeProcess:
+    """A process that has ended with some output."""
+
+    stdin = None
+    returncode = 2
+
+    def __init__(self, output: str) -> None:
+        self.output = output
+
+    def communicate(self) -> tuple[str, None]:
+        return self.output, None
+
+
+@pytest.mark.parametrize("output", ["", "{}", '{"kernels": "3"}', "[1]"])
+def test_a_process_that_fails_is_said_and_replaced(
+    output: str, cache: Path, forgetful: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    load = background_compile.KernelLoad(REQUEST, cache, FakeProcess(output))  # type: ignore[arg-type]
+    load.log.write("Traceback\nKilled\n")
+
+    def fake(*arguments: object) -> tuple[object, ...]:
+        class One:
+            def compile(self) -> None:
+                compiled.append("one")
+
+        return (One(),)
+
+    monkeypatch.setattr(background_compile, "binaries_of", fake)
+    with standing_in(A100):
+        said = load.ready(bare_layer())
+    assert compiled == ["one"] and said.endswith("(the process that compiles kernels failed: Killed)")
+
+
+def test_requests_of_equal_layers_share_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[CompileRequest] = []
+    monkeypatch.setattr(background_compile, "_loads", {})
+    monkeypatch.setattr(background_compile, "started", lambda request: requests.append(request) or request)
+    cuda = torch.device("cuda")
+    with standing_in(A100):
+        first = background_compile.start(PROBLEM, "moectl", cuda, 100)
+        assert background_compile.start(PROBLEM, "moectl", cuda, 100) is first
+        assert background_compile.start(PROBLEM, "moectl", cuda, 200) is not first
+        assert background_compile.start(PROBLEM, "marlin", cuda) is None
+    assert background_compile.start(PROBLEM, "moectl", torch.device("cpu")) is None
+    assert [request.tokens for request in requests] == [100, 200] and requests[0].gpu == A100
+
+
+def test_results_travel_as_json() -> None:
+    from moectl.files.records import from_json, to_json
+
+    result = CompileResult(3, 1, 1, 0.5, ("no",), (("compute", 1), ("batched", 8)), (("k", "A"),), 2, "note")
+    for value in (result, REQUEST):
+        assert from_json(type(value), json.loads(json.dumps(to_json(value))), "it", MoectlError) == value
+    assert str(result) == "3 kernels, 1 from the cache, 1 compiled in 0.5 s, 1 failed"
