@@ -111,7 +111,7 @@ def warm(
 
     Every kernel that a layer launches for 1 to -m tokens is compiled, in several processes, and kept. A
     server then compiles nothing, whatever the number of tokens. Neither the GPU nor weights are needed.
-    Kernels of other libraries are compiled by these.
+    Kernels of other libraries, such as FlashInfer, are compiled by these.
     """
     from ...layer.compile_ahead import cache_directory
     from ...layer.kernel_files import differences
