@@ -62,7 +62,7 @@ def test_the_default_container_is_one_that_an_engine_loads_this_model_from(tmp_p
 
 
 def test_a_layout_says_that_no_engine_loads_it(tmp_path):
-    words = ("openai/gpt-oss-120b", tmp_path / "out", "--to", "marlin", "--dry-run", "--offline")
+    words = ("openai/gpt-oss-120b", tmp_path / "out", "--to", "cutlass-sm100", "--dry-run", "--offline")
     ran = moectl("convert", *words)
     told, shown = " ".join(ran.stderr.split()), " ".join(ran.stdout.split())
     assert "no serving engine loads this directory as it is; it is for moectl (run, bench" in told
@@ -70,19 +70,23 @@ def test_a_layout_says_that_no_engine_loads_it(tmp_path):
 
 
 def test_explain_proposes_a_conversion_only_where_it_is_loaded():
-    asked = ("explain", "gpt-oss-120b", "--gpu", "h100", "--offline")
-    for policy, advised in (("vllm-0.33.0", False), ("moectl", True)):
-        text = moectl(*asked, "-v", "--policy", policy).stdout
-        assert ("moectl convert" in text) is advised, policy
+    loaded = ("gpt-oss-120b", "--gpu", "h100")
+    for words, advised in (
+        ((*loaded, "--policy", "vllm-0.33.0"), True),
+        ((*loaded, "--policy", "moectl"), True),
+        (("deepseek-ai/DeepSeek-V3", "--gpu", "b200", "--tp", "8", "--policy", "vllm-0.33.0"), False),
+    ):
+        text = moectl("explain", *words, "--offline", "-v").stdout
+        assert ("moectl convert" in text) is advised, words
 
 
 def test_a_plug_in_is_one_row(monkeypatch):
     monkeypatch.setattr(
         "moectl.problem.layouts.FOLDER_READERS",
-        (*FOLDER_READERS, DirectoryReader("SGLang", ("--load-format",))),
+        (*FOLDER_READERS, DirectoryReader("Acme", ("--load-format",))),
     )
-    assert all(loads_folder(engine, "marlin-int4") for engine in ("transformers", "sglang"))
-    assert loads_folder("vllm", "moectl-mtile64") and not loads_folder("vllm", "marlin-int4")
+    assert all(loads_folder(engine, "marlin-int4") for engine in ("transformers", "acme", "vllm"))
+    assert loads_folder("sglang", "moectl-mtile64") and not loads_folder("sglang", "marlin-int4")
 
 
 def test_an_unfinished_conversion_is_named_as_such(tiny_gpt_oss, tmp_path):
