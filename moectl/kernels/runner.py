@@ -85,7 +85,7 @@ class Runner:
             would be wrong with new numbers `t` of a canonical role of some experts; empty if they are right.
             It is asked before they are written, and remembers what it lets pass.
         keeps: how `ready` copies the weights: ``""`` not at all, ``numbers`` some tensors of a few numbers
-            for each expert, ``weights`` whole matrices of canonical layers, which then cannot change in place.
+            for each expert, ``weights`` whole matrices of canonical layers, which cannot change in place.
         into: ``into(y, prepared, x, ids, weights)``: `compute` with its result written to the contiguous `y`;
             None if the result is always a new tensor.
 
