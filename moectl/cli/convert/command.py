@@ -109,8 +109,8 @@ def convert(
 ) -> None:
     """Write expert weights in a kernel's layout or another format.
 
-    Streamed and resumable. A layout is a bit-exactly reversible cache that only moectl loads; a
-    portable format is an ordinary checkpoint for engines.
+    Streamed and resumable. A layout is a bit-exactly reversible cache that moectl and its plug-ins load;
+    a portable format is an ordinary checkpoint for engines.
     """
     output = output.spelled()
     memory = None if max_memory is None else parse_size(max_memory)

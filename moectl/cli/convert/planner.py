@@ -37,6 +37,10 @@ WISHES = {
 """What to type for names that are no values of ``--to``, by their lower-case spelling with underscores."""
 
 
+COMMON = ("moectl", "marlin", "humming", "triton-hopper", "trtllm")
+"""Layouts that the help names; `moectl list layouts` has all."""
+
+
 def target_named(name: str) -> str:
     """The layout or format called `name`, ignoring case and dashes; UsageError with what to type instead."""
     wish = WISHES.get(name.lower().replace("-", "_"))
@@ -53,7 +57,7 @@ class TargetOptions:
         str,
         option(
             "--to",
-            help=f"Layout: {', '.join(TARGETS)}; or portable format: {', '.join(PORTABLE)}.",
+            help=f"Layout, such as {', '.join(COMMON)}; or portable format: {', '.join(PORTABLE)}.",
             show_default=False,
         ),
     ]

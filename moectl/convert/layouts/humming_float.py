@@ -162,7 +162,7 @@ def _fp8(weights: tuple[Step, ...]) -> Build:
         if problem.scheme.weight != FP8_TENSOR:
             return _build(output)(problem, shapes, requantize)
         outputs = fp8_tensor(matrices)(problem, shapes, requantize)
-        return {role: output for role, output in outputs.items() if not role.endswith("_input")}
+        return {role: stored for role, stored in outputs.items() if not role.endswith("_input")}
 
     return build
 

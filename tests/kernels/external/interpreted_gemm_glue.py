@@ -126,7 +126,10 @@ def test_a_layer_from_hummings_gemms(name: str, kind: str, monkeypatch: pytest.M
     table = {"w13": rows, "w2": [(0, 1 << 30, {"block_shape": [16, 64, 64]})]}
     prepared.derived[humming.NAME] = tuple(
         humming.HummingMatrix(
-            role, {"weight": prepared.weights[role], "weight_scale": prepared.weights[role]}, table[role]
+            role,
+            {"weight": prepared.weights[role], "weight_scale": prepared.weights[role]},
+            *humming.matrix_sizes(prepared, role),
+            table[role],
         )
         for role in table
     )
