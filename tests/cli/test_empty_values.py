@@ -20,7 +20,7 @@ TAKEN = {
     for name, made in COMMANDS.items()
 }
 ARGUMENTS = [(command, at) for command, taken in TAKEN.items() for at in range(len(taken))]
-NEEDED = {"convert": ("--to", "marlin")}
+NEEDED = {"convert": ("--to", "marlin"), "serve-check": ("--engine", "vllm")}
 
 
 def test_every_command_is_here():
