@@ -37,7 +37,7 @@ def refit(
     anew gives. After an interrupt, run the same command again.
     """
     from ..checkpoint import open_checkpoint
-    from ..convert.execute.update_folder import plan_updates, update_folder
+    from ..convert.execute.update_folder import plan_update, update_folder
 
     if not folder.is_dir():
         raise CheckpointError(f"there is no directory {folder}.", hint="Check the path.")
@@ -45,34 +45,40 @@ def refit(
     if source.folder is not None and source.folder.resolve() == folder.resolve():
         raise UsageError(f"{folder} was given twice", hint="give the checkpoint as the second argument")
     with out.progress("comparing") as progress:
-        updates = plan_updates(folder, source, progress=progress)
-    for update in () if dry_run else updates:
-        if update.needed:
-            with out.progress("converting") as progress:
-                update_folder(update, progress=progress, device=device)
-    rows = [
+        update = plan_update(folder, source, progress=progress)
+    if update.needed and not dry_run:
+        with out.progress("converting") as progress:
+            update_folder(update, progress=progress, device=device)
+    rows: list[dict[str, Any]] = [
         {
-            "folder": str(update.folder),
-            "layers": list(update.layers),
-            "unchanged_layers": [record.layer for record in update.kept],
-            "files": list(update.files),
-            "bytes_out": update.bytes_out,
+            "folder": str(part.folder),
+            "layers": list(part.layers),
+            "unchanged_layers": [record.layer for record in part.kept],
+            "files": [],
+            "bytes_out": part.bytes_out,
         }
-        for update in updates
+        for part in update.parts
     ]
+    if len(rows) > 1:  # what ranks share is above their directories
+        rows.append(
+            {"folder": str(folder), "layers": [], "unchanged_layers": [], "files": [], "bytes_out": 0}
+        )
+    rows[-1]["files"] = list(update.files)
 
     def draw(console: Any) -> None:
-        for update in updates:
-            if not update.needed:
-                console.print(f"{update.folder}: up to date", markup=False)
-                continue
-            verb = "would write" if dry_run else "wrote"
-            parts = [f"layers {ranges(update.layers)} ({size(update.bytes_out)})"] if update.layers else []
-            parts += [count(len(update.files), "other file")] if update.files else []
-            parts += [] if parts else ["the manifest"]
-            kept = count(len(update.kept), "layer")
-            console.print(f"{update.folder}: {verb} {', '.join(parts)}; {kept} unchanged", markup=False)
+        if not update.needed:
+            console.print(f"{folder}: up to date", markup=False)
+            return
+        verb = "would write" if dry_run else "wrote"
+        for row in rows:
+            layers, files, kept = row["layers"], row["files"], row["unchanged_layers"]
+            parts = [f"layers {ranges(layers)} ({size(row['bytes_out'])})"] if layers else []
+            parts += [count(len(files), "other file")] if files else []
+            unchanged = f"; {count(len(kept), 'layer')} unchanged" if layers or kept else ""
+            console.print(
+                f"{row['folder']}: {verb} {', '.join(parts) or 'the manifest'}{unchanged}", markup=False
+            )
 
-    changed = any(update.needed for update in updates)
+    changed = update.needed
     document = {"checkpoint": checkpoint, "dry_run": dry_run, "changed": changed, "folders": rows}
     out.result(document, draw, "changed" if changed else "up to date")

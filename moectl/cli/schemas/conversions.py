@@ -124,7 +124,7 @@ def refit() -> Schema:
             "checkpoint": STRING,
             "dry_run": BOOLEAN,
             "changed": said(BOOLEAN, "Anything at all differed."),
-            "folders": array(obj(row), "One for each rank."),
+            "folders": array(obj(row), "One for each rank, and the one above them."),
         }
     )
 

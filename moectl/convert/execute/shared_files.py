@@ -20,7 +20,14 @@ from ..manifest.manifest_records import (
     expert_names,
     rank_manifest,
 )
-from ..manifest.progress_log import Meter, Progress, open_log, refuse_other_conversion, silent
+from ..manifest.progress_log import (
+    Meter,
+    Progress,
+    ProgressLog,
+    open_log,
+    refuse_other_conversion,
+    silent,
+)
 from ..manifest.rank_directories import check_one_conversion
 from ..plan.conversion_plan import ConversionPlan, PassthroughPlan, conversion_facts
 from ..plan.kernel_layout_plan import shared_passthrough
@@ -44,7 +51,21 @@ def shared_bytes(passthrough: Sequence[PassthroughPlan]) -> int:
     return sum(info.nbytes for item in passthrough for info in item.tensors) + 16 * MIB
 
 
-def finish_ranks(plan: ConversionPlan, out: Path, *, progress: Progress = silent) -> tuple[str, ...]:
+def ranks_fingerprint(plan: ConversionPlan) -> dict[str, str]:
+    """Facts that must be equal for finishing the ranks' directories to be resumed, by name."""
+    shard = plan.shard
+    return {**_shared_facts(plan), "ranks": f"tp {shard.tp_size}, ep {shard.ep_size}"}
+
+
+def _shared_facts(plan: ConversionPlan) -> dict[str, str]:
+    source = source_record(plan.checkpoint, folder_of(plan))
+    facts = {**conversion_facts(plan), **source_facts(source)}
+    return {key: value for key, value in facts.items() if key not in OF_ONE_RANK}
+
+
+def finish_ranks(
+    plan: ConversionPlan, out: Path, *, progress: Progress = silent, log: ProgressLog | None = None
+) -> tuple[str, ...]:
     """Writes what all ranks in `out` share, their manifest, and READY last. Returns the skipped files.
 
     Passthrough tensors and small files of the source are there once, above the directories of the ranks,
@@ -53,6 +74,7 @@ def finish_ranks(plan: ConversionPlan, out: Path, *, progress: Progress = silent
 
     Args:
         plan: the plan of any rank.
+        log: the log of `out` with `ranks_fingerprint`, if it is open already; it is closed.
 
     Raises:
         UsageError: a rank is not finished, or a directory holds another conversion.
@@ -61,12 +83,7 @@ def finish_ranks(plan: ConversionPlan, out: Path, *, progress: Progress = silent
         Unavailable: no room on the disk.
     """
     folder, shard = folder_of(plan), plan.shard
-    source = source_record(plan.checkpoint, folder)
-    facts = {
-        key: value
-        for key, value in {**conversion_facts(plan), **source_facts(source)}.items()
-        if key not in OF_ONE_RANK
-    }
+    source, facts = source_record(plan.checkpoint, folder), _shared_facts(plan)
     if missing := unfinished_ranks(out, shard.ranks):
         names = ", ".join(rank_folder(out, rank).name for rank in missing[:8])
         raise UsageError(
@@ -81,7 +98,7 @@ def finish_ranks(plan: ConversionPlan, out: Path, *, progress: Progress = silent
             return ()
         (out / READY).unlink()
     refuse_small_disk(out, shared_bytes(passthrough), "Make room, then finish with --finish.")
-    log = open_log(out, {**facts, "ranks": f"tp {shard.tp_size}, ep {shard.ep_size}"})
+    log = log or open_log(out, ranks_fingerprint(plan))
     try:
         meter = Meter(progress, sum(info.nbytes for item in passthrough for info in item.tensors))
         with FolderReader(folder) as reader:

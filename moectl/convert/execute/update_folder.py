@@ -3,61 +3,66 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.source.catalogue import weights_missing
-from ...checkpoint.source.open_checkpoint import rank_folder
-from ...errors import CheckpointError, UsageError
+from ...checkpoint.source.open_checkpoint import rank_folder, rank_number
+from ...errors import UsageError
 from ...files.atomic import disk_errors, replace_file, sync_folder
 from ...files.lock import Lock
 from ...files.records import from_json, to_json
 from ...files.safe_reading import file_sha256, open_regular, range_sha256
 from ...files.strict_json import parse_json_object
 from ..layouts.registry import layout_named
-from ..manifest.manifest import load_manifest
-from ..manifest.manifest_check import check_manifest
-from ..manifest.manifest_records import CONFIG, INDEX, LOG, MANIFEST, READY, LayerRecord, ManifestRecord
-from ..manifest.progress_log import Meter, Progress, silent
-from ..manifest.rank_directories import rank_numbers
-from ..plan.conversion_plan import ConversionPlan, LayerPlan, conversion_facts
-from ..plan.kernel_layout_plan import plan_conversion
+from ..manifest.manifest import load_directory, load_rank_record, recorded
+from ..manifest.manifest_records import (
+    CONFIG,
+    FORMAT_VERSION,
+    INDEX,
+    LOG,
+    MANIFEST,
+    READY,
+    DeploymentRecord,
+    LayerRecord,
+    ManifestRecord,
+    PassthroughRecord,
+    RankRecord,
+    SourceRecord,
+)
+from ..manifest.progress_log import Meter, Progress, logged_conversion, open_log, silent
+from ..manifest.rank_directories import load_rank_manifests, rank_numbers
+from ..manifest.signed_document import LONGEST_MANIFEST, read_small, versioned_document
+from ..plan.conversion_plan import ConversionPlan, LayerPlan, PassthroughPlan, conversion_facts
+from ..plan.kernel_layout_plan import plan_conversion, shared_passthrough
+from ..rank_slice import RankShard
 from ..stream.source_reader import FolderReader
 from .convert import convert, matches_plan
+from .finish import producer
 from .passthrough import passthrough_sha256, source_record
+from .shared_files import finish_ranks, ranks_fingerprint
 
 
 @dataclass(frozen=True)
-class FolderUpdate:
-    """What of one converted directory differs from its checkpoint as it is now.
+class LayersUpdate:
+    """What differs in a directory of layers' files: a whole converted directory, or that of one rank.
 
     Attributes:
         folder: the directory.
         plan: the conversion of the checkpoint as it is now.
         layers: layers whose experts changed; their files are written anew.
-        files: files of other tensors that changed.
-        old: the directory's manifest.
         kept: records of the layers that stay.
-        interrupted: whether an update of it was interrupted.
-        other_source: whether the record of its checkpoint (config, headers, small files) has to change.
+        current: whether nothing in it has to be written, its manifest included.
     """
 
     folder: Path
     plan: ConversionPlan
     layers: tuple[int, ...]
-    files: tuple[str, ...]
-    old: ManifestRecord
     kept: tuple[LayerRecord, ...]
-    interrupted: bool
-    other_source: bool
-
-    @property
-    def needed(self) -> bool:
-        """Whether anything has to be written."""
-        return self.interrupted or bool(self.layers or self.files) or self.other_source
+    current: bool
 
     @property
     def bytes_out(self) -> int:
@@ -65,82 +70,145 @@ class FolderUpdate:
         return sum(layer.file.size for layer in self.plan.layers if layer.layer in self.layers)
 
 
-def plan_updates(
+@dataclass(frozen=True)
+class FolderUpdate:
+    """What of a converted directory, or of one of several ranks, differs from its checkpoint as it is now.
+
+    Attributes:
+        folder: the directory.
+        parts: its layers, or each rank's.
+        files: files of other tensors that changed.
+        old: the directory's manifest.
+        interrupted: whether an update of it was interrupted.
+        other_source: whether the record of its checkpoint (config, headers, small files) has to change.
+    """
+
+    folder: Path
+    parts: tuple[LayersUpdate, ...]
+    files: tuple[str, ...]
+    old: ManifestRecord | DeploymentRecord
+    interrupted: bool
+    other_source: bool
+
+    @property
+    def needed(self) -> bool:
+        """Whether anything has to be written."""
+        layers = any(part.layers for part in self.parts)
+        return self.interrupted or layers or bool(self.files) or self.other_source
+
+
+def plan_update(
     folder: Path, checkpoint: Checkpoint, *, max_memory: int | None = None, progress: Progress = silent
-) -> tuple[FolderUpdate, ...]:
-    """What differs in the converted directory `folder`, or in every rank's; hashes the whole checkpoint.
+) -> FolderUpdate:
+    """What differs in the converted directory `folder`; hashes the whole checkpoint.
 
     A directory whose update was interrupted is planned from what it has.
 
     Raises:
         CheckpointError: not a converted directory, or damaged.
-        UsageError: `checkpoint` has other sizes or tensors than the one that was converted.
+        UsageError: `checkpoint` has other sizes or tensors than the one that was converted, or `folder` is of
+            format version 1, or of one of several ranks.
         Unavailable: its weights are not on this machine.
     """
-    folders = [rank_folder(folder, rank) for rank in rank_numbers(folder)] or [folder]
+    old = _old_record(folder)
     if checkpoint.folder is None:
         raise weights_missing(checkpoint.origin.name)
-    return tuple(_planned(each, checkpoint, checkpoint.folder, max_memory, progress) for each in folders)
-
-
-def _planned(
-    folder: Path, checkpoint: Checkpoint, source: Path, max_memory: int | None, progress: Progress
-) -> FolderUpdate:
-    old = _old_manifest(folder)
-    plan = _same_conversion(folder, old, checkpoint, max_memory)
-    logged = _logged_layers(folder) if not (folder / READY).exists() else {}
-    recorded = {record.layer: record for record in old.layers}
-    meter = Meter(progress, plan.bytes_in + plan.passthrough_bytes)
-    kept: list[LayerRecord] = []
+    source = checkpoint.folder
+    plans = _plans(folder, old, checkpoint, max_memory)
+    passthrough = _passthrough(plans)
+    total = sum(plan.bytes_in for _, plan, _ in plans)
+    meter = Meter(progress, total + sum(info.nbytes for item in passthrough for info in item.tensors))
+    now = source_record(checkpoint, source)
+    interrupted = _interrupted(folder)
     with FolderReader(source) as reader:
-        for layer in plan.layers:
-            meter.start(f"layer {layer.layer}")
-            known = (logged.get(layer.layer), recorded.get(layer.layer))
-            if same := next((r for r in known if r is not None and _is_source(layer, r, reader)), None):
-                kept.append(same)
-            meter.advance(layer.bytes_in)
+        kept = [_kept(planned, reader, meter) for planned in plans]
+        of_all = set.intersection(*map(set, kept))
         files = {item.file: item.sha256 for item in old.rest}
         changed = []
-        for item in plan.passthrough:
+        for item in passthrough:
             meter.start(item.name)
             if files.get(item.name) != passthrough_sha256(item, reader, source):
                 changed.append(item.name)
             meter.advance(sum(info.nbytes for info in item.tensors))
-    unchanged = {record.layer for record in kept}
-    layers = tuple(layer.layer for layer in plan.layers if layer.layer not in unchanged)
     small = {item.file: item.sha256 for item in (*old.files, *old.documents)}
-    now = replace(source_record(checkpoint, source), name=old.source.name, kind=old.source.kind)
-    other_source = replace(now, revision=old.source.revision) != old.source or any(
+    same = replace(now, name=old.source.name, kind=old.source.kind, revision=old.source.revision)
+    other_source = same != old.source or any(
         file_sha256(path) != small[path.name]
         for path in source.iterdir()
         if path.name in small and path.is_file() and path.name not in (CONFIG, INDEX)
     )
-    interrupted = not (folder / READY).exists()
-    return FolderUpdate(folder, plan, layers, tuple(changed), old, tuple(kept), interrupted, other_source)
+    parts = tuple(
+        _part(planned, now, {n: r for n, r in found.items() if n in of_all | _alone(planned[1])})
+        for planned, found in zip(plans, kept, strict=True)
+    )
+    return FolderUpdate(folder, parts, tuple(changed), old, interrupted, other_source)
 
 
-def _old_manifest(folder: Path) -> ManifestRecord:
+def _old_record(folder: Path) -> ManifestRecord | DeploymentRecord:
     """The manifest, of an interrupted update too, which has a log instead of READY."""
-    if (folder / READY).exists() or not (folder / LOG).exists() or not (folder / MANIFEST).exists():
-        return load_manifest(folder).record
-    with open_regular(folder / MANIFEST, str(folder / MANIFEST)) as file:
-        record = from_json(ManifestRecord, parse_json_object(file.read(), MANIFEST), MANIFEST)
-    if problems := check_manifest(record):
-        raise CheckpointError(f"{MANIFEST} does not agree with itself: {problems[0]}.")
-    return record
+    if rank_number(folder.absolute()) is not None and (folder / MANIFEST).exists():
+        raise UsageError(
+            f"{folder} is the directory of one of several ranks, which are updated together.",
+            hint=f"Give {folder.absolute().parent}.",
+        )
+    old: ManifestRecord | DeploymentRecord
+    if (folder / LOG).exists() and (data := read_small(folder / MANIFEST, LONGEST_MANIFEST)) is not None:
+        old = recorded(versioned_document(data, MANIFEST), MANIFEST)
+    elif not (folder / MANIFEST).exists() and rank_numbers(folder):
+        old = load_rank_manifests(folder)[0].record
+    else:
+        old = load_directory(folder).record
+    if old.format_version != FORMAT_VERSION:
+        raise UsageError(
+            f"{folder} is of format version {old.format_version}; only version {FORMAT_VERSION} is updated.",
+            hint="Convert the checkpoint into an empty directory.",
+        )
+    return old
+
+
+def _interrupted(folder: Path) -> bool:
+    return (folder / LOG).exists() or not (folder / READY).exists()
+
+
+Planned = tuple[Path, ConversionPlan, RankRecord | None]
+"""A directory of layers, its conversion as it would be now, and its manifest if it has one."""
+
+
+def _plans(
+    folder: Path, old: ManifestRecord | DeploymentRecord, checkpoint: Checkpoint, max_memory: int | None
+) -> list[Planned]:
+    if isinstance(old, ManifestRecord):
+        plan = _same_conversion(folder, conversion_facts(old), old, old.shard, checkpoint, max_memory)
+        return [(folder, plan, old)]
+    if not _interrupted(folder):
+        load_rank_manifests(folder)  # refuses ranks that are missing or not of this conversion
+    found: list[Planned] = []
+    for rank in range(len(old.ranks)):
+        below, shard = rank_folder(folder, rank), old.shard(rank)
+        has = (below / MANIFEST).exists() or not (below / LOG).exists()
+        record = load_rank_record(below) if has else None
+        known = (logged_conversion(below / LOG) or {}) if record is None else conversion_facts(record)
+        found.append((below, _same_conversion(below, known, old, shard, checkpoint, max_memory), record))
+    return found
 
 
 def _same_conversion(
-    folder: Path, old: ManifestRecord, checkpoint: Checkpoint, max_memory: int | None
+    folder: Path,
+    known: Mapping[str, object],
+    old: ManifestRecord | DeploymentRecord,
+    shard: RankShard,
+    checkpoint: Checkpoint,
+    max_memory: int | None,
 ) -> ConversionPlan:
+    """The plan of `checkpoint` whose facts are those `known` of `folder`."""
     layout = layout_named(old.layout.name)
     differing: list[str] = []
     for variant in (layout, layout.requantizing()):
         plan = plan_conversion(
-            checkpoint, variant, max_memory=max_memory, experts_only=old.experts_only, shard=old.shard
+            checkpoint, variant, max_memory=max_memory, experts_only=old.experts_only, shard=shard
         )
-        facts, known = conversion_facts(plan), conversion_facts(old)
-        differing = [name for name in facts if facts[name] != known[name]]
+        facts = conversion_facts(plan)
+        differing = [name for name in facts if facts[name] != known.get(name)]
         if not differing:
             return plan
     raise UsageError(
@@ -150,11 +218,52 @@ def _same_conversion(
     )
 
 
-def _logged_layers(folder: Path) -> dict[int, LayerRecord]:
-    """The layers that an interrupted update finished; none if its log cannot be read."""
+def _passthrough(plans: Iterable[Planned]) -> tuple[PassthroughPlan, ...]:
+    plan = next(plan for _, plan, _ in plans)
+    return plan.passthrough if plan.shard.ranks == 1 else shared_passthrough(plan)
+
+
+def _kept(planned: Planned, reader: FolderReader, meter: Meter) -> dict[int, LayerRecord]:
+    """Records of the layers whose files were made of the source's bytes as they are."""
+    folder, plan, record = planned
+    logged = _logged_layers(folder, plan)
+    known = {layer.layer: layer for layer in record.layers} if record is not None else {}
+    kept: dict[int, LayerRecord] = {}
+    for layer in plan.layers:
+        meter.start(f"layer {layer.layer}")
+        candidates = (logged.get(layer.layer), known.get(layer.layer))
+        if same := next((r for r in candidates if r is not None and _is_source(layer, r, reader)), None):
+            kept[layer.layer] = same
+        meter.advance(layer.bytes_in)
+    return kept
+
+
+def _alone(plan: ConversionPlan) -> set[int]:
+    """Layers whose files do not depend on experts of other ranks."""
+    return {x.layer for x in plan.layers if not any(s.of_layer for s in x.writer.statistics)}
+
+
+def _part(planned: Planned, source: SourceRecord, kept: Mapping[int, LayerRecord]) -> LayersUpdate:
+    folder, plan, record = planned
+    layers = tuple(layer.layer for layer in plan.layers if layer.layer not in kept)
+    written = (source, producer(), tuple(kept.values()))
+    current = (
+        record is not None
+        and not layers
+        and (record.source, record.producer, record.layers) == written
+        and not (folder / LOG).exists()
+    )
+    return LayersUpdate(folder, plan, layers, tuple(kept.values()), current)
+
+
+def _logged_layers(folder: Path, plan: ConversionPlan) -> dict[int, LayerRecord]:
+    """The layers that an interrupted update finished; none if its log is of another conversion."""
     found: dict[int, LayerRecord] = {}
     path = folder / LOG
     if not path.exists():
+        return found
+    logged, facts = logged_conversion(path) or {}, conversion_facts(plan)
+    if any(logged.get(name) != fact for name, fact in facts.items()):
         return found
     with open_regular(path, str(path)) as file:
         for number, line in enumerate(file.read().splitlines(keepends=True), 1):
@@ -167,8 +276,6 @@ def _logged_layers(folder: Path) -> dict[int, LayerRecord]:
 
 def _is_source(layer: LayerPlan, record: LayerRecord, reader: FolderReader) -> bool:
     """Whether the layer's file was made from the source's bytes as they are."""
-    if layer.rank_slice.shard.ep_size > 1 and any(s.of_layer for s in layer.writer.statistics):
-        return False  # It depends on experts of other ranks, whose hashes are in their directories.
     if not matches_plan(layer, record):
         return False
     for mapped in layer.map.mapped:
@@ -184,29 +291,49 @@ def update_folder(update: FolderUpdate, *, progress: Progress = silent, device: 
     """Writes what changed, so that the directory is what converting the checkpoint anew gives.
 
     READY is removed first, and written again last: an interrupted update leaves a directory that no reader
-    accepts, and that this function completes. New files replace old ones under their names once they are
-    complete; processes that have the old ones open keep them.
+    accepts, and that planning it again and this function complete. New files replace old ones under their
+    names once they are complete; processes that have the old ones open keep them.
 
-    Raises what `convert` raises.
+    Raises what `convert` raises, and `finish_ranks`.
     """
-    folder, old = update.folder, update.old
-    entries = [{"conversion": update.plan.fingerprint()}]
-    entries += [{"layer": to_json(layer)} for layer in update.kept]
-    entries += [{"rest": to_json(item)} for item in old.rest]
+    folder, old, first = update.folder, update.old, update.parts[0]
+    whole = isinstance(old, ManifestRecord)
+    fingerprint = first.plan.fingerprint() if whole else ranks_fingerprint(first.plan)
+    _begin(folder, fingerprint, first.kept if whole else (), old.rest, READY)
+    files = {item.name for item in _passthrough([(folder, first.plan, None)])}
+    for item in (*old.files, *old.documents, *(item for item in old.rest if item.file not in files)):
+        (folder / item.file).unlink(missing_ok=True)
+    if whole:
+        convert(first.plan, folder, resume=True, progress=progress, device=device)
+        return
+    log = open_log(folder, fingerprint)
+    try:
+        for part in update.parts:
+            if not part.current:
+                _begin(part.folder, part.plan.fingerprint(), part.kept, (), MANIFEST)
+                convert(part.plan, part.folder, resume=True, progress=progress, device=device)
+        finish_ranks(first.plan, folder, progress=progress, log=log)
+    finally:
+        log.close()
+
+
+def _begin(
+    folder: Path,
+    fingerprint: Mapping[str, str],
+    layers: Iterable[LayerRecord],
+    rest: Iterable[PassthroughRecord],
+    mark: str,
+) -> None:
+    """Makes of a finished directory one that `convert` resumes; removes `mark`, by which it is finished."""
+    entries: list[object] = [{"conversion": dict(fingerprint)}]
+    entries += [{"layer": to_json(layer)} for layer in layers]
+    entries += [{"rest": to_json(item)} for item in rest]
     data = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
     with _only_writer(folder), disk_errors(folder / LOG, len(data)):
         replace_file(folder / LOG, data)
-        (folder / READY).unlink(missing_ok=True)
         sync_folder(folder)
-    convert(update.plan, folder, resume=True, progress=progress, device=device)
-    new = load_manifest(folder).record
-    for name in _files(old) - _files(new):
-        (folder / name).unlink(missing_ok=True)
-
-
-def _files(record: ManifestRecord) -> set[str]:
-    others = (*record.rest, *record.files, *record.documents)
-    return {layer.file for layer in record.layers} | {item.file for item in others}
+        (folder / mark).unlink(missing_ok=True)
+        sync_folder(folder)
 
 
 @contextmanager

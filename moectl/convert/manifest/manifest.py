@@ -277,22 +277,28 @@ def load_directory(folder: Path) -> Manifest | Deployment:
     number = rank_number(folder.absolute())
     if number is not None and (folder / MANIFEST).exists() and not (folder / READY).exists():
         above = folder.absolute().parent
-        return replace(_deployment(above, signed_document(above)).rank(number), folder=folder)
-    document = signed_document(folder)
+        top = load_directory(above)
+        if not isinstance(top, Deployment):
+            raise CheckpointError(f"{above / MANIFEST} is not of several ranks.", hint="Convert again.")
+        return replace(top.rank(number), folder=folder)
+    record = recorded(signed_document(folder), str(folder / MANIFEST))
+    if isinstance(record, DeploymentRecord):
+        return Deployment(folder, record)
+    return Manifest(folder, record, folder)
+
+
+def recorded(document: Mapping[str, Any], where: str) -> ManifestRecord | DeploymentRecord:
+    """The validated record of a manifest document, whole or above ranks; raises CheckpointError."""
     if "ranks" in document:
-        return _deployment(folder, document)
-    record = from_json(ManifestRecord, document, MANIFEST)
+        deployment = from_json(DeploymentRecord, document, where)
+        _refuse(check_deployment(deployment), MANIFEST)
+        return deployment
+    record = from_json(ManifestRecord, document, where)
     problems = check_manifest(record)
     if record.format_version > 1 and record.shard.ranks > 1:
         problems.append("it is of one rank, and not named by a manifest of all ranks")
     _refuse(problems, MANIFEST)
-    return Manifest(folder, record, folder)
-
-
-def _deployment(folder: Path, document: Mapping[str, Any]) -> Deployment:
-    record = from_json(DeploymentRecord, document, str(folder / MANIFEST))
-    _refuse(check_deployment(record), MANIFEST)
-    return Deployment(folder, record)
+    return record
 
 
 def _refuse(problems: Sequence[str], where: str) -> None:

@@ -70,11 +70,14 @@ class ProgressLog:
             self.passthrough[record.file] = record
 
     def close(self, *, remove: bool = False) -> None:
-        """Releases the lock; `remove` deletes the log of a finished conversion."""
+        """Releases the lock; `remove` deletes the log of a finished conversion. Closing twice is allowed."""
+        if self.fd < 0:
+            return
         if remove:
             self.path.unlink(missing_ok=True)
         self.lock.release()
         os.close(self.fd)
+        self.fd = -1
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         line = (json.dumps(entry, ensure_ascii=False) + "\n").encode()

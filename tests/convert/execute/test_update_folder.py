@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import moectl
+from moectl.convert.execute import convert as convert_module
+from moectl.convert.execute import shared_files
 from moectl.convert.execute import update_folder as module
 from moectl.convert.manifest.manifest_records import LOG, READY
 from moectl.convert.restore.verify import verify
 from moectl.errors import CheckpointError
+from support.converted_folders import format_1
 from support.invoking import moectl as command
 
 PREFIX = "model.layers.1.mlp.experts."
@@ -48,27 +51,60 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("ranks", [{}, {"tp_size": 2, "ep_size": 2}], ids=["whole", "ranks"])
+DEPLOYMENTS = {
+    "whole": (1, 1),
+    "tp2": (2, 1),
+    "ep2": (1, 2),
+    "tp2-ep2": (2, 2),
+}
+
+
+def converted(source: Path, out: Path, sizes: tuple[int, int] = (1, 1), layout: str = "marlin") -> Path:
+    moectl.convert(source, out, layout, tp_size=sizes[0], ep_size=sizes[1])
+    return out
+
+
+@pytest.mark.parametrize("sizes", DEPLOYMENTS.values(), ids=DEPLOYMENTS)
 def test_only_what_changed_is_written(
-    ranks: dict[str, int], tiny_gpt_oss: Path, newer: Path, tmp_path: Path
+    sizes: tuple[int, int], tiny_gpt_oss: Path, newer: Path, tmp_path: Path
 ) -> None:
     out, cold = tmp_path / "out", tmp_path / "cold"
-    moectl.convert(tiny_gpt_oss, out, "marlin", **ranks)  # type: ignore[arg-type]
-    moectl.convert(newer, cold, "marlin", **ranks)  # type: ignore[arg-type]
+    converted(tiny_gpt_oss, out, sizes)
+    converted(newer, cold, sizes)
+    ranks = sizes[0] * sizes[1]
     before = {path: path.stat().st_ino for path in out.rglob("moectl-layer-*")}
+    whole = contents(out)
     planned = command("refit", out, newer, "--dry-run", "--json").document
-    assert planned["changed"] and planned["dry_run"]
-    assert [row["layers"] for row in planned["folders"]] == [[1]] * (4 if ranks else 1)
-    assert all(row["unchanged_layers"] == [0] and row["files"] for row in planned["folders"])
-    assert {path: path.stat().st_ino for path in before} == before
+    assert planned["changed"] and planned["dry_run"] and contents(out) == whole
+    *parts, top = planned["folders"]
+    assert len(parts) == (ranks if ranks > 1 else 0) and top["folder"] == str(out) and top["files"]
+    for row in parts if ranks > 1 else [top]:
+        assert row["layers"] == [1] and row["unchanged_layers"] == [0] and row["bytes_out"] > 0
+    assert not any(row["files"] for row in parts)
     done = command("refit", out, newer, "--json").document
     assert {**done, "dry_run": True} == planned
     assert contents(out) == contents(cold)
     same = {path.name for path in before if path.stat().st_ino == before[path]}
-    assert same == {"moectl-layer-00000.safetensors"}
+    assert same == {"moectl-layer-00000.experts"}
     assert verify(out, newer).ok
-    again = command("refit", out, newer)
-    assert again.stdout.count(": up to date") == len(planned["folders"])
+    assert command("refit", out, newer).stdout == f"{out}: up to date\n"
+
+
+def test_ranks_whose_layers_stay_are_not_read_again(
+    tiny_gpt_oss: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = shutil.copytree(tiny_gpt_oss, tmp_path / "newer")
+    change(newer, "model.layers.0.mlp.router.bias")
+    out, cold = converted(tiny_gpt_oss, tmp_path / "out", (2, 1)), tmp_path / "cold"
+    command_update(out, newer)
+    assert contents(out) != contents(converted(tiny_gpt_oss, tmp_path / "old", (2, 1)))
+    assert contents(out) == contents(converted(newer, cold, (2, 1)))
+    change(newer, "model.layers.1.mlp.router.bias")
+    with monkeypatch.context() as patch:  # names of the checkpoint's folder and headers are the same now
+        patch.setattr(module, "convert", lambda *a, **k: pytest.fail("a rank was converted"))
+        command_update(out, newer)
+    shutil.rmtree(cold)
+    assert contents(out) == contents(converted(newer, cold, (2, 1)))
 
 
 def test_the_text_says_what_was_written(tiny_gpt_oss: Path, newer: Path, tmp_path: Path) -> None:
@@ -78,37 +114,92 @@ def test_the_text_says_what_was_written(tiny_gpt_oss: Path, newer: Path, tmp_pat
     assert "out: wrote layers 1 (" in command("refit", tmp_path / "out", newer).stdout
 
 
-@pytest.mark.parametrize("at", ["log", "layer", "manifest"])
+PLACES = {
+    "log": (module, "sync_folder"),
+    "layer": (convert_module, "_convert_layers"),
+    "manifest": (convert_module, "finish_folder"),
+    "shared": (shared_files, "write_passthrough"),
+    "ready": (shared_files, "write_signed"),
+}
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize("at", PLACES)
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)], ids=["whole", "tp2", "ep2"])
 def test_an_interrupted_update_is_no_directory_until_it_is_completed(
-    at: str, tiny_gpt_oss: Path, newer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, int],
+    at: str,
+    after: int,
+    tiny_gpt_oss: Path,
+    newer: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    out, cold = tmp_path / "out", tmp_path / "cold"
-    moectl.convert(tiny_gpt_oss, out, "marlin")
-    moectl.convert(newer, cold, "marlin")
+    out, cold = converted(tiny_gpt_oss, tmp_path / "out", sizes), converted(newer, tmp_path / "cold", sizes)
+    place, name = PLACES[at]
+    original, calls = getattr(place, name), [0]
 
-    def crash(*arguments: object, **keywords: object) -> None:
-        raise KeyboardInterrupt
+    def crash(*arguments: object, **keywords: object) -> object:
+        calls[0] += 1
+        if calls[0] > after:
+            raise KeyboardInterrupt
+        return original(*arguments, **keywords)
 
-    place = {
-        "log": (module, "sync_folder"),
-        "layer": (moectl.convert.execute.convert, "_convert_layers"),  # type: ignore[attr-defined]
-        "manifest": (moectl.convert.execute.convert, "finish_folder"),  # type: ignore[attr-defined]
-    }[at]
     with monkeypatch.context() as patch:
-        patch.setattr(*place, crash)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(place, name, crash)
+        try:
             command_update(out, newer)
-    assert (out / LOG).exists() and not (out / READY).exists()
-    with pytest.raises(CheckpointError, match="READY is missing"):
-        moectl.load_prepared(out)
-    command_update(out, newer)
+        except KeyboardInterrupt:
+            assert (out / LOG).exists()
+        else:
+            assert calls[0] <= after  # it is not called so often
+    # Before the first file is changed, the old directory is there as it was.
+    untouched = at == "log" and after == 0
+    assert (out / READY).exists() == (untouched or calls[0] <= after)
+    if not (out / READY).exists():
+        rank = None if sizes == (1, 1) else 0
+        with pytest.raises(CheckpointError, match="READY is missing"):
+            moectl.load_prepared(out, rank=rank)
+        with pytest.raises(CheckpointError, match="READY is missing"):
+            verify(out)
+        if sizes != (1, 1):
+            with pytest.raises(CheckpointError):
+                moectl.load_prepared(out / "rank-00")
+        command_update(out, newer)
+    elif untouched:
+        assert verify(out, tiny_gpt_oss).ok
+        command_update(out, newer)
     assert contents(out) == contents(cold)
 
 
 def command_update(out: Path, newer: Path) -> None:
-    for update in module.plan_updates(out, moectl.open_checkpoint(newer)):
-        assert update.needed
-        module.update_folder(update)
+    update = module.plan_update(out, moectl.open_checkpoint(newer))
+    assert update.needed
+    module.update_folder(update)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["tp2", "ep2"])
+def test_ranks_of_a_checkpoint_that_changed_again_after_an_interrupt(
+    sizes: tuple[int, int], tiny_gpt_oss: Path, newer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = converted(tiny_gpt_oss, tmp_path / "out", sizes)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "finish_ranks", lambda *a, **k: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            command_update(out, newer)
+    change(newer, f"{PREFIX}down_proj_bias", "model.layers.0.mlp.experts.down_proj_bias")
+    command_update(out, newer)
+    assert contents(out) == contents(converted(newer, tmp_path / "cold", sizes))
+
+
+def test_directories_that_are_not_updated(tiny_gpt_oss: Path, newer: Path, tmp_path: Path) -> None:
+    out = converted(tiny_gpt_oss, tmp_path / "out", (2, 1))
+    says = command("refit", out / "rank-01", newer, code=2).stderr
+    assert "is the directory of one of several ranks, which are updated together" in says
+    shutil.rmtree(out / "rank-01")
+    assert "lacks rank-01 of 2 ranks" in command("refit", out, newer, code=4).stderr
+    (out / READY).unlink()
+    assert "READY is missing" in command("refit", out, newer, code=4).stderr
 
 
 def test_a_checkpoint_that_changed_again_after_an_interrupt(
@@ -126,10 +217,26 @@ def test_a_checkpoint_that_changed_again_after_an_interrupt(
     assert contents(out) == contents(cold)
 
 
-def test_files_that_the_checkpoint_lost_are_removed(tiny_gpt_oss: Path, newer: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["whole", "tp", "ep", "experts-only", "tp/rank-01"])
+def test_directories_of_format_version_1_are_refused(kind: str, tmp_path: Path) -> None:
+    old = format_1(tmp_path)
+    before = contents(old)
+    says = command("refit", old / kind, old / "source", code=2).stderr
+    if "rank-" in kind:
+        assert "is the directory of one of several ranks" in says
+    else:
+        assert "is of format version 1; only version 2 is updated" in says
+        assert "Convert the checkpoint into an empty directory." in says
+    assert contents(old) == before
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)], ids=["whole", "tp2"])
+def test_files_that_the_checkpoint_lost_are_removed(
+    sizes: tuple[int, int], tiny_gpt_oss: Path, newer: Path, tmp_path: Path
+) -> None:
     older = shutil.copytree(tiny_gpt_oss, tmp_path / "older")
     (older / "notes.json").write_text("{}")
-    moectl.convert(older, tmp_path / "out", "marlin")
+    converted(older, tmp_path / "out", sizes)
     assert (tmp_path / "out" / "notes.json").exists()
     command_update(tmp_path / "out", newer)
     assert not (tmp_path / "out" / "notes.json").exists() and verify(tmp_path / "out").ok
