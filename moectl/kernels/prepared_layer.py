@@ -17,6 +17,9 @@ Derived = TypeVar("Derived")
 CANONICAL = "canonical"
 """Name of the layout of a checkpoint's own tensors, before any conversion."""
 
+KERNEL = "kernel"
+"""Key in `PreparedMoE.derived` of the kernel behind calls of the layer."""
+
 
 @dataclass(frozen=True)
 class DenseExpert:
@@ -147,7 +150,7 @@ class PreparedMoE:
         """
         from .modular.fused_moe_kernel import layer_kernel
 
-        return self.derive("kernel", layer_kernel).apply(x, ids, weights)
+        return self.derive(KERNEL, layer_kernel).apply(x, ids, weights)
 
     def __repr__(self) -> str:
         dims = self.problem.dims

@@ -18,6 +18,7 @@ from ..convert.steps.value_steps import ExpertStatistic, Statistics, update_stat
 from ..convert.stream.source_reader import spans
 from ..errors import NoBackend, UsageError
 from ..files.safetensors_writer import nbytes
+from ..kernels.modular.fused_moe_kernel import called_kernel
 from ..kernels.prepared_layer import CANONICAL, PreparedMoE
 from ..kernels.registry import runner_for
 from .experts import LayerOrigin, LoadExperts
@@ -190,7 +191,13 @@ class LayerRefit:
         self._kept.update(kept)
         self._inputs, self._statistics = inputs, statistics
         if self._runner.keeps == "numbers":
-            renew(self._runner.ready(self._live), self._runner.ready(replace(self._live, derived={})))
+            for layer in self._holders():
+                renew(self._runner.ready(layer), self._runner.ready(replace(layer, derived={})))
+
+    def _holders(self) -> tuple[PreparedMoE, ...]:
+        """What holds values derived from the layer: itself, and its copy in the kernel that calls run."""
+        kernel = called_kernel(self._live)
+        return (self._live,) if kernel is None else (self._live, kernel.prepared)
 
     def _refuse(self, writes: Sequence[SliceWrite]) -> None:
         """Raises for updates whose result would not be that of a conversion."""
@@ -317,11 +324,12 @@ class LayerRefit:
         role, problem = output.role, self._live.problem
         if role.endswith("_scale") and role in written:
             check_scales(batch[role], byte_scales(problem))
-            if reason := self._runner.refit(self._live, role, batch[role]):
-                raise NoBackend(
-                    f"{role} cannot change in place: {reason}",
-                    hint="load the layer again with its new weights",
-                )
+            for layer in self._holders():
+                if reason := self._runner.refit(layer, role, batch[role]):
+                    raise NoBackend(
+                        f"{role} cannot change in place: {reason}",
+                        hint="load the layer again with its new weights",
+                    )
         if output.values:
             output.changed(batch, statistics)
 

@@ -17,7 +17,9 @@ from moectl.convert.layouts.registry import LAYOUTS, WeightLayout, layout_named
 from moectl.convert.rank_slice import RankShard
 from moectl.errors import CheckpointError, NoBackend, UsageError
 from moectl.kernels import registry
-from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.external import humming
+from moectl.kernels.modular.fused_moe_kernel import layer_kernel
+from moectl.kernels.prepared_layer import CANONICAL, KERNEL, PreparedMoE
 from moectl.kernels.runner import Runner
 from moectl.kernels.triton.kernel_family import layer_of
 from moectl.layer.experts import LayerOrigin, decode
@@ -25,7 +27,7 @@ from moectl.layer.prepare import load_prepared, prepare
 from moectl.layer.refit import refit, renew
 from moectl.problem.schemes import FP8_TENSOR, NVFP4, int_format
 from support import refit_cases
-from support.layout_cases import ROWS, as_bytes
+from support.layout_cases import ROWS, as_bytes, lacks_lowest
 from support.one_thread import one_thread  # noqa: F401
 from support.random_layers import GPT_OSS, canonical_roles
 from support.random_layers import layer_of as expert_layer
@@ -46,6 +48,25 @@ def test_slices_in_any_order_are_a_cold_conversion(layout: WeightLayout) -> None
             if case:
                 check_dense(case)
     assert written >= 4
+
+
+@pytest.mark.parametrize("layout", [x for x in LAYOUTS if lacks_lowest(x)], ids=lambda layout: layout.name)
+def test_a_code_that_a_layout_lacks_is_refused_and_changes_nothing(layout: WeightLayout) -> None:
+    case = try_case(random.Random(0), layout, layout.weights[0], "concatenated", 1, 1)
+    assert case is not None
+    before = {name: t.clone() for name, t in case.live.weights.items()}
+    bits = layout.weights[0].bits
+    lowest = torch.zeros(1, 1, 1, dtype=torch.uint8)
+    with pytest.raises(CheckpointError) as refused, case.update.batch():
+        case.update.update("w2_scale", case.other["w2_scale"])
+        case.update.update("w13", lowest, experts=3, rows=5, columns=7)
+    assert f"a weight is -{1 << (bits - 1)}, which int{bits} in sign and magnitude lacks" in str(
+        refused.value
+    )
+    compare(case, before)
+    assert case.update.update("w13", lowest + 0x11, experts=3, rows=5, columns=7)
+    case.whole["w13"][3, 5, 7] = 0x11
+    compare(case, case.cold(case.whole))
 
 
 def check_dense(case: RefitCase) -> None:
@@ -183,6 +204,20 @@ def test_scales_beyond_the_range_that_launched_kernels_need_are_refused() -> Non
     assert layer_of(live).w13.exponents == (64, 190)
 
 
+def test_the_kernel_that_calls_run_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "accept", lambda runner, prepared: None)  # nothing is launched
+    roles = canonical_roles(GPT_OSS)
+    roles["w13_scale"].fill_(120)
+    live = expert_layer(GPT_OSS, roles).prepared("moectl", "cpu")
+    update, scale = refit(live).update, torch.full((1, 1, 1), 191, dtype=torch.uint8)
+    copy = live.derive(KERNEL, layer_kernel).prepared  # as the first call of the layer does
+    assert layer_of(copy).w13.exponents_within(range(64, 191))
+    with pytest.raises(NoBackend, match=r"right for scales from 2\^-63 to below 2\^64"):
+        update("w13_scale", scale, experts=1, rows=3, columns=0)
+    assert update("w13_scale", scale - 1, experts=1, rows=3, columns=0)
+    assert layer_of(copy).w13.exponents == (120, 190)
+
+
 def fake_runner(**fields: object) -> Runner:
     def ready(prepared: PreparedMoE) -> dict[str, Tensor]:
         return prepared.derive(
@@ -214,8 +249,25 @@ def test_layers_that_cannot_change_in_place_are_refused(monkeypatch: pytest.Monk
         refit(case.live).update("w13_input", other["w13_input"])
     monkeypatch.setattr("moectl.layer.refit.runner_for", lambda name: fake_runner(keeps="weights"))
     with pytest.raises(NoBackend, match="keeps its own copy of the weights"):
-        refit(case.live)
+        refit(replace(case.live, layout=CANONICAL))
+    assert refit(case.live).update("w2", other["w2"])  # it reads this layout as it is
     assert registry.runner_for("torch").keeps == ""
+
+
+def test_hummings_kernels_read_what_a_refit_of_their_layout_writes() -> None:
+    case, other = made("humming-mxfp4")
+    live = replace(case.live, backend="humming")
+    read = {role: humming.converted_tensors(live, role) for role in ("w13", "w2")}
+    with pytest.raises(NoBackend, match="humming backend keeps its own copy of the weights"):
+        refit(replace(live, layout=CANONICAL))
+    update = refit(live)
+    with update.batch():
+        for role in ("w13", "w2", "w13_scale", "w2_scale"):
+            update.update(role, other[role])
+    expected = case.cold(case.whole | {r: other[r] for r in ("w13", "w2", "w13_scale", "w2_scale")})
+    for role, tensors in read.items():
+        assert torch.equal(as_bytes(tensors["weight"]), as_bytes(expected[role]))
+        assert torch.equal(as_bytes(tensors["weight_scale"]), as_bytes(expected[f"{role}_scale"]))
 
 
 def test_a_converted_rank_does_not_know_other_ranks_input_scales() -> None:

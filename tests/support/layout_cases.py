@@ -108,10 +108,18 @@ def unpadded(problem: MoEProblem) -> MoEProblem:
 def tensors_for(layout: WeightLayout, problem: MoEProblem, seed: int = 0) -> dict[str, Tensor]:
     """Random canonical tensors that `layout` holds without quantizing them again."""
     tensors = canonical_tensors(problem, seed, alike=layout.name in ONE_SCALE)
-    if "-e0m" in layout.name:
-        digits = 0x11 if problem.scheme.weight.bits == 4 else 0x01
-        tensors |= {role: t | digits for role, t in tensors.items() if role in ("w13", "w2")}
-    return tensors
+    return without_lowest(problem, tensors) if lacks_lowest(layout) else tensors
+
+
+def lacks_lowest(layout: WeightLayout) -> bool:
+    """Whether `layout` holds no lowest code."""
+    return "-e0m" in layout.name
+
+
+def without_lowest(problem: MoEProblem, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors` whose codes are odd, and so none the lowest."""
+    digits = 0x11 if problem.scheme.weight.bits == 4 else 0x01
+    return tensors | {role: t | digits for role, t in tensors.items() if role in ("w13", "w2")}
 
 
 ONE_SCALE = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import NoBackend, UsageError
 from ...problem.schemes import A16
 from ..layer_inputs import LayerInputs
-from ..prepared_layer import PreparedMoE
+from ..prepared_layer import KERNEL, PreparedMoE
 from ..quantize_tokens import refusal as quantizing_refusal
 from ..registry import runner_for
 from ..runner import ActivationFormat, Runner, check_arguments, check_tokens
@@ -209,6 +209,12 @@ def layer_kernel(prepared: PreparedMoE) -> FusedMoEKernel:
     """
     share = map_of(prepared) if prepared.problem.local_experts < prepared.problem.experts else None
     return share_kernel(prepared, share)
+
+
+def called_kernel(prepared: PreparedMoE) -> FusedMoEKernel | None:
+    """The kernel behind calls of `prepared`, with derived values of its own; None before the first call."""
+    kernel = prepared.derived.get(KERNEL)
+    return kernel if isinstance(kernel, FusedMoEKernel) else None
 
 
 def share_kernel(prepared: PreparedMoE, expert_map: Tensor | None = None) -> FusedMoEKernel:
