@@ -29,6 +29,8 @@ from ..kernels.triton.layer_binaries import (
     binaries_at,
     binaries_of,
     counting,
+    ranges_needed,
+    rely_on,
     scale_forms,
     without_weights,
 )
@@ -67,12 +69,13 @@ class KernelLoad:
     log: IO[str] = field(default_factory=partial(TemporaryFile, "w+", errors="replace"))
     trouble: str = ""
     result: CompileResult | None = None
-    _loaded: set[tuple[object, ...]] = field(default_factory=set)
+    _loaded: dict[tuple[object, ...], tuple[frozenset[range], ...]] = field(default_factory=dict)
 
     def ready(self, layer: PreparedMoE) -> str:
         """Takes the kernels of `layer` into this process, once they are compiled.
 
-        Must not be called during CUDA graph capture. Returns a line for the log; an empty one if this
+        Must not be called during CUDA graph capture. `moectl.refit` refuses scales for which they are wrong
+        from then on. Returns a line for the log; an empty one if this
         process has them.
         """
         start = time.perf_counter()
@@ -81,15 +84,17 @@ class KernelLoad:
             self._wait()
         waited = time.perf_counter() - start
         bare = without_weights(layer)
-        variant = (bare.problem, scale_forms(bare))
+        variant = (bare.problem, scale_forms(without_weights(layer)))
         if variant in self._loaded:
+            rely_on(layer, self._loaded[variant])
             return ""
-        self._loaded.add(variant)
         on_gpu = layer.device.type == "cuda"
         with triton.knobs.cache.scope(), torch.cuda.device(layer.device) if on_gpu else nullcontext():
             triton.knobs.cache.dir = str(self.cache)
             with counting() as count:
                 kernels = [binary.compile() for binary in self._binaries(bare, layer.device)]
+            self._loaded[variant] = ranges_needed(bare)
+            rely_on(layer, self._loaded[variant])
             for kernel in kernels if on_gpu else ():
                 # Else code is put on the GPU at the first launch, perhaps in the middle of serving.
                 kernel._init_handles()

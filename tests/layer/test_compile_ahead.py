@@ -13,9 +13,10 @@ import torch
 import triton
 
 from moectl.environment import find_device
-from moectl.errors import CheckpointError, MoectlError, UsageError
+from moectl.errors import CheckpointError, MoectlError, NoBackend, UsageError
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.triton.expert_batches import CHOSEN_FOR
+from moectl.kernels.triton.kernel_family import layer_of
 from moectl.kernels.triton.layer_binaries import counting
 from moectl.kernels.triton.offline_gpu import OfflineGpu, standing_in
 from moectl.kernels.triton.triton_runner import launch_on, run_with
@@ -24,8 +25,11 @@ from moectl.layer.background_compile import started
 from moectl.layer.compile_ahead import CompileRequest, CompileResult, cache_directory
 from moectl.layer.experts import empty_layer
 from moectl.layer.kernel_files import INDEX, differences, export_kernels, import_kernels
+from moectl.layer.refit import refit
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.schemes import MXFP4, Scheme
+from support.random_layers import canonical_roles
+from support.random_layers import layer_of as layer_of_roles
 
 A100 = OfflineGpu.of(find_device("a100"))
 PROBLEM = MoEProblem(Dims(512, 256), 8, 2, Scheme(MXFP4))
@@ -204,6 +208,30 @@ def test_a_server_has_its_kernels_before_the_first_call(cache: Path, forgetful: 
     for record in (cache.parent / "moectl" / "compiling").glob("*.json"):
         record.write_text('{"kernels": 3}')
     assert compile_ahead.remembered(REQUEST) is None
+
+
+def test_refits_keep_to_the_ranges_of_kernels_that_were_compiled_ahead(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folded = range(64, 191)
+
+    def fake(bare: PreparedMoE, *arguments: object) -> tuple[object, ...]:
+        assert layer_of(bare).w13.exponents_within(folded)
+        return ()
+
+    monkeypatch.setattr(background_compile, "binaries_of", fake)
+    load = background_compile.KernelLoad(REQUEST, cache)
+    roles = canonical_roles(PROBLEM)
+    roles["w13_scale"].fill_(120)
+    layers = [layer_of_roles(PROBLEM, roles).prepared("moectl", "cpu") for _ in range(2)]
+    said = [load.ready(layer) for layer in layers]
+    assert said[0].startswith("0 kernels") and said[1] == ""
+    scale = torch.full((1, 1, 1), 191, dtype=torch.uint8)
+    for layer in layers:
+        assert (layer_of(layer).w13.relied_on, layer_of(layer).w2.relied_on) == ({folded}, set())
+        with pytest.raises(NoBackend, match=r"right for scales from 2\^-63 to below 2\^64"):
+            refit(layer).update("w13_scale", scale, experts=1, rows=3, columns=0)
+        assert refit(layer).update("w2_scale", scale, experts=1, rows=3, columns=0)
 
 
 class FakeProcess:

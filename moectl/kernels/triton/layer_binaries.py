@@ -221,6 +221,22 @@ def without_weights(layer: PreparedMoE) -> PreparedMoE:
     return bare
 
 
+def ranges_needed(bare: PreparedMoE) -> tuple[frozenset[range], ...]:
+    """For each matrix the ranges of exponents outside of which binaries that `bare` launched are wrong."""
+    if bare.backend != RUNNER.name:
+        return ()
+    made = layer_of(bare)
+    return frozenset(made.w13.relied_on), frozenset(made.w2.relied_on)
+
+
+def rely_on(layer: PreparedMoE, ranges: tuple[frozenset[range], ...]) -> None:
+    """Makes refits of `layer` refuse scales outside of `ranges`, which are from `ranges_needed`."""
+    if ranges:
+        made = layer_of(layer)
+        for matrix, needed in zip((made.w13, made.w2), ranges, strict=True):
+            matrix.relied_on.update(needed)
+
+
 def scale_forms(layer: PreparedMoE) -> tuple[bool, ...]:
     """What the binaries of a layer depend on besides its problem: forms of the code for ranges of scales."""
     if layer.backend != RUNNER.name:

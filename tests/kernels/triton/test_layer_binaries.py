@@ -26,7 +26,9 @@ from moectl.kernels.triton.layer_binaries import (
     _Walk,
     binaries_at,
     binaries_of,
+    ranges_needed,
     recording,
+    rely_on,
     scale_forms,
     without_weights,
 )
@@ -134,6 +136,19 @@ def test_a_process_with_the_gpu_computes_the_same_keys(tokens: int, monkeypatch:
                 run_into(y, real, x, ids, weights, launch)
             keys.append({it.binary(walk.form, tokens).key for it in launched})
     assert keys[0] == keys[1] == {binary.key for binary in ahead}
+
+
+@pytest.mark.parametrize(("gpu", "needs"), [(H200, True), (A100, False)], ids=["h200", "a100"])
+def test_ranges_that_binaries_need_are_those_they_were_chosen_by(gpu: OfflineGpu, needs: bool) -> None:
+    layer = layer_without_weights("openai/gpt-oss-20b")
+    bare = without_weights(layer)
+    with standing_in(gpu):
+        binaries_of(bare, runner_for("moectl"), CUDA, 64)
+    needed = ranges_needed(bare)
+    assert all(needed) == needs == any(needed)
+    rely_on(layer, needed)
+    made = layer_of(layer)
+    assert (made.w13.relied_on, made.w2.relied_on) == needed
 
 
 def test_scales_out_of_range_need_other_binaries() -> None:
