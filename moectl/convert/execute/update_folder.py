@@ -122,7 +122,8 @@ def plan_update(
     interrupted = _interrupted(folder)
     with FolderReader(source) as reader:
         kept = [_kept(planned, reader, meter) for planned in plans]
-        of_all = set.intersection(*map(set, kept))
+        # Ranks of an interrupted update may have been made with other ranks' experts before they changed.
+        of_all = set() if interrupted and len(plans) > 1 else set.intersection(*map(set, kept))
         files = {item.file: item.sha256 for item in old.rest}
         changed = []
         for item in passthrough:

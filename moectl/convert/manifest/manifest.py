@@ -277,10 +277,10 @@ def load_directory(folder: Path) -> Manifest | Deployment:
     number = rank_number(folder.absolute())
     if number is not None and (folder / MANIFEST).exists() and not (folder / READY).exists():
         above = folder.absolute().parent
-        top = load_directory(above)
-        if not isinstance(top, Deployment):
+        top = recorded(signed_document(above), str(above / MANIFEST))
+        if isinstance(top, ManifestRecord):
             raise CheckpointError(f"{above / MANIFEST} is not of several ranks.", hint="Convert again.")
-        return replace(top.rank(number), folder=folder)
+        return replace(Deployment(above, top).rank(number), folder=folder)
     record = recorded(signed_document(folder), str(folder / MANIFEST))
     if isinstance(record, DeploymentRecord):
         return Deployment(folder, record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from moectl.convert.restore.verify import verify
 from moectl.errors import CheckpointError
 from support.converted_folders import format_1
 from support.invoking import moectl as command
+from support.stream_checkpoints import nvfp4_checkpoint
 
 PREFIX = "model.layers.1.mlp.experts."
 
@@ -190,6 +192,40 @@ def test_ranks_of_a_checkpoint_that_changed_again_after_an_interrupt(
     change(newer, f"{PREFIX}down_proj_bias", "model.layers.0.mlp.experts.down_proj_bias")
     command_update(out, newer)
     assert contents(out) == contents(converted(newer, tmp_path / "cold", sizes))
+
+
+@pytest.mark.parametrize("expert", [0, 7], ids=["rank-00", "rank-01"])
+@pytest.mark.parametrize("done", [0, 1, 2], ids=lambda done: f"{done} ranks done")
+def test_ranks_that_depend_on_each_others_experts(
+    expert: int, done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = nvfp4_checkpoint(tmp_path / "source")
+    newer = shutil.copytree(source, tmp_path / "newer")
+    (file,) = newer.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in tensors:
+        if f".experts.{expert}." in name and name.endswith(".input_scale"):
+            tensors[name] = tensors[name] * 4096  # now the largest of the layer
+    file.unlink()
+    save_file(tensors, file, {"format": "pt"})
+    out = converted(source, tmp_path / "out", (1, 2), "trtllm")
+    assert not module.plan_update(out, moectl.open_checkpoint(source)).needed
+    original, calls = module._begin, [0]
+
+    def crash(*arguments: Any, **keywords: Any) -> None:
+        calls[0] += 1
+        if calls[0] > done + 1:  # the first is of the directory above the ranks
+            raise KeyboardInterrupt
+        original(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_begin", crash)
+        patch.setattr(module, "finish_ranks", crash)
+        with pytest.raises(KeyboardInterrupt):
+            command_update(out, newer)
+    command_update(out, newer)
+    assert contents(out) == contents(converted(newer, tmp_path / "cold", (1, 2), "trtllm"))
+    assert verify(out, newer).ok and not module.plan_update(out, moectl.open_checkpoint(newer)).needed
 
 
 def test_directories_that_are_not_updated(tiny_gpt_oss: Path, newer: Path, tmp_path: Path) -> None:
