@@ -8,6 +8,7 @@ import struct
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from moectl.checkpoint import open_checkpoint
 from moectl.checkpoint.checkpoint import Checkpoint
 from moectl.convert.execute.convert import convert
 from moectl.convert.layouts.registry import LAYOUTS, layout_named
+from moectl.convert.layouts.weight_layout import WeightLayout
 from moectl.convert.manifest.manifest import load_manifest
 from moectl.convert.plan.kernel_layout_plan import plan_conversion
 from moectl.errors import CheckpointError, Unavailable, UsageError
@@ -23,7 +25,7 @@ from moectl.kernels.reference import route
 from moectl.kernels.registry import runner_for
 from moectl.kernels.routing import route_by
 from moectl.layer.prepare import checkpoint_layer, converted_layer, load_prepared, prepare, read_router
-from moectl.problem.schemes import MXFP4, int_format
+from moectl.problem.schemes import MXFP4, WeightFormat, int_format
 from moectl.run.workload import workload_of
 from moectl.synth import synthesize
 from support.random_layers import inputs_of, judged
@@ -149,11 +151,40 @@ def wide_kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synthesize("moonshotai/Kimi-K2-Thinking", folder, **sizes)
 
 
+@pytest.fixture(scope="module")
+def kimi_without_lowest_codes(wide_kimi: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without codes of -8, which sign and magnitude lack."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "kimi"
+    shutil.copytree(wide_kimi, folder)
+    for name, info in open_checkpoint(folder).tensors.items():
+        if name.endswith(".weight_packed"):
+            codes = np.memmap(folder / info.file, np.uint8, "r+", info.start, (info.nbytes,))
+            codes[codes & 0x0F == 0] += 0x01
+            codes[codes & 0xF0 == 0] += 0x10
+            codes.flush()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wide_gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gpt-oss checkpoint whose sizes every MXFP4 layout can hold."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "wide-gpt-oss"
+    sizes = {"layers": 1, "experts": 4, "hidden": 256, "intermediate": 256, "top_k": 2}
+    return synthesize("openai/gpt-oss-20b", folder, **sizes)
+
+
+def checkpoint_for(layout: WeightLayout, weight: WeightFormat) -> str:
+    """The fixture whose experts `layout` can hold."""
+    if weight == MXFP4:
+        return "wide_gpt_oss" if "-act-fp8" in layout.name else "tiny_gpt_oss"
+    return "kimi_without_lowest_codes" if "-e0m" in layout.name else "wide_kimi"
+
+
 HELD = [
-    (name, layout.name)
-    for name, weight in (("tiny_gpt_oss", MXFP4), ("wide_kimi", int_format(4, 32)))
+    (checkpoint_for(layout, weight), layout.name)
+    for weight in (MXFP4, int_format(4, 32))
     for layout in LAYOUTS
-    if weight in layout.weights and (layout.bias or name != "tiny_gpt_oss")
+    if weight in layout.weights and (layout.bias or weight != MXFP4)
 ]
 
 
