@@ -226,7 +226,7 @@ class ModelExperts:
         if here != shard or isinstance(source, ConvertedRanks):
             raise UsageError(
                 f"{source.folder} was converted for {here}, this is {shard}",
-                hint="convert with --tp-size and --ep-size of this deployment",
+                hint=f"convert with --tp-size {shard.tp_size} --ep-size {shard.ep_size}",
             )
         return source
 

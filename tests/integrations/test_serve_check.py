@@ -202,7 +202,8 @@ def test_names_releases_and_limits_are_the_adapters():
     assert tuple(SERVED_ENGINES) == ENGINE_NAMES
     assert SERVED_ENGINES["vllm"].releases == tuple(vllm_plugin.ADAPTERS)
     assert SERVED_ENGINES["sglang"].releases == tuple(sglang.ADAPTERS)
-    assert SERVED_ENGINES["sglang"].refusals is sglang.limits.refusals
+    refusals = SERVED_ENGINES["sglang"].refusals
+    assert (refusals.__module__, refusals.__name__) == (sglang.limits.__name__, "refusals")
 
 
 def test_text_and_wrong_usage(folders):
