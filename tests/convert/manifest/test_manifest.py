@@ -176,6 +176,7 @@ TAMPERED: list[tuple[Edit, str]] = [
     (put(*LAYER, "file", value="../../etc/passwd"), "not a plain name"),
     (put(*LAYER, "file", value="/etc/passwd"), "not a plain name"),
     (put(*LAYER, "file", value="moectl-layer-00000.experts"), "listed twice"),
+    (put("rest", 0, "file", value="moectl-layer-00000.experts"), "listed twice"),
     (put("rest", 0, "source", value="a/b"), "not a plain name"),
     (put("files", 0, "file", value="."), "not a plain name"),
     (put(*LAYER, "layer", value=7), "not the same layers"),
