@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from ..errors import NoBackend
 
+ONE_RANK = "moectl's experts in transformers run on one rank"
+
 
 @dataclass(frozen=True, slots=True)
 class Limit:

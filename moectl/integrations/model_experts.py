@@ -44,9 +44,6 @@ OWN = ("moectl", "moectl_marlin")
 BACKEND = "MOECTL_BACKEND"
 """Environment variable that names the backend of every layer."""
 
-SWITCH = "MOECTL_EXPERTS"
-"""Environment variable: ``kernels`` takes experts over in published checkpoints without an option."""
-
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Names of the dtypes that tokens may have."""
 
@@ -238,6 +235,13 @@ class ModelExperts:
             return source
         assert isinstance(source, ConvertedLayers)
         return ConvertedRanks(source.folder.absolute().parent, source.check)
+
+
+def hold_nothing(layer: torch.nn.Module) -> None:
+    """Gives `layer` parameters without elements where an engine expects experts that it is not to load."""
+    for name in ("w13_weight", "w2_weight"):
+        empty = torch.nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
+        layer.register_parameter(name, empty)
 
 
 def default_device() -> torch.device:

@@ -15,7 +15,7 @@ from ..convert.rank_slice import RankShard
 from ..problem.layouts import FOLDER_READERS
 from . import sglang, vllm
 from .engine_names import ENGINE_NAMES
-from .limits import Limit, limits_met
+from .limits import ONE_RANK, Limit, limits_met
 from .sglang import limits as sglang_limits
 from .vllm import limits as vllm_limits
 
@@ -29,7 +29,8 @@ class ServedEngine:
     Attributes:
         name: as on moectl's command line; `title`: its official spelling.
         package: its Python package; `extra`: moectl's extra that installs it.
-        releases: of which there is an adapter, as leading numbers of versions.
+        releases: of which there is an adapter, as leading numbers of versions; the last may end in ``+``,
+            for that number and higher ones.
         group: entry points by which it finds moectl; empty if a program imports moectl itself.
         allowed: environment variable with the plug-ins that it loads; empty if it has none.
         own_only: moectl's own kernels alone compute in it, others are left to the engine.
@@ -57,9 +58,16 @@ class ServedEngine:
         Example:
             >>> [SERVED_ENGINES["sglang"].has_adapter(version) for version in ("0.5.23.post1", "0.5.3")]
             [True, False]
+            >>> [SERVED_ENGINES["transformers"].has_adapter(version) for version in ("5.23.0", "5.9", "6.0")]
+            [True, False, False]
         """
-        numbers = re.findall(r"\d+", release)
-        return any(numbers[: len(known)] == known for known in (r.split(".") for r in self.releases))
+        numbers = [int(number) for number in re.findall(r"\d+", release)]
+        for known in self.releases:
+            *same, last = (int(number) for number in known.rstrip("+").split("."))
+            found = numbers[len(same)] if len(numbers) > len(same) and numbers[: len(same)] == same else -1
+            if found == last or (known.endswith("+") and found > last):
+                return True
+        return False
 
     def command(self, path: str, tp: int, ep: int, options: Options, converted: bool) -> str:
         """The command that serves `path`, or loads it; sizes as the engine counts.
@@ -100,8 +108,6 @@ def _sglang_shards(tp: int, ep: int, options: Options) -> tuple[RankShard, ...] 
     return _all_ranks(tp // groups, ep)
 
 
-_ONE_RANK = "moectl's experts in transformers run on one rank"
-
 TRANSFORMERS_LIMITS = (
     Limit("--tp-plan", "tensor parallelism", "leave tp_plan out"),
     Limit("--distributed-config", "parallelism", "leave distributed_config out"),
@@ -109,7 +115,7 @@ TRANSFORMERS_LIMITS = (
 
 
 def _transformers_shards(tp: int, ep: int, options: Options) -> tuple[RankShard, ...] | str:
-    return _ONE_RANK if tp * ep > 1 else _all_ranks(1, 1)
+    return ONE_RANK if tp * ep > 1 else _all_ranks(1, 1)
 
 
 def _transformers_program(path: str, converted: bool) -> str:
@@ -154,7 +160,7 @@ _ENGINES = (
         title="transformers",
         package="transformers",
         extra="transformers",
-        releases=("5",),
+        releases=("5.17+",),
         group="",
         allowed="",
         own_only=False,

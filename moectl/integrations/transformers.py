@@ -32,7 +32,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..errors import CheckpointError, NoBackend, UsageError
 from ..kernels.prepared_layer import PreparedMoE
 from ..run.layer_variants import problem_in_dtype
-from .model_experts import ModelExperts, open_experts
+from .limits import ONE_RANK
+from .model_experts import DTYPES, ModelExperts, open_experts
 
 if TYPE_CHECKING:
     from ..layer.background_compile import KernelLoad
@@ -42,8 +43,6 @@ METHOD = "moectl"
 logger = logging.get_logger(__name__)
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:[^.]+\.)*experts$")
-
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @register_quantization_config(METHOD)
@@ -153,7 +152,7 @@ class MoectlQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if getattr(model, "_tp_size", None) not in (None, 1):
-            raise NoBackend("moectl's experts in transformers run on one rank", hint="leave tp_plan out")
+            raise NoBackend(ONE_RANK, hint="leave tp_plan out")
         self.dtype = model.dtype
         self.experts = experts = open_experts(self._reference(model.config))
         self._delegate(model, experts, kwargs)

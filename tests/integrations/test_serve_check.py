@@ -1,7 +1,9 @@
 """`moectl serve-check`: what would keep a server from starting, by the facts of its adapter."""
 
+import re
 import shlex
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -202,6 +204,9 @@ def test_names_releases_and_limits_are_the_adapters():
     assert tuple(SERVED_ENGINES) == ENGINE_NAMES
     assert SERVED_ENGINES["vllm"].releases == tuple(vllm_plugin.ADAPTERS)
     assert SERVED_ENGINES["sglang"].releases == tuple(sglang.ADAPTERS)
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    (oldest,) = re.findall(r'"transformers>=([\d.]+)"', pyproject)
+    assert SERVED_ENGINES["transformers"].releases == (f"{oldest}+",)
     refusals = SERVED_ENGINES["sglang"].refusals
     assert (refusals.__module__, refusals.__name__) == (sglang.limits.__name__, "refusals")
 

@@ -19,7 +19,7 @@ from ....convert.sources import output_name
 from ....errors import NoBackend, UsageError
 from ....kernels.modular.fused_moe_kernel import FusedMoEKernel, share_kernel
 from ...limits import Limit, unsupported
-from ...model_experts import default_device
+from ...model_experts import default_device, hold_nothing
 from .. import METHOD
 
 if TYPE_CHECKING:
@@ -52,9 +52,7 @@ class SglangMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        for name in ("w13_weight", "w2_weight"):
-            empty = torch.nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
-            layer.register_parameter(name, empty)
+        hold_nothing(layer)
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: MoeRunnerConfig) -> None:
         self.runner = MoeRunner(resolve_moe_runner_backend(METHOD), moe_runner_config)

@@ -14,7 +14,8 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig, Quant
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from ....errors import NoBackend
-from ...model_experts import SWITCH, ModelExperts
+from ...engine_names import SWITCH
+from ...model_experts import ModelExperts
 from .. import METHOD
 from .experts import SglangMoEMethod
 

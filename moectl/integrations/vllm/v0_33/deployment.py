@@ -1,4 +1,4 @@
-"""This process's place in a deployment of vLLM: its device, its rank, and what is refused there."""
+"""This process's place in a deployment of vLLM: its rank, and what is refused there."""
 
 from __future__ import annotations
 
@@ -14,14 +14,6 @@ from ....errors import NoBackend, UsageError
 from ....kernels.prepared_layer import local_ids
 from ....problem.moe_problem import MoEProblem
 from ..limits import LIMITS, refusals, sentence
-
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-def this_device() -> torch.device:
-    """The GPU of this process, or the CPU."""
-    cuda = torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def shard_of(moe: FusedMoEConfig) -> RankShard:

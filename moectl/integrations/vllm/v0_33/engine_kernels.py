@@ -25,8 +25,8 @@ from ....errors import NoBackend
 from ....problem.moe_problem import MoEProblem
 from ....problem.padding import pad
 from ....problem.schemes import A16
-from ...model_experts import ModelExperts
-from .deployment import DTYPES, check_map, shard_of, this_device
+from ...model_experts import DTYPES, ModelExperts, default_device
+from .deployment import check_map, shard_of
 
 logger = init_logger(__name__)
 
@@ -90,7 +90,7 @@ def _triton_kernels() -> tuple[ModuleType, ...]:
     from vllm.model_executor.layers.quantization.utils import mxfp4_utils
 
     codes, scales = (
-        torch.zeros(1, 256, width, dtype=torch.uint8, device=this_device()) for width in (128, 8)
+        torch.zeros(1, 256, width, dtype=torch.uint8, device=default_device()) for width in (128, 8)
     )
     mxfp4_utils._swizzle_mxfp4(codes, scales)
     return tuple(import_module(f"triton_kernels.{name}") for name in ("matmul_ogs", "tensor", "numerics"))
@@ -259,7 +259,7 @@ class _Loading:
     def read(self) -> dict[str, Tensor]:
         """The layer's tensors by role on this process's device, 16-bit numbers in the model's dtype."""
         dtype = self.method.moe.in_dtype
-        stored = self.experts.stored(self.number, this_device(), shard_of(self.method.moe))
+        stored = self.experts.stored(self.number, default_device(), shard_of(self.method.moe))
         return {role: t.to(dtype) if t.dtype in DTYPES else t for role, t in stored.items()}
 
     def refill(self, experts: ModelExperts) -> None:

@@ -21,21 +21,15 @@ from ....errors import NoBackend
 from ....kernels.modular.fused_moe_kernel import FusedMoEKernel, layer_kernel
 from ....kernels.prepared_layer import PreparedMoE
 from ....kernels.registry import runner_for
-from ...model_experts import ModelExperts
+from ...model_experts import BACKEND, DTYPES, OWN, ModelExperts, default_device, hold_nothing
 from .compile_at_load import begin, take
-from .deployment import DTYPES, check_map, dummy, refuse, shard_of, this_device
+from .deployment import check_map, dummy, refuse, shard_of
 from .engine_kernels import KERNELS, engine_method
 
 if TYPE_CHECKING:
     from ....layer.background_compile import KernelLoad
 
 logger = init_logger(__name__)
-
-OWN = ("moectl", "moectl_marlin")
-"""Backends that are faster than vLLM's own; the others are left to vLLM."""
-
-BACKEND = "MOECTL_BACKEND"
-"""Environment variable that names the backend of every layer: one of moectl's, or `ENGINE`."""
 
 ENGINE = "vllm"
 """The value of `BACKEND` that leaves all experts to vLLM's own kernels."""
@@ -71,7 +65,7 @@ def experts_method(
         return engine_method(experts, layer, number, prefix, published)
     if asked == ENGINE:
         return None
-    names = (asked,) if asked else experts.backends(problem, this_device())
+    names = (asked,) if asked else experts.backends(problem, default_device())
     if asked or names[0] in OWN:
         return MoectlMoEMethod(moe, experts, number, names[0])
     if experts.converted:
@@ -93,7 +87,7 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         self.experts_cls = VllmExperts
         self.kernel: FusedMoEKernel | None = None
         problem = experts.problem_of(number, shard_of(moe))
-        self.load = begin(problem, DTYPES[moe.in_dtype], backend, this_device())
+        self.load = begin(problem, DTYPES[moe.in_dtype], backend, default_device())
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate: int, *args: Any, **kwargs: Any
@@ -109,9 +103,7 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **attributes: Any,
     ) -> None:
-        for name in ("w13_weight", "w2_weight"):
-            empty = torch.nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
-            layer.register_parameter(name, empty)
+        hold_nothing(layer)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         prepared = self._prepared()
@@ -133,7 +125,7 @@ class MoectlMoEMethod(FusedMoEMethodBase):
 
     def _prepared(self) -> PreparedMoE:
         dtype = DTYPES[self.moe.in_dtype]
-        return self.experts.prepared(self.number, this_device(), dtype, self.backend, shard_of(self.moe))
+        return self.experts.prepared(self.number, default_device(), dtype, self.backend, shard_of(self.moe))
 
     def refill(self, experts: ModelExperts) -> None:
         """Replace the layer's values in place by those of `experts`; graphs that were captured stay valid.

@@ -16,12 +16,10 @@ from vllm.model_executor.layers.quantization import (
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
+from ...engine_names import SWITCH
 from .. import METHOD
 
 logger = init_logger(__name__)
-
-SWITCH = "MOECTL_EXPERTS"
-"""Environment variable: ``kernels`` takes experts over in published checkpoints without --quantization."""
 
 
 class MoectlQuantization(QuantizationConfig):
