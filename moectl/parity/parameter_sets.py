@@ -161,12 +161,12 @@ class ParameterSource:
             self._manifest = load_manifest(path)
             self.layers = self._manifest.layers
         elif path.suffix != ".safetensors" and not is_folder:
+            checkpoint = open_checkpoint(ref, offline=offline)
             if layout is None:
                 raise UsageError(
                     f"{ref} is a checkpoint, whose tensors are in no kernel's layout",
                     hint="give --to LAYOUT to lay them out",
                 )
-            checkpoint = open_checkpoint(ref, offline=offline)
             if not checkpoint.groups:
                 raise CheckpointError(f"{ref} has no MoE layers")
             self._checkpoint = CheckpointLayers(checkpoint)
