@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
+
+from support.stub_modules import install_modules
 
 QUANTIZATION_METHODS: dict[str, Any] = {}
 QUANTIZATION_CHOICES: list[str] = []
@@ -425,17 +427,4 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.5.23") -> None:
     for name, values in VALUES.items():
         contents.setdefault(name, {}).update(values)
     contents["sglang.version"]["__version__"] = version
-    parents = {
-        ".".join(name.split(".")[:depth]) for name in contents for depth in range(1, name.count(".") + 1)
-    }
-    for name in sorted(parents | set(contents)):
-        module = ModuleType(name)
-        module.__path__ = []
-        for key, value in contents.get(name, {}).items():
-            setattr(module, key, value)
-        monkeypatch.setitem(sys.modules, name, module)
-        parent, _, leaf = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], leaf, module)
-    for name in [name for name in sys.modules if name.startswith("moectl.integrations.sglang.")]:
-        monkeypatch.delitem(sys.modules, name)
+    install_modules(monkeypatch, contents, "moectl.integrations.sglang")

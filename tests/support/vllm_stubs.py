@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from support.stub_modules import install_modules
 
 METHODS: dict[str, Any] = {}
 
@@ -254,14 +255,4 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
         },
         f"{moe}.topk_weight_and_reduce": {"TopKWeightAndReduceNoOP": type("NoOP", (), {})},
     }
-    for name, contents in modules.items():
-        module = ModuleType(name)
-        module.__path__ = []
-        for key, value in contents.items():
-            setattr(module, key, value)
-        monkeypatch.setitem(sys.modules, name, module)
-        parent, _, leaf = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], leaf, module)
-    for name in [name for name in sys.modules if name.startswith("moectl.integrations.vllm.")]:
-        monkeypatch.delitem(sys.modules, name)
+    install_modules(monkeypatch, modules, "moectl.integrations.vllm")
