@@ -26,6 +26,7 @@ from ..kernels.prepared_layer import PreparedMoE
 from ..layer.converted_ranks import ConvertedRanks
 from ..layer.experts import ExpertLayer, layout_recipe
 from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
+from ..layer.layers_ahead import LayerRequest, LayersAhead
 from ..layer.random_layer import RandomLayer
 from ..problem.moe_problem import MoEProblem, expert_range
 from ..run.layer_variants import in_dtype, rank_share
@@ -101,20 +102,54 @@ class ModelExperts:
 
         Raises NoBackend if no backend supports it, and what reading the layer raises.
         """
+        request = LayerRequest(layer, device, dtype, backend, shard)
+        if not self.random:
+            self._expect_after(layer, shard)
+        experts, name = self._ahead.take(request)
+        prepared = experts.prepared(name, device)
+        return replace(prepared, first_expert=self.first_expert(layer, shard))
+
+    def expect(
+        self,
+        layer: int,
+        device: torch.device,
+        dtype: str,
+        backend: str = "",
+        shard: RankShard = WHOLE,
+    ) -> None:
+        """Says that `prepared` will be asked for this, in the order of layers.
+
+        Then the tensors of an expected layer are allocated when the one before it is asked for, and are read
+        while that one is made ready, if they go to a GPU as they are stored.
+        """
+        self._ahead.expect(LayerRequest(layer, device, dtype, backend, shard))
+
+    @cached_property
+    def _ahead(self) -> LayersAhead:
+        return LayersAhead(self._opened)
+
+    def _opened(self, request: LayerRequest) -> tuple[ExpertLayer, str]:
+        """The layer of `request` in its dtype, and the backend for it."""
+        layer, device, dtype, backend, shard = request
         experts = in_dtype(self._experts(layer, shard, device), dtype)
         if experts.problem.routing.weight_on_input:
             raise UsageError(
                 f"layer {layer} applies router weights to its input, which this model's experts do outside",
                 hint="leave these experts to the library itself",
             )
-        if not self.random:
-            self._expect_after(layer, shard)
-        name = backend or self.backends(experts.problem, device, experts.layout)[0]
-        if backend:
-            machine = replace(this_machine(device.type), torch=device)
-            choose_backends(experts.problem, machine, [backend], experts.layout).require()
-        prepared = experts.prepared(name, device)
-        return replace(prepared, first_expert=self.first_expert(layer, shard))
+        chosen = self._chosen
+        key = (experts.problem, device, backend, experts.layout)
+        if key not in chosen:
+            if backend:
+                machine = replace(this_machine(device.type), torch=device)
+                choose_backends(experts.problem, machine, [backend], experts.layout).require()
+            chosen[key] = backend or self.backends(experts.problem, device, experts.layout)[0]
+        return experts, chosen[key]
+
+    @cached_property
+    def _chosen(self) -> dict[tuple[MoEProblem, torch.device, str, str], str]:
+        """Backends by what they were chosen for: layers of one kind get the same."""
+        return {}
 
     def stored(self, layer: int, device: torch.device, shard: RankShard = WHOLE) -> Mapping[str, Tensor]:
         """The tensors of `layer` by role on `device`, in the layout of a converted directory.

@@ -193,9 +193,14 @@ class MoectlQuantizer(HfQuantizer):
         assert self.experts is not None
         asked = self.quantization_config.backend
         loads: list[tuple[KernelLoad, PreparedMoE]] = []
+        devices = {
+            name: next(model.get_submodule(name.rpartition(".")[0]).parameters()).device
+            for name in self.places
+        }
         for name, layer in self.places.items():
-            module = model.get_submodule(name)
-            device = next(model.get_submodule(name.rpartition(".")[0]).parameters()).device
+            self.experts.expect(layer, devices[name], DTYPES[self.dtype], asked)
+        for name, layer in self.places.items():
+            module, device = model.get_submodule(name), devices[name]
             load = self._compiling(layer, device)
             module.put(prepared := self.experts.prepared(layer, device, DTYPES[self.dtype], asked))
             if load is not None:

@@ -108,15 +108,9 @@ class ExpertLayer:
             Unavailable: the device has too little memory.
         """
         device = torch.device(device)
-        own_layout = runner_for(backend).layout_of(self.problem)
-        layout = own_layout or self.layout
+        layout, recipe = self._read_by(backend)
         try:
-            recipe = self.recipe
-            if own_layout is not None:
-                rank_slice = self.rank_slice or RankSlice(self.problem)
-                recipe = layout_recipe(layout, rank_slice, self.recipe.shapes)
-            # A directory written with an older version of the layout has the same name but another recipe.
-            if layout == self.layout and recipe == self.recipe:
+            if (layout, recipe) == (self.layout, self.recipe):
                 weights, relaid = self.stored(device), ""
             else:
                 weights = self.repack(recipe, device)
@@ -135,6 +129,20 @@ class ExpertLayer:
         if not runner.refusal(self.problem, device):
             runner.ready(prepared)
         return prepared
+
+    def is_read_as_stored(self, backend: str) -> bool:
+        """Whether `prepared` for `backend` takes the stored tensors as they are; raises as it does."""
+        return self._read_by(backend) == (self.layout, self.recipe)
+
+    def _read_by(self, backend: str) -> tuple[str, Recipe]:
+        """The layout that `backend` reads, and its recipe.
+
+        A directory written with an older version of the layout has the same name but another recipe.
+        """
+        layout = runner_for(backend).layout_of(self.problem)
+        if layout is None:
+            return self.layout, self.recipe
+        return layout, layout_recipe(layout, self.rank_slice or RankSlice(self.problem), self.recipe.shapes)
 
     def repack(self, recipe: Recipe, device: torch.device) -> dict[str, Tensor]:
         """All experts' tensors stored by `recipe`, on `device`, read and converted there batch by batch."""

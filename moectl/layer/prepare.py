@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from ..checkpoint.checkpoint import Checkpoint, LayerGroup
 from ..checkpoint.source.catalogue import weights_missing
 from ..convert.canonical import byte_scales
 from ..convert.codecs import check_scales
-from ..convert.manifest.manifest import Manifest, check_layer, load_layer, load_manifest
+from ..convert.manifest.manifest import Manifest, begin_layer, check_layer, load_layer, load_manifest
 from ..convert.manifest.manifest_records import group_mappings, group_rank_slice, group_recipe, unpadded
 from ..convert.manifest.rank_directories import load_rank, rank_numbers
 from ..convert.recipe.recipe import Recipe, StoredOutput
@@ -20,6 +21,7 @@ from ..convert.sources import map_layer
 from ..convert.stream.expert_batches import ExpertBatches
 from ..convert.stream.file_transfers import Transfer, flat, transfer
 from ..convert.stream.source_reader import FolderReader, as_bytes, as_tensor, spans
+from ..convert.stream.tensor_reading import TensorReading
 from ..errors import CheckpointError, NoBackend, UsageError
 from ..files.safetensors_writer import nbytes
 from ..files.tensor_table import TensorInfo
@@ -147,9 +149,6 @@ def converted_layer(manifest: Manifest, layer: int | None = None, *, check: bool
         check_layer(manifest, number, locations)
         _check_scales(problem.local_experts, manifest, recipe, locations)
 
-    def stored(device: torch.device) -> dict[str, Tensor]:
-        return load_layer(manifest, number, locations, device=device)
-
     def canonical(ids: Ids, device: torch.device | None = None) -> dict[str, Tensor]:
         with FolderReader(manifest.folder) as reader:
             return _restored(reader, recipe, locations, ids, device or CPU)
@@ -162,8 +161,32 @@ def converted_layer(manifest: Manifest, layer: int | None = None, *, check: bool
         part.template.replace("{layer}", str(number)): mappings[name] for name, part in group.parts.items()
     }
     return ExpertLayer(
-        problem, number, manifest.layout.name, recipe, canonical, stored, router, rank_slice, parts=parts
+        problem,
+        number,
+        manifest.layout.name,
+        recipe,
+        canonical,
+        ConvertedTensors(manifest, number, locations),
+        router,
+        rank_slice,
+        parts=parts,
     )
+
+
+@dataclass(frozen=True)
+class ConvertedTensors:
+    """`ExpertLayer.stored` of a converted directory's layer, whose file was opened before (`locations`)."""
+
+    manifest: Manifest
+    number: int
+    locations: Mapping[str, TensorInfo]
+
+    def __call__(self, device: torch.device) -> dict[str, Tensor]:
+        return load_layer(self.manifest, self.number, self.locations, device=device)
+
+    def begin(self, device: torch.device) -> TensorReading | None:
+        """The same tensors, being read; None on a CPU, where the file is mapped and nothing is read."""
+        return None if device.type == "cpu" else begin_layer(self.manifest, self.locations, device)
 
 
 def _restored(

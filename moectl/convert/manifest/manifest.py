@@ -24,9 +24,9 @@ from ...problem.moe_problem import MoEProblem
 from ...torch_dtypes import TORCH_DTYPES
 from ..recipe.recipe import SIDE
 from ..sources import output_name
-from ..stream.file_transfers import Transfer, flat, transfer
 from ..stream.pipeline import usable_cores
 from ..stream.source_reader import FolderReader
+from ..stream.tensor_reading import TensorReading
 from .manifest_check import check_deployment, check_manifest, check_rank
 from .manifest_records import (
     MANIFEST,
@@ -367,7 +367,7 @@ def load_layer(
     if check:
         check_layer(manifest, layer, locations)
     if device is not None and device.type != "cpu":
-        return _read_layer(manifest.folder, locations, device)
+        return begin_layer(manifest, locations, device).tensors()
     record = manifest.layer(layer)
     path = manifest.folder / record.file
     with open_regular(path, str(path)) as file:
@@ -381,18 +381,9 @@ def load_layer(
     }
 
 
-def _read_layer(
-    folder: Path, locations: Mapping[str, TensorInfo], device: torch.device
-) -> dict[str, torch.Tensor]:
-    """The tensors at `locations`, without the ``source.*`` ones, newly allocated on `device`."""
+def begin_layer(
+    manifest: Manifest, locations: Mapping[str, TensorInfo], device: torch.device
+) -> TensorReading:
+    """`load_layer` to a GPU, which returns while threads read; `locations` are of `Manifest.open_layer`."""
     wanted = {role: info for role, info in locations.items() if not role.startswith(SIDE)}
-    tensors = {
-        role: torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device=device)
-        for role, info in wanted.items()
-    }
-    with FolderReader(folder) as reader:
-        transfers = (
-            Transfer(info.file, info.start, info.nbytes, flat(tensors[role])) for role, info in wanted.items()
-        )
-        transfer(reader, transfers, device)
-    return tensors
+    return TensorReading(manifest.folder, wanted, device)

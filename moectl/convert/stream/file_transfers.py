@@ -1,10 +1,14 @@
 """Byte ranges of files read into tensors on a device, by many threads through pinned buffers.
 
 What bounds the rate: a GPU's link takes 25 GB/s (PCIe 4) or 55 (PCIe 5), but only from pinned memory, and one
-thread copies 4 to 10 GB/s out of the page cache. So `THREADS` threads read at once, each into one of its two
-pinned buffers while the other is being copied to the device. Python needs the interpreter's lock for about
-0.1 ms of each piece, so that pieces have megabytes; all buffers together stay small, since pinning memory
-takes 0.3 s for each GB.
+thread copies 4 to 10 GB/s out of the page cache. So `THREADS` threads read at once, each into one of its
+pinned buffers while another is being copied to the device. What a piece needs of Python and of the driver is
+done by one thread at a time and bounds the rate: it took 0.3 to 0.5 ms of each piece on 16 cores while the
+threads contended for the interpreter's lock at every call. So one lock is held over all calls of a copy,
+streams are chosen once for each thread, and pieces have megabytes. All buffers together stay below a GB,
+since pinning memory takes 0.3 s for each.
+
+Several transfers may be under way at once (`begin`): the threads read the first one's pieces first.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -28,11 +32,14 @@ from .source_reader import FolderReader, as_bytes
 THREADS = 16
 """Most threads that read; beyond the cores they would only wait for one another."""
 
-BUFFER_BYTES = 8 << 20
+BUFFER_BYTES = 16 << 20
 """Size of a pinned buffer. Every thread that reads keeps `BUFFERS` of them while the process lives."""
 
 BUFFERS = 2
 """Pinned buffers of a thread: one being filled, one being copied."""
+
+STREAMS = 4
+"""Streams for copies, which the threads share: one engine of the GPU does all copies from the host."""
 
 SMALLEST_PIECE = 4 << 20
 """Bytes of a piece below which more pieces cost more than idle threads."""
@@ -64,13 +71,12 @@ def transfer(reader: FolderReader, transfers: Iterable[Transfer], device: torch.
     Raises CheckpointError, naming the file and the offset, if a file is too short or cannot be read; no copy
     is under way any more then.
     """
-    every = [item for item in transfers if item.size]
-    total = sum(item.size for item in every)
-    fds = {file: reader.fd(file) for file in dict.fromkeys(item.file for item in every)}
-    pieces = list(_pieces(every, _piece_bytes(total)))
     if device.type != "cpu":
-        _Staged(device, fds).run(pieces)
+        begin(reader, transfers, device).finish()
         return
+    every = [item for item in transfers if item.size]
+    fds = {file: reader.fd(file) for file in dict.fromkeys(item.file for item in every)}
+    pieces = list(_pieces(every, _piece_bytes(sum(item.size for item in every))))
     targets = {id(item.target): item.target for item in every}
     views = {key: as_bytes(target) for key, target in targets.items()}
 
@@ -84,6 +90,18 @@ def transfer(reader: FolderReader, transfers: Iterable[Transfer], device: torch.
             read(piece)
     else:
         _run_all(read, pieces)
+
+
+def begin(reader: FolderReader, transfers: Iterable[Transfer], device: torch.device) -> Filling:
+    """Begins what `transfer` does, and returns while threads read.
+
+    The reader must stay open until `Filling.finish` or `Filling.stop` has returned; one of them must be
+    called before the targets are used or given back.
+    """
+    every = [item for item in transfers if item.size]
+    fds = {file: reader.fd(file) for file in dict.fromkeys(item.file for item in every)}
+    pieces = _pieces(every, _piece_bytes(sum(item.size for item in every)))
+    return Filling(device, fds, list(pieces))
 
 
 def announce(folder: Path, extents: Iterable[tuple[str, int, int]]) -> Future[None]:
@@ -172,12 +190,19 @@ class _Buffer:
         self.copied = torch.cuda.Event(blocking=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
+@cache
+def _streams(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """The streams for copies to `device`, over and over."""
+    return cycle([torch.cuda.Stream(device) for _ in range(STREAMS)])  # type: ignore[no-untyped-call]
+
+
 class _Lane:
     """What one thread uses to fill tensors on one device: buffers in turn, and a stream for copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._turns = cycle([_Buffer(device) for _ in range(BUFFERS)])
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        with _COPYING:
+            self.stream = next(_streams(device)) if device.type == "cuda" else None
 
     def next(self) -> _Buffer:
         """The buffer used longest ago, once nothing is copied from it any more."""
@@ -188,62 +213,91 @@ class _Lane:
 
 
 class _Lanes(threading.local):
-    """The lanes of the current thread."""
+    """The lanes of the current thread, which is one of the pool's."""
 
     def __init__(self) -> None:
         self._of: dict[torch.device, _Lane] = {}
+        self._last: _Lane | None = None
 
     def of(self, device: torch.device) -> _Lane:
+        """The lane for `device`; on a GPU its stream is the thread's current one from now on."""
+        if device.type == "cuda" and device not in self._of:
+            torch.cuda.set_device(device)
         if device not in self._of:
             self._of[device] = _Lane(device)
-        return self._of[device]
+        lane = self._of[device]
+        if lane is not self._last and lane.stream is not None:
+            torch.cuda.set_stream(lane.stream)
+        self._last = lane
+        return lane
 
 
 _LANES = _Lanes()
 
+_COPYING = threading.Lock()
+"""Held over the calls that begin a copy: threads would only take the interpreter's lock from one another."""
 
-@dataclass
-class _Staged:
-    """Transfers through staging buffers to tensors on `device`."""
 
-    device: torch.device
-    fds: dict[str, int]
-    _used: dict[_Lane, _Buffer] = field(default_factory=dict)
-    _begin: torch.cuda.Event | None = None
+class Filling:
+    """Transfers under way through staging buffers to tensors on a device (`begin`)."""
 
-    def run(self, pieces: list[list[Transfer]]) -> None:
-        if self.device.type != "cuda":
-            _run_all(self._piece, pieces)
+    def __init__(self, device: torch.device, fds: dict[str, int], pieces: list[list[Transfer]]) -> None:
+        self.fds = fds
+        self._used: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        self._after: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            if device.index is None:
+                device = torch.device("cuda", torch.cuda.current_device())
+            self._after = torch.cuda.current_stream(device)
+            self._begin = self._after.record_event()
+        self.device = device
+        self._futures = [_pool().submit(self._piece, piece) for piece in pieces]
+
+    def finish(self) -> None:
+        """Returns when everything is read and its copies are ahead of what streams are given from now on.
+
+        That is the current stream, and that of `begin`. Raises what `transfer` does.
+        """
+        try:
+            for future in self._futures:
+                future.result()
+        except BaseException:
+            self.stop()
+            raise
+        self._wait_on_device()
+
+    def stop(self) -> None:
+        """Leaves out what is not begun; afterwards nothing writes to the targets, which may be given back."""
+        for future in self._futures:
+            future.cancel()
+        wait(self._futures)
+        for stream in self._used:
+            stream.synchronize()
+
+    def _wait_on_device(self) -> None:
+        if self._after is None:
             return
-        if self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream(self.device)
-            self._begin = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._begin.record(stream)
-            try:
-                _run_all(self._piece, pieces)
-            except BaseException:
-                for lane in self._used:
-                    lane.stream.synchronize()  # type: ignore[union-attr]
-                raise
-            for buffer in self._used.values():
-                stream.wait_event(buffer.copied)  # type: ignore[arg-type]
+        for stream in {self._after, torch.cuda.current_stream(self.device)}:
+            for copied in self._used.values():
+                stream.wait_event(copied)
 
     def _piece(self, piece: list[Transfer]) -> None:
+        lane = _LANES.of(self.device)
+        buffer = self._filled(lane.next(), piece)
         # Targets may have been made in this mode, and only there can they be written to.
-        with torch.inference_mode():
-            if self.device.type != "cuda":
-                self._copy(piece, self._filled(_LANES.of(self.device).next(), piece))
+        with _COPYING, torch.inference_mode():
+            if lane.stream is None:
+                self._copy(piece, buffer)
                 return
-            with torch.cuda.device(self.device):
-                lane = _LANES.of(self.device)
-                buffer = self._filled(lane.next(), piece)
-                with torch.cuda.stream(lane.stream):
-                    lane.stream.wait_event(self._begin)  # type: ignore[union-attr, arg-type]
-                    self._used[lane] = buffer
-                    self._copy(piece, buffer)
-                    buffer.copied.record(lane.stream)  # type: ignore[union-attr]
+            if lane.stream not in self._used:
+                lane.stream.wait_event(self._begin)
+                self._used[lane.stream] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            try:
+                self._copy(piece, buffer)
+            finally:
+                assert buffer.copied is not None
+                buffer.copied.record(lane.stream)
+                self._used[lane.stream].record(lane.stream)
 
     def _filled(self, buffer: _Buffer, piece: list[Transfer]) -> _Buffer:
         at = 0

@@ -50,8 +50,8 @@ class KernelMatrix:
         return within
 
 
-EXPERTS_AT_ONCE = 32
-"""Experts whose scales are examined at a time, which needs several times the memory of the scales."""
+EXAMINED_BYTES = 64 << 20
+"""Bytes of scales that are examined at a time, which needs as much memory again."""
 
 
 def exponents_of(scales: Tensor, kind: str) -> tuple[int, int] | None:
@@ -61,27 +61,48 @@ def exponents_of(scales: Tensor, kind: str) -> tuple[int, int] | None:
     Zeros are ignored: they occur in zero blocks and padding, and an E8M0 byte of 0, 2^-127, is negligible.
     Scales on the meta device, on which kernels are only compiled, count as ones.
     """
+    return exponents_of_each([scales], kind)[0]
+
+
+def exponents_of_each(scales: Sequence[Tensor], kind: str) -> list[tuple[int, int] | None]:
+    """`exponents_of` each of `scales`, which are on one device; waits for it once."""
     if kind not in ("e8m0", "bf16"):
-        return None
-    if scales.is_meta:
-        return 127, 127
-    if scales.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    if kind == "e8m0":
-        low, high = torch.stack(torch.aminmax(scales.contiguous().view(torch.uint8))).tolist()
-        if low:
-            return low, high
-    ranges = []
-    for chunk in torch.split(scales.contiguous(), EXPERTS_AT_ONCE):
-        stored = chunk.view(torch.uint8) if kind == "e8m0" else chunk.view(torch.int16) & 0x7FFF
-        exponents = stored if kind == "e8m0" else stored >> 7
-        ranges.append((torch.where(stored == 0, 255, exponents).min(), exponents.max()))
-    lows, highs = (torch.stack(bounds) for bounds in zip(*ranges, strict=True))
-    return int(lows.min()), int(highs.max())
+        return [None] * len(scales)
+    if any(t.is_meta for t in scales):
+        return [(127, 127)] * len(scales)
+    if any(t.is_cuda for t in scales) and torch.cuda.is_current_stream_capturing():
+        return [None] * len(scales)
+    chunks, bounds = list[int](), list[Tensor]()
+    for t in scales:
+        stored = t.contiguous().view(-1).view(torch.uint8 if kind == "e8m0" else torch.int16)
+        parts = torch.split(stored, EXAMINED_BYTES // stored.itemsize)
+        chunks.append(len(parts))
+        bounds += map(_bounds, parts)
+    found = iter(torch.stack(bounds).tolist())
+    shift = 0 if kind == "e8m0" else 7
+    every: list[tuple[int, int] | None] = []
+    for count in chunks:
+        lows, highs = zip(*(next(found) for _ in range(count)), strict=True)
+        # Without any nonzero scale, the smallest is beyond the largest.
+        every.append((min(255, min(lows) + 1 >> shift), max(highs) >> shift))
+    return every
+
+
+def _bounds(stored: Tensor) -> Tensor:
+    """One less than the smallest nonzero number, and the largest, of uint8 or of int16 without the sign."""
+    if stored.dtype == torch.uint8:
+        below = stored - 1  # zero becomes the largest
+        return torch.stack((below.min(), stored.max()))
+    magnitudes = stored & 0x7FFF
+    largest = magnitudes.max()
+    return torch.stack((magnitudes.sub_(1).bitwise_and_(0x7FFF).min(), largest))
 
 
 def matrix_of(prepared: PreparedMoE, role: str) -> KernelMatrix:
-    """The matrix `role` of a layer; UsageError if the shapes of its tensors do not match."""
+    """The matrix `role` of a layer, whose exponents are not known.
+
+    UsageError if the shapes of its tensors do not match.
+    """
     weight = prepared.problem.scheme.weight
     codes, scales = prepared.weights[role], prepared.weights[f"{role}_scale"]
     tile = 512 * weight.bits
@@ -98,9 +119,7 @@ def matrix_of(prepared: PreparedMoE, role: str) -> KernelMatrix:
         raise UsageError(f"a layer with bias={prepared.problem.bias} {needs} {role}_bias, got {got}")
     if bias is not None and bias.shape[1] != n:
         raise UsageError(f"{role}_bias must have {n} rows like {role}, got {bias.shape[1]}")
-    uses_exponents = weight.name in ("mxfp4", "int4") and zeros is None
-    exponents = exponents_of(scales, scale_name(prepared.problem)) if uses_exponents else None
-    return KernelMatrix(codes, scales, zeros, bias, n, k, exponents)
+    return KernelMatrix(codes, scales, zeros, bias, n, k)
 
 
 _FLOATS = {name: short for short, name in MODEL_DTYPES.items()}
@@ -169,7 +188,11 @@ def layer_of(prepared: PreparedMoE) -> KernelLayer:
     """
     layer = prepared.derived.get(LAYER)
     if layer is None:
-        layer = KernelLayer(prepared.problem, matrix_of(prepared, "w13"), matrix_of(prepared, "w2"))
+        matrices = [matrix_of(prepared, role) for role in ("w13", "w2")]
+        if prepared.problem.scheme.weight.name in ("mxfp4", "int4") and matrices[0].zeros is None:
+            every = exponents_of_each([m.scales for m in matrices], scale_name(prepared.problem))
+            matrices = [replace(m, exponents=found) for m, found in zip(matrices, every, strict=True)]
+        layer = KernelLayer(prepared.problem, *matrices)
         if not (prepared.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             prepared.derived[LAYER] = layer
     return layer

@@ -29,7 +29,7 @@ def in_place(reader: FolderReader, transfers: list[Transfer]) -> None:
 def staged(reader: FolderReader, transfers: list[Transfer]) -> None:
     """The way to a GPU, with buffers that are not pinned and copies to the CPU's memory."""
     fds = {item.file: reader.fd(item.file) for item in transfers}
-    file_transfers._Staged(CPU, fds).run(list(file_transfers._pieces(transfers, 100)))
+    file_transfers.Filling(CPU, fds, list(file_transfers._pieces(transfers, 100))).finish()
 
 
 @pytest.fixture

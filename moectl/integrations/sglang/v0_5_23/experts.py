@@ -42,6 +42,8 @@ class SglangMoEMethod(FusedMoEMethodBase):
             raise UsageError(
                 f"layer {number} has experts, top-k, hidden size {ours}; SGLang's model has {theirs}"
             )
+        backend = quantization.backends[number]
+        quantization.experts.expect(number, default_device(), quantization.dtype, backend, shard_of(layer))
 
     def create_weights(
         self,

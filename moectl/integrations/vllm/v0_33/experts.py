@@ -87,7 +87,9 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         self.experts_cls = VllmExperts
         self.kernel: FusedMoEKernel | None = None
         problem = experts.problem_of(number, shard_of(moe))
-        self.load = begin(problem, DTYPES[moe.in_dtype], backend, default_device())
+        device, dtype = default_device(), DTYPES[moe.in_dtype]
+        experts.expect(number, device, dtype, backend, shard_of(moe))
+        self.load = begin(problem, dtype, backend, device)
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate: int, *args: Any, **kwargs: Any

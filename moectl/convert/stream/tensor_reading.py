@@ -1,0 +1,59 @@
+"""Whole tensors on their way from files to a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...files.tensor_table import TensorInfo
+from ...lazy_torch import Tensor, torch
+from ...torch_dtypes import TORCH_DTYPES
+from .file_transfers import Filling, Transfer, begin, flat
+from .source_reader import FolderReader
+
+
+class TensorReading:
+    """The tensors at `locations` in `folder`, allocated on `device`, which threads are reading.
+
+    One that is not wanted any more is stopped, at the latest when nothing refers to it.
+    """
+
+    def __init__(self, folder: Path, locations: Mapping[str, TensorInfo], device: torch.device) -> None:
+        self._filling: Filling | None = None
+        self._reader = FolderReader(folder)
+        self._tensors = {
+            role: torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device=device)
+            for role, info in locations.items()
+        }
+        try:
+            transfers = (
+                Transfer(info.file, info.start, info.nbytes, flat(self._tensors[role]))
+                for role, info in locations.items()
+            )
+            self._filling = begin(self._reader, transfers, device)
+        except BaseException:
+            self.stop()
+            raise
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by the keys of `locations`, once and complete; CheckpointError for a short file."""
+        filling, tensors = self._filling, self._tensors
+        assert filling is not None, "tensors are given once"
+        try:
+            filling.finish()
+        finally:
+            self._filling = None
+            self.stop()
+        return tensors
+
+    def stop(self) -> None:
+        """Ends reading, and lets go of the tensors."""
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            filling.stop()
+        self._reader.__exit__(None, None, None)
+        self._tensors = {}
+
+    def __del__(self) -> None:
+        if hasattr(self, "_tensors"):
+            self.stop()
