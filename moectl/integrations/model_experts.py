@@ -105,7 +105,7 @@ class ModelExperts:
         request = LayerRequest(layer, device, dtype, backend, shard)
         if not self.random:
             self._expect_after(layer, shard)
-        experts, name = self._ahead.take(request)
+        experts, name = self._ahead.take(request, self._opened)
         prepared = experts.prepared(name, device)
         return replace(prepared, first_expert=self.first_expert(layer, shard))
 
@@ -126,7 +126,7 @@ class ModelExperts:
 
     @cached_property
     def _ahead(self) -> LayersAhead:
-        return LayersAhead(self._opened)
+        return LayersAhead()
 
     def _opened(self, request: LayerRequest) -> tuple[ExpertLayer, str]:
         """The layer of `request` in its dtype, and the backend for it."""

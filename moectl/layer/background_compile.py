@@ -6,6 +6,7 @@ import atexit
 import json
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import IO
 
 import torch
 import triton
+from triton.runtime.cache import triton_key
 
 from ..errors import MoectlError, UsageError
 from ..files.records import from_json, to_json
@@ -160,6 +162,8 @@ def start(
 def started(request: CompileRequest) -> KernelLoad:
     """A `KernelLoad` whose process runs, unless an earlier one has compiled everything."""
     load = KernelLoad(request, cache_directory())
+    # Triton hashes itself once in a process, which takes a third of a second, and then remembers it.
+    threading.Thread(target=triton_key, name="triton key", daemon=True).start()
     load.result = remembered(request)
     if load.result is not None:
         return load

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -289,3 +290,21 @@ def test_results_travel_as_json() -> None:
     for value in (result, REQUEST):
         assert from_json(type(value), json.loads(json.dumps(to_json(value))), "it", MoectlError) == value
     assert str(result) == "3 kernels, 1 from the cache, 1 compiled in 0.5 s, 1 failed"
+
+
+def test_a_layer_without_weights_takes_no_slow_import() -> None:
+    code = """
+import sys, torch
+from moectl.kernels.triton.layer_binaries import without_weights
+from moectl.layer.experts import empty_layer
+from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.schemes import MXFP4, Scheme
+layer = empty_layer(MoEProblem(Dims(512, 256), 8, 2, Scheme(MXFP4)), "moectl", "cpu")
+for t in layer.weights.values():
+    t.view(torch.uint8).fill_(120)
+bare = without_weights(layer)
+assert all(t.is_meta and t.stride() == layer.weights[role].stride() for role, t in bare.weights.items())
+print("sympy" in sys.modules)
+"""
+    process = compile_ahead.python_process(code, subprocess.DEVNULL)
+    assert process.communicate()[0].strip() == "False"

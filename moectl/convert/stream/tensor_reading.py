@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ...files.tensor_table import TensorInfo
@@ -55,5 +57,16 @@ class TensorReading:
         self._tensors = {}
 
     def __del__(self) -> None:
-        if hasattr(self, "_tensors"):
-            self.stop()
+        if getattr(self, "_filling", None) is None:
+            return
+        # Collected in any thread, perhaps in one of those that read, which must not wait for itself.
+        with suppress(RuntimeError):  # at the end of the process
+            threading.Thread(
+                target=_stop, args=(self._filling, self._reader, self._tensors), name="stop reading"
+            ).start()
+
+
+def _stop(filling: Filling, reader: FolderReader, tensors: Mapping[str, Tensor]) -> None:
+    """Ends reading; `tensors` live until nothing writes to them."""
+    filling.stop()
+    reader.__exit__(None, None, None)

@@ -209,7 +209,11 @@ def without_weights(layer: PreparedMoE) -> PreparedMoE:
 
     Kernels that depend on the range of the scales are those for the scales of `layer`.
     """
-    weights = {role: torch.empty_like(t, device="meta") for role, t in layer.weights.items()}
+    # Not empty_like, which imports sympy for the device meta: half a second in a process that lacks it.
+    weights = {
+        role: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+        for role, t in layer.weights.items()
+    }
     bare = replace(layer, weights=weights, derived={})
     if layer.backend == RUNNER.name:
         known, made = layer_of(layer), layer_of(bare)

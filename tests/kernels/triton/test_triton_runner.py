@@ -11,8 +11,9 @@ from moectl.errors import UsageError
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import Runner
+from moectl.kernels.triton import kernel_family
 from moectl.kernels.triton.hopper.gemm_spec import exact_weights
-from moectl.kernels.triton.kernel_family import exponents_of, layer_of
+from moectl.kernels.triton.kernel_family import exponents_of, exponents_of_each, layer_of
 from moectl.kernels.triton.triton_runner import aligned
 from moectl.problem.schemes import Scheme, int_format
 from support.random_layers import GPT_OSS, KIMI, canonical_roles
@@ -37,6 +38,19 @@ def test_the_range_of_bf16_scales_is_of_their_exponents_without_signs_and_zeros(
     assert exponents_of(scales.view(torch.int32), "bf16") == (127 - 60, 127 + 20)
     scales[2, 0, 0] = 2.0**-130
     assert exponents_of(scales.view(torch.int32), "bf16") == (0, 127 + 20)
+
+
+def test_scales_are_examined_in_pieces_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_family, "EXAMINED_BYTES", 96)
+    scales = [torch.full((5, 64), 127, dtype=torch.uint8) for _ in range(3)]
+    scales[0][0], scales[0][4, 60], scales[0][2, 1] = 0, 255, 1
+    scales[2][:] = 0
+    views = [t.view(torch.int32) for t in scales]
+    assert exponents_of_each(views, "e8m0") == [(1, 255), (127, 127), (255, 0)]
+    waits: list[int] = []
+    to_list = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: waits.append(1) or to_list(t))
+    assert exponents_of_each([views[1], views[0]], "e8m0") == [(127, 127), (1, 255)] and waits == [1]
 
 
 def test_scales_that_no_kernel_folds_have_no_range() -> None:
