@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moectl.convert.stream import file_transfers
-from moectl.convert.stream.file_transfers import Transfer, flat, transfer
+from moectl.convert.stream.file_transfers import Transfer, begin, flat, transfer
 from moectl.convert.stream.pipeline import run_ahead
 from moectl.convert.stream.source_reader import FolderReader
 from moectl.errors import CheckpointError
@@ -151,6 +151,24 @@ def test_a_gpus_tensors_are_filled_in_the_streams_order(folder: Path) -> None:
             after = [target.clone() for target, _ in expected]
             held = [t.cpu().numpy().tobytes() for t in after]
         assert held == [holds for _, holds in expected]
+
+
+@pytest.mark.gpu
+def test_transfers_under_way_at_once_end_in_any_stream(folder: Path) -> None:
+    device = torch.device("cuda", 0)
+    for _ in range(20):
+        first, second, dropped = (some_transfers(folder, device) for _ in range(3))
+        with FolderReader(folder) as reader:
+            begun = [begin(reader, transfers, device) for transfers, _ in (first, second, dropped)]
+            begun[2].stop()
+            for target, _ in dropped[1]:
+                target.zero_()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for filling, (_, expected) in zip(begun, (first, second), strict=False):
+                    filling.finish()
+                    copies = [target.clone() for target, _ in expected]
+                    assert [t.cpu().numpy().tobytes() for t in copies] == [holds for _, holds in expected]
+        assert not any(target.any() for target, _ in dropped[1])
 
 
 @pytest.mark.gpu
