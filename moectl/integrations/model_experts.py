@@ -117,12 +117,13 @@ class ModelExperts:
         backend: str = "",
         shard: RankShard = WHOLE,
     ) -> None:
-        """Says that `prepared` will be asked for this, in the order of layers.
+        """Says that `prepared` will be asked for this.
 
-        Then the tensors of an expected layer are allocated when the one before it is asked for, and are read
-        while that one is made ready, if they go to a GPU as they are stored.
+        Tensors that go to a GPU as they are stored are allocated now, and read while the caller does other
+        things; so it is called where a model's builder allocates, and in the order of layers.
         """
-        self._ahead.expect(LayerRequest(layer, device, dtype, backend, shard))
+        if self.converted and not self.random:
+            self._ahead.expect(LayerRequest(layer, device, dtype, backend, shard), self._opened)
 
     @cached_property
     def _ahead(self) -> LayersAhead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from ..convert.steps.value_steps import ExpertStatistic, Shapes, update_statisti
 from ..convert.stream.pipeline import run_ahead
 from ..convert.stream.source_reader import spans
 from ..errors import Unavailable, UsageError
+from ..files.tensor_table import TensorType
 from ..kernels.prepared_layer import CANONICAL, DenseExpert, DenseExperts, PreparedMoE, Router, local_ids
 from ..kernels.registry import runner_for
 from ..problem.moe_problem import MoEProblem
@@ -291,5 +293,15 @@ def layout_recipe(layout: str, rank_slice: RankSlice, shapes: Shapes) -> Recipe:
     """
     if layout == CANONICAL:
         return Recipe(shapes, {role: StoredOutput(role) for role in shapes})
+    # Equal formats may differ in the dtype of their scales.
+    scales = rank_slice.whole.scheme.weight.scale_dtype
+    return _layout_recipe(layout, rank_slice, scales, tuple(shapes.items()))
+
+
+@lru_cache(maxsize=64)
+def _layout_recipe(
+    layout: str, rank_slice: RankSlice, scales: str, shapes: tuple[tuple[str, TensorType], ...]
+) -> Recipe:
+    """`layout_recipe`, made once for equal layers: servers load many while threads of theirs read."""
     weight_layout = layout_named(layout)
-    return weight_layout.recipe(rank_slice.padded(weight_layout.pad), shapes)
+    return weight_layout.recipe(rank_slice.padded(weight_layout.pad), dict(shapes))

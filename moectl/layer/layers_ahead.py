@@ -1,8 +1,9 @@
-"""Layers that a model's builder asks for one after the other, the next being read while one is made ready."""
+"""Layers that are read before a model's builder asks for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,82 +26,49 @@ class LayerRequest(NamedTuple):
     shard: RankShard
 
 
-class _Opened(NamedTuple):
-    """A layer and its backend, whose tensors are being read unless `tensors` is None."""
-
-    layer: ExpertLayer
-    backend: str
-    tensors: BegunTensors | None
-
-
 OpenLayer = Callable[[LayerRequest], tuple[ExpertLayer, str]]
 """The layer of a request and its backend's name; raises what opening it does."""
 
 
 class LayersAhead:
-    """Begins to read the layer after the one that is asked for, if it was said that it will be (`expect`).
+    """Begins to read layers as soon as it is said that they will be asked for (`expect`).
 
-    Its tensors are the final ones, allocated by the caller's thread when the layer before is asked for. No
-    more than one layer is ahead: a layer out of turn gives up the one that was begun.
+    Their tensors are the final ones, which `expect` allocates in its caller's thread; a model's builder says
+    what it will ask for where it would allocate its own. They are read in the order in which they were
+    expected.
     """
 
     def __init__(self) -> None:
-        self._expected: dict[LayerRequest, None] = {}
-        self._begun: tuple[LayerRequest, _Opened] | None = None
+        self._begun: dict[LayerRequest, tuple[ExpertLayer, str, BegunTensors]] = {}
 
-    def expect(self, request: LayerRequest) -> None:
-        """Says that `request` will be asked for, in the order of layers."""
-        self._expected[request] = None
+    def expect(self, request: LayerRequest, open_layer: OpenLayer) -> None:
+        """Begins to read `request`, if its tensors go to the device as they are stored.
+
+        Whatever is wrong with it is raised when it is taken.
+        """
+        if request in self._begun:
+            return
+        with suppress(Exception):
+            layer, backend = open_layer(request)
+            if isinstance(layer.stored, ConvertedTensors) and layer.is_read_as_stored(backend):
+                reading = layer.stored.begin(request.device)
+                if reading is not None:
+                    tensors = BegunTensors(reading, layer.stored, request.device)
+                    self._begun[request] = replace(layer, stored=tensors), backend, tensors
 
     def take(self, request: LayerRequest, open_layer: OpenLayer) -> tuple[ExpertLayer, str]:
-        """The layer of `request`, and its backend; the layer after it is being read now."""
-        found = self._given_up(unless=request)
-        if request in self._expected:
-            del self._expected[request]
-            # Before what follows, so that its bytes are read first.
-            found = found or _begin(request, open_layer)
-            following = min((r for r in self._expected if r.layer > request.layer), default=None, key=_number)
-            ahead = None if following is None or found.tensors is None else _tried(following, open_layer)
-            if following is not None and ahead is not None:
-                self._begun = following, ahead
-        return found[:2] if found is not None else open_layer(request)
+        """The layer of `request`, and its backend; gives up what was begun of this layer for another one."""
+        found = self._begun.pop(request, None)
+        if found is not None:
+            return found[:2]
+        for other in [r for r in self._begun if (r.layer, r.shard) == (request.layer, request.shard)]:
+            self._begun.pop(other)[2].stop()
+        return open_layer(request)
 
     def close(self) -> None:
-        """Gives up what was begun and what is expected."""
-        self._expected.clear()
-        self._given_up()
-
-    def _given_up(self, unless: LayerRequest | None = None) -> _Opened | None:
-        """Stops what was begun; returns it instead if it is for the request `unless`."""
-        begun, self._begun = self._begun, None
-        if begun is None or begun[0] == unless:
-            return begun and begun[1]
-        if begun[1].tensors is not None:
-            begun[1].tensors.stop()
-        return None
-
-
-def _begin(request: LayerRequest, open_layer: OpenLayer) -> _Opened:
-    """`request`, being read if its tensors go to the device as they are stored."""
-    layer, backend = open_layer(request)
-    if not isinstance(layer.stored, ConvertedTensors) or not layer.is_read_as_stored(backend):
-        return _Opened(layer, backend, None)
-    try:
-        reading = layer.stored.begin(request.device)
-    except torch.OutOfMemoryError:  # told when the layer is prepared
-        reading = None
-    if reading is None:
-        return _Opened(layer, backend, None)
-    tensors = BegunTensors(reading, layer.stored, request.device)
-    return _Opened(replace(layer, stored=tensors), backend, tensors)
-
-
-def _tried(request: LayerRequest, open_layer: OpenLayer) -> _Opened | None:
-    """`_begin` ahead of time: whatever is wrong with a layer is raised when it is asked for."""
-    try:
-        return _begin(request, open_layer)
-    except Exception:
-        return None
+        """Gives up what was begun."""
+        while self._begun:
+            self._begun.popitem()[1][2].stop()
 
 
 class BegunTensors:
@@ -122,7 +90,3 @@ class BegunTensors:
         reading, self._reading = self._reading, None
         if reading is not None:
             reading.stop()
-
-
-def _number(request: LayerRequest) -> int:
-    return request.layer

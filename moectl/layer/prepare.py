@@ -14,7 +14,7 @@ from ..checkpoint.source.catalogue import weights_missing
 from ..convert.canonical import byte_scales
 from ..convert.codecs import check_scales
 from ..convert.manifest.manifest import Manifest, begin_layer, check_layer, load_layer, load_manifest
-from ..convert.manifest.manifest_records import group_mappings, group_rank_slice, group_recipe, unpadded
+from ..convert.manifest.manifest_records import group_rank_slice, unpadded
 from ..convert.manifest.rank_directories import load_rank, rank_numbers
 from ..convert.recipe.recipe import Recipe, StoredOutput
 from ..convert.sources import map_layer
@@ -144,7 +144,7 @@ def converted_layer(manifest: Manifest, layer: int | None = None, *, check: bool
     number = manifest.layers[0] if layer is None else layer
     group = manifest.group_of(number)
     problem = unpadded(group.problem)
-    recipe, locations = group_recipe(group), manifest.open_layer(number)
+    recipe, locations = group.recipe, manifest.open_layer(number)
     if check:
         check_layer(manifest, number, locations)
         _check_scales(problem.local_experts, manifest, recipe, locations)
@@ -156,7 +156,7 @@ def converted_layer(manifest: Manifest, layer: int | None = None, *, check: bool
     names = {key: name.replace("{layer}", str(number)) for key, name in group.router.items()}
     router = _converted_router(manifest, names)
     rank_slice = group_rank_slice(manifest.record.shard, group)
-    mappings = group_mappings(group)
+    mappings = group.mappings
     parts = {
         part.template.replace("{layer}", str(number)): mappings[name] for name, part in group.parts.items()
     }

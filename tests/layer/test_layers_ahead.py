@@ -1,10 +1,11 @@
-"""Layers read ahead: the right tensors, begun in time, given up when they are not wanted."""
+"""Layers that are read ahead: the right tensors, begun in time, given up when they are not wanted."""
 
 from __future__ import annotations
 
 import gc
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,42 +75,44 @@ def same(prepared: PreparedMoE, folder: Path, layer: int) -> bool:
     )
 
 
-def test_the_next_layer_is_begun_before_one_is_waited_for(folder: Path, events: list[str]) -> None:
+def test_expected_layers_are_begun_at_once_and_in_order(folder: Path, events: list[str]) -> None:
     model = expecting(folder, *range(LAYERS))
+    assert events == ["begin 0", "begin 1", "begin 2", "begin 3"]
     layers = [ask(model, layer) for layer in range(LAYERS)]
-    assert events == [
-        "begin 0", "begin 1", "finish", "begin 2", "finish", "begin 3", "finish", "finish",
-    ]  # fmt: skip
-    assert model._ahead._begun is None
+    assert events[4:] == 4 * ["finish"] and not model._ahead._begun
     assert all(same(prepared, folder, layer) for layer, prepared in enumerate(layers))
 
 
-def test_what_was_not_announced_begins_nothing(folder: Path, events: list[str]) -> None:
-    model = open_experts(folder)
-    assert same(ask(model, 1), folder, 1) and not events
-    # Layers of this rank alone, with others between them.
-    model = expecting(folder, 0, 3)
-    ask(model, 0)
-    assert events == ["begin 0", "begin 3", "finish"]
-    ask(model, 3)
-    assert events == ["begin 0", "begin 3", "finish", "finish"]
+def test_a_layer_is_begun_once(folder: Path, events: list[str]) -> None:
+    model = expecting(folder, 1, 1)
+    assert events == ["begin 1"]
+    assert same(ask(model, 1), folder, 1)
     # Again, as for new weights: nothing is allocated ahead.
-    ask(model, 0)
-    assert len(events) == 4
+    assert same(ask(model, 1), folder, 1) and events == ["begin 1", "finish"]
 
 
-def test_layers_out_of_turn_are_right_and_waste_one_at_most(folder: Path, events: list[str]) -> None:
+def test_what_was_not_announced_begins_nothing(folder: Path, events: list[str]) -> None:
+    assert same(ask(open_experts(folder), 1), folder, 1) and not events
+
+
+def test_random_layers_are_not_read(folder: Path, events: list[str]) -> None:
+    model = replace(open_experts(folder), random=True)
+    model.expect(0, CPU, "bf16", "torch")
+    assert not events and ask(model, 0).weights
+
+
+def test_layers_out_of_turn_are_right_and_waste_none(folder: Path, events: list[str]) -> None:
     model = expecting(folder, *range(LAYERS))
     for layer in (2, 0, 0, 3, 1):
         assert same(ask(model, layer), folder, layer)
-    assert events.count("stop") == 2 and model._ahead._begun is None
+    assert "stop" not in events and events.count("finish") == LAYERS and not model._ahead._begun
 
 
 def test_a_layer_in_another_dtype_is_not_the_one_that_was_begun(folder: Path, events: list[str]) -> None:
     model = expecting(folder, 0, 1)
-    ask(model, 0)
-    assert ask(model, 1, "fp16").problem.dtype == "fp16" and "stop" in events
-    assert same(ask(model, 1), folder, 1)
+    assert ask(model, 1, "fp16").problem.dtype == "fp16" and events[-1] == "stop"
+    assert same(ask(model, 1), folder, 1) and same(ask(model, 0), folder, 0)
+    assert events[-1] == "finish"
 
 
 def test_a_layer_that_is_laid_out_anew_is_not_begun(folder: Path, events: list[str]) -> None:
@@ -132,8 +135,8 @@ def test_errors_belong_to_the_layer_that_has_them(
             raise CheckpointError(f"{name} is truncated")
         read(fd, view, offset, name)
 
-    model = expecting(folder, 0, 1, 2)
     monkeypatch.setattr(file_transfers, "read_exactly", fails)
+    model = expecting(folder, 0, 1, 2)
     assert ask(model, 0).weights
     with pytest.raises(CheckpointError, match="is truncated"):
         ask(model, 1)
@@ -142,7 +145,7 @@ def test_errors_belong_to_the_layer_that_has_them(
 
 def test_what_cannot_be_opened_is_told_when_it_is_asked_for(folder: Path, events: list[str]) -> None:
     model = expecting(folder, 0, 99)
-    assert same(ask(model, 0), folder, 0) and events == ["begin 0", "finish"]
+    assert events == ["begin 0"] and same(ask(model, 0), folder, 0)
     with pytest.raises((CheckpointError, KeyError)):
         ask(model, 99)
 

@@ -28,9 +28,7 @@ from .manifest_records import (
     ManifestRecord,
     RankRecord,
     RoleRecord,
-    group_mappings,
     group_rank_slice,
-    group_recipe,
     is_plain_name,
     rank_manifest,
     unpadded,
@@ -139,7 +137,7 @@ def _check_group(group: GroupRecord, shard: RankShard) -> list[str]:
         inputs = any(role.endswith("_input") for role in group.canonical)
         expected = canonical_shapes(group.problem, experts, inputs)
         whole = canonical_shapes(group_rank_slice(shard, group).whole, experts, inputs)
-        recipe, parts = group_recipe(group), group_mappings(group)
+        recipe, parts = group.recipe, group.mappings
         if recipe.shapes != expected:
             return ["its roles do not have the shapes and dtypes of its problem"]
         recipe.check()

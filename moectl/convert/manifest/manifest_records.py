@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,21 @@ class GroupRecord:
     parts: Mapping[str, SourceTensorRecord]
     router: Mapping[str, str]
 
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe by which the layers are stored; CheckpointError if the record is invalid."""
+        outputs = {
+            role: StoredOutput.from_json(record.made, f"role {role}")
+            for role, record in self.roles.items()
+            if record.made is not None
+        }
+        return Recipe(self.canonical, outputs)
+
+    @cached_property
+    def mappings(self) -> dict[str, TensorMapping]:
+        """Tensor mappings by stored role; CheckpointError if a record is invalid."""
+        return {stored: recorded_mapping(stored, record) for stored, record in self.parts.items()}
+
 
 def expert_names(groups: Sequence[GroupRecord]) -> tuple[str, ...]:
     """Names of the tensors of `groups` and of the source's that they were made of, in order.
@@ -191,21 +207,6 @@ def group_rank_slice(shard: RankShard, group: GroupRecord) -> RankSlice:
     """The slice of a group's layers that the rank `shard` holds; raises like `RankSlice`."""
     dims = Dims(group.problem.dims.hidden, group.whole_intermediate)
     return RankSlice(replace(group.problem, dims=dims, local_experts=0), shard)
-
-
-def group_recipe(group: GroupRecord) -> Recipe:
-    """The recipe by which a group's layers are stored; CheckpointError if the record is invalid."""
-    outputs = {
-        role: StoredOutput.from_json(record.made, f"role {role}")
-        for role, record in group.roles.items()
-        if record.made is not None
-    }
-    return Recipe(group.canonical, outputs)
-
-
-def group_mappings(group: GroupRecord) -> dict[str, TensorMapping]:
-    """A group's tensor mappings by stored role; CheckpointError if a record is invalid."""
-    return {stored: recorded_mapping(stored, record) for stored, record in group.parts.items()}
 
 
 @dataclass(frozen=True)

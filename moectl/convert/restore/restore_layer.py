@@ -9,7 +9,7 @@ from functools import cached_property
 from ...files.tensor_table import TensorInfo
 from ...lazy_torch import torch
 from ..manifest.manifest import Manifest
-from ..manifest.manifest_records import SourceTensorRecord, group_mappings, group_rank_slice, group_recipe
+from ..manifest.manifest_records import SourceTensorRecord, group_rank_slice
 from ..manifest.progress_log import Meter
 from ..plan.memory_budget import CHAIN_COPIES, LARGEST_BATCH
 from ..rank_slice import RankSlice, SliceHashes
@@ -87,7 +87,7 @@ class LayerRestorer:
     @cached_property
     def recipe(self) -> Recipe:
         """The recipe by which the layer is stored."""
-        return group_recipe(self.manifest.group_of(self.layer))
+        return self.manifest.group_of(self.layer).recipe
 
     @cached_property
     def rank_slice(self) -> RankSlice:
@@ -187,7 +187,7 @@ def restore_layer(members: Sequence[LayerRestorer], sink: Sink = lambda run: Non
     leader = members[0]
     manifest, layer, rank_slice = leader.manifest, leader.layer, leader.rank_slice
     replaced = leader.recipe.lossy
-    mappings, hashes = group_mappings(manifest.group_of(layer)), Digests()
+    mappings, hashes = manifest.group_of(layer).mappings, Digests()
     mappings = {key: mapping for key, mapping in mappings.items() if mapping.role not in replaced}
     complete = is_complete(members)
     batch = min(member.batch for member in members)

@@ -16,7 +16,7 @@ from ...files.safetensors_writer import FilePlan, TensorSpec, plan_file
 from ...files.strict_json import json_bytes
 from ...files.tensor_table import TensorInfo
 from ..manifest.manifest import Manifest, read_file_header
-from ..manifest.manifest_records import CONFIG, INDEX, SOURCE_CONFIG, SOURCE_INDEX, FileRecord, group_recipe
+from ..manifest.manifest_records import CONFIG, INDEX, SOURCE_CONFIG, SOURCE_INDEX, FileRecord
 from ..manifest.progress_log import Meter, Progress, silent
 from ..manifest.rank_directories import load_rank_manifests, refuse_one_rank
 from ..stream.source_reader import FolderReader
@@ -121,7 +121,7 @@ def _plan_files(manifests: Sequence[Manifest]) -> list[FilePlan]:
 
 def _refuse_requantized(manifest: Manifest) -> None:
     """Raises UsageError if the directory holds requantized weights."""
-    replaced = {role for group in manifest.record.groups for role in group_recipe(group).lossy}
+    replaced = {role for group in manifest.record.groups for role in group.recipe.lossy}
     if replaced:
         raise UsageError(
             f"{manifest.folder} holds {', '.join(sorted(replaced))} quantized again (--requantize); the "
