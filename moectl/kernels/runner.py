@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -81,9 +81,10 @@ class Runner:
         workspace: ``workspace(prepared, tokens, form)``: upper bound in bytes on what a call allocates
             besides arguments and result; with batched activations `tokens` are the rows of one expert.
             None: unknown.
-        refit: ``refit(prepared, role, t)``: why kernels that were launched before, and captured in graphs,
-            would be wrong with new numbers `t` of a canonical role of some experts; empty if they are right.
-            It is asked before they are written, and remembers what it lets pass.
+        refit: ``refit(layers, scales)``: why kernels that were launched for any of these copies of a layer,
+            and captured in graphs, would be wrong with new canonical scales of some experts, each with its
+            role; empty if they are right. It is asked before they are written, and remembers what it lets
+            pass.
         keeps: how `ready` copies the weights: ``""`` not at all, ``numbers`` some tensors of a few numbers
             for each expert, ``weights`` whole matrices of canonical layers, which cannot change in place.
         into: ``into(y, prepared, x, ids, weights)``: `compute` with its result written to the contiguous `y`;
@@ -112,7 +113,7 @@ class Runner:
     tiled: bool = False
     input_scale: Callable[[PreparedMoE], Tensor | None] = lambda prepared: None
     workspace: Callable[[PreparedMoE, int, ActivationFormat], int] | None = None
-    refit: Callable[[PreparedMoE, str, Tensor], str] = lambda prepared, role, t: ""
+    refit: Callable[[Sequence[PreparedMoE], Sequence[tuple[str, Tensor]]], str] = lambda layers, scales: ""
     keeps: str = ""
     into: Run | None = None
 

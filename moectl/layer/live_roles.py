@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..convert.rank_slice import RankSlice
 from ..convert.recipe.recipe import Recipe
+from ..convert.stream.source_reader import spans
 from ..kernels.prepared_layer import PreparedMoE
 from ..torch_dtypes import TORCH_DTYPES
-from .experts import ExpertLayer
+from .experts import ExpertLayer, LoadExperts
 from .slice_writes import SliceWrite, whole_type
 
 Roles = dict[str, Tensor]
@@ -106,3 +107,13 @@ class LiveRoles:
             for role, t in recipe.restore(stored, last - first, roles).items()
             if role in roles
         }
+
+
+def read_roles(canonical: LoadExperts, roles: Iterable[str], experts: int, step: int) -> Roles:
+    """The canonical `roles` of all `experts` on the CPU, read `step` experts at a time."""
+    parts: dict[str, list[Tensor]] = {role: [] for role in roles}
+    for first, last in spans(experts, step):
+        batch = canonical(range(first, last))
+        for role, some in parts.items():
+            some.append(batch[role].cpu())
+    return {role: torch.cat(some) for role, some in parts.items()}

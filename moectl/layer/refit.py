@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..convert.canonical import byte_scales, scale_dtype
-from ..convert.codecs import check_scales
-from ..convert.recipe.recipe import StoredOutput
+from ..convert.codecs import check_every_scale
 from ..convert.steps.value_steps import ExpertStatistic, Statistics, update_statistics
 from ..convert.stream.source_reader import spans
 from ..errors import NoBackend, UsageError
@@ -21,8 +20,8 @@ from ..files.safetensors_writer import nbytes
 from ..kernels.modular.fused_moe_kernel import called_kernel
 from ..kernels.prepared_layer import CANONICAL, PreparedMoE
 from ..kernels.registry import runner_for
-from .experts import LayerOrigin, LoadExperts
-from .live_roles import LiveRoles, Roles
+from .experts import LayerOrigin
+from .live_roles import LiveRoles, Roles, read_roles
 from .slice_writes import SliceWrite, Span, experts_of, slice_write, whole_type
 
 TEMPORARIES = 4
@@ -161,9 +160,9 @@ class LayerRefit:
         kept = dict.fromkeys((*recipe.kept, *(s.role for s in recipe.statistics)))
         step = max(1, self._scratch // max(1, source.problem.expert_bytes()))
         if kept and not self._kept:
-            self._kept.update(_read(source.canonical, kept, self._local, step))
+            self._kept.update(read_roles(source.canonical, kept, self._local, step))
         if of_layer and source.whole is not None:
-            self._inputs = _read(source.whole.canonical, of_layer, experts_of(source), step)
+            self._inputs = read_roles(source.whole.canonical, of_layer, experts_of(source), step)
 
     def _statistics_of(self, kept: Roles, inputs: Roles) -> Statistics:
         """The statistics of the layer; `inputs` has those roles of which all ranks' experts count."""
@@ -185,9 +184,12 @@ class LayerRefit:
         statistics = self._statistics_of(kept, inputs)
         moved = {s for s, t in statistics.items() if not torch.equal(t, self._statistics[s])}
         jobs = [*self._jobs(writes), *(((name,), 0, self._local) for name in self._made_with(moved))]
-        for check in (True, False):
-            for names, first, last in jobs:
-                self._convert(names, first, last, writes, kept, statistics, check)
+        scales: list[tuple[str, Tensor]] = []
+        for names, first, last in jobs:
+            scales += self._checked(names, first, last, writes, kept, statistics)
+        self._check_scales(scales)
+        for names, first, last in jobs:
+            self._convert(names, first, last, writes, kept, statistics)
         self._kept.update(kept)
         self._inputs, self._statistics = inputs, statistics
         if self._runner.keeps == "numbers":
@@ -299,69 +301,89 @@ class LayerRefit:
         writes: Sequence[SliceWrite],
         kept: Roles,
         statistics: Statistics,
-        check: bool,
     ) -> None:
-        """Writes the outputs `names` of local experts; with `check` only raises what speaks against it."""
+        """Writes the outputs `names` of local experts."""
         outputs = {name: self._recipe.outputs[name] for name in names}
-        checked = [o for o in outputs.values() if o.values or o.role.endswith("_scale")]
-        roles = {role for o in (checked if check else outputs.values()) for role in o.reads}
-        if not roles:
-            return
-        begin = self._source.first_expert
-        mine = [w for w in writes if w.role in roles and w.first - begin <= first and last <= w.last - begin]
-        for low, high in self._chunks(roles, outputs.values(), first, last, mine, check):
+        roles = {role for o in outputs.values() for role in o.reads}
+        mine = self._of_experts(writes, roles, first, last)
+        copied = any(output.values for output in outputs.values())
+        for low, high in self._chunks(roles, copied, first, last, mine):
             batch = self._roles.after(roles, low, high, mine, kept)
-            for output in checked if check else ():
-                self._check(output, batch, statistics, {write.role for write in mine})
-            for name, output in outputs.items() if not check else ():
+            for name, output in outputs.items():
                 target = self._live.weights[name]
                 if not output.per_layer:
                     output.apply(batch, statistics, target[low:high])
                 elif low == 0:
                     output.apply(batch, statistics, target)
 
-    def _check(self, output: StoredOutput, batch: Roles, statistics: Statistics, written: set[str]) -> None:
-        role, problem = output.role, self._live.problem
-        if role.endswith("_scale") and role in written:
-            check_scales(batch[role], byte_scales(problem))
-            for layer in self._holders():
-                if reason := self._runner.refit(layer, role, batch[role]):
-                    raise NoBackend(
-                        f"{role} cannot change in place: {reason}",
-                        hint="load the layer again with its new weights",
-                    )
-        if output.values:
-            output.changed(batch, statistics)
-
-    def _chunks(
+    def _checked(
         self,
-        roles: set[str],
-        outputs: Iterable[StoredOutput],
+        names: Sequence[str],
         first: int,
         last: int,
         writes: Sequence[SliceWrite],
-        check: bool,
-    ) -> Iterator[tuple[int, int]]:
-        """Runs of experts whose conversion takes at most the scratch memory, but for one expert."""
-        free = all(self._roles.plain(role, first, last, writes) is not None for role in roles)
+        kept: Roles,
+        statistics: Statistics,
+    ) -> list[tuple[str, Tensor]]:
+        """Raises what speaks against writing the outputs `names`; returns new scales that are to be checked.
+
+        These are of updates that are given whole, and take no memory.
+        """
+        every = (self._recipe.outputs[name] for name in names)
+        outputs = [o for o in every if o.values or o.role.endswith("_scale")]
+        roles = {role for o in outputs for role in o.reads}
+        mine = self._of_experts(writes, roles, first, last)
+        written = {write.role for write in mine}
         # Checks of 8-bit exponents take no memory, those of other scales as much as the scales.
         problem = self._live.problem
-        copied = check and (scale_dtype(problem), byte_scales(problem)) != ("U8", "E8M0")
-        if free and not copied and not any(output.values for output in outputs):
+        copied = (scale_dtype(problem), byte_scales(problem)) != ("U8", "E8M0")
+        copied |= any(output.values for output in outputs)
+        found = []
+        for low, high in self._chunks(roles, copied, first, last, mine) if roles else ():
+            batch = self._roles.after(roles, low, high, mine, kept)
+            scales = [(o.role, batch[o.role]) for o in outputs if o.role.endswith("_scale")]
+            scales = [(role, t) for role, t in scales if role in written]
+            if copied or not self._given(roles, first, last, mine):
+                self._check_scales(scales)
+            else:
+                found += scales
+            for output in outputs:
+                if output.values:
+                    output.changed(batch, statistics)
+        return found
+
+    def _check_scales(self, scales: Sequence[tuple[str, Tensor]]) -> None:
+        """Raises for new scales, by role, that are no numbers or that launched kernels cannot use."""
+        check_every_scale([t for _, t in scales], byte_scales(self._live.problem))
+        if reason := self._runner.refit(self._holders(), scales) if scales else "":
+            raise NoBackend(
+                f"{' and '.join(sorted({role for role, _ in scales}))} cannot change in place: {reason}",
+                hint="load the layer again with its new weights",
+            )
+
+    def _given(self, roles: set[str], first: int, last: int, writes: Sequence[SliceWrite]) -> bool:
+        """Whether `writes` give all of `roles` of these experts as they are, so that nothing is copied."""
+        return all(self._roles.plain(role, first, last, writes) is not None for role in roles)
+
+    def _of_experts(
+        self, writes: Sequence[SliceWrite], roles: set[str], first: int, last: int
+    ) -> list[SliceWrite]:
+        """Those of `writes` that change `roles` of all local experts `first` to `last`."""
+        begin = self._source.first_expert
+        return [w for w in writes if w.role in roles and w.first - begin <= first and last <= w.last - begin]
+
+    def _chunks(
+        self, roles: set[str], copied: bool, first: int, last: int, writes: Sequence[SliceWrite]
+    ) -> Iterator[tuple[int, int]]:
+        """Runs of experts whose conversion takes at most the scratch memory, but for one expert.
+
+        All of them in one run where the updates are read as they are, unless work on them makes copies.
+        """
+        if not copied and self._given(roles, first, last, writes):
             return iter([(first, last)])
         each = sum(nbytes(*whole_type(self._source, role).with_first_axis(1)) for role in roles)
         step = max(1, self._scratch // (TEMPORARIES * each))
         return ((first + low, first + high) for low, high in spans(last - first, step))
-
-
-def _read(canonical: LoadExperts, roles: Iterable[str], experts: int, step: int) -> Roles:
-    """The canonical `roles` of all `experts` on the CPU, read `step` experts at a time."""
-    parts: dict[str, list[Tensor]] = {role: [] for role in roles}
-    for first, last in spans(experts, step):
-        batch = canonical(range(first, last))
-        for role, some in parts.items():
-            some.append(batch[role].cpu())
-    return {role: torch.cat(some) for role, some in parts.items()}
 
 
 def renew(old: object, new: object) -> None:

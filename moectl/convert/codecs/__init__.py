@@ -8,7 +8,16 @@ from ...errors import UsageError
 from ...lazy_torch import Tensor
 from ...problem.number_formats import NUMBER_FORMATS
 from ...problem.schemes import WeightFormat
-from .codec import Codec, Encoded, UnquantizedCodec, check_scales, check_weights, from_halves, in_halves
+from .codec import (
+    Codec,
+    Encoded,
+    UnquantizedCodec,
+    check_every_scale,
+    check_scales,
+    check_weights,
+    from_halves,
+    in_halves,
+)
 from .grids import GRIDS
 from .scaled import Scaled
 from .scales import E8M0_RULES, scale_store
@@ -18,6 +27,7 @@ __all__ = [
     "Codec",
     "Encoded",
     "Scaled",
+    "check_every_scale",
     "check_scales",
     "check_weights",
     "codec_for",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -125,18 +125,41 @@ def _exponents() -> Mapping[torch.dtype, tuple[torch.dtype, int]]:
     }
 
 
+def check_every_scale(scales: Sequence[Tensor], dtype: str = "E8M0") -> None:
+    """`check_scales` of tensors on one device, which is waited for once if all are right."""
+    largest = [_largest(scale, dtype) for scale in scales]
+    numbers = [t.to(torch.int32) for t in largest if t is not None]
+    sizes = iter(torch.stack(numbers).tolist() if numbers else ())
+    for scale, number in zip(scales, largest, strict=True):
+        if number is None or next(sizes) >= _least_bad(scale, dtype):
+            check_scales(scale, dtype)
+
+
 def _all_numbers(scale: Tensor, dtype: str) -> bool:
     """True when a check at 1% of the cost of counting rules out NaN and infinity; False is no proof."""
     if not scale.numel():
         return True
+    largest = _largest(scale, dtype)
+    return largest is not None and int(largest) < _least_bad(scale, dtype)
+
+
+def _largest(scale: Tensor, dtype: str) -> Tensor | None:
+    """The largest bits of `scale` without signs; None for dtypes in which they say nothing."""
+    if not scale.numel():
+        return scale.new_zeros((), dtype=torch.int32)
     if scale.dtype in _exponents():
-        integer, exponent = _exponents()[scale.dtype]
-        return int((scale.view(integer) & torch.iinfo(integer).max).max()) < exponent
+        integer, _ = _exponents()[scale.dtype]
+        return (scale.view(integer) & torch.iinfo(integer).max).max()
     if scale.dtype is not torch.uint8:
-        return False
-    if dtype == "F8_E4M3":
-        return int((scale & 0x7F).max()) != 0x7F
-    return int(scale.max()) != E8M0_NAN
+        return None
+    return ((scale & 0x7F) if dtype == "F8_E4M3" else scale).max()
+
+
+def _least_bad(scale: Tensor, dtype: str) -> int:
+    """The least of the bits of `_largest` that are no number."""
+    if scale.dtype in _exponents():
+        return _exponents()[scale.dtype][1]
+    return 0x7F if dtype == "F8_E4M3" else E8M0_NAN
 
 
 def check_weights(weights: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,30 +72,44 @@ def exponents_of_each(scales: Sequence[Tensor], kind: str) -> list[tuple[int, in
         return [(127, 127)] * len(scales)
     if any(t.is_cuda for t in scales) and torch.cuda.is_current_stream_capturing():
         return [None] * len(scales)
-    chunks, bounds = list[int](), list[Tensor]()
-    for t in scales:
-        stored = t.contiguous().view(-1).view(torch.uint8 if kind == "e8m0" else torch.int16)
-        parts = torch.split(stored, EXAMINED_BYTES // stored.itemsize)
-        chunks.append(len(parts))
-        bounds += map(_bounds, parts)
-    found = iter(torch.stack(bounds).tolist())
+    kinds = torch.uint8 if kind == "e8m0" else torch.int16
+    every = [t.contiguous().view(-1).view(kinds) for t in scales]
+    found = _bounds_of(every, torch.aminmax if kind == "e8m0" else _magnitudes)
+    # Bytes of 0 hide the smallest of the others.
+    again = [i for i, (low, _) in enumerate(found) if kind == "e8m0" and low == 0]
+    for i, bounds in zip(again, _bounds_of([every[i] for i in again], _nonzero), strict=True):
+        found[i] = bounds
     shift = 0 if kind == "e8m0" else 7
-    every: list[tuple[int, int] | None] = []
-    for count in chunks:
-        lows, highs = zip(*(next(found) for _ in range(count)), strict=True)
-        # Without any nonzero scale, the smallest is beyond the largest.
-        every.append((min(255, min(lows) + 1 >> shift), max(highs) >> shift))
-    return every
+    # Without any nonzero scale, the smallest is beyond the largest.
+    return [(min(255, low >> shift), high >> shift) for low, high in found]
 
 
-def _bounds(stored: Tensor) -> Tensor:
-    """One less than the smallest nonzero number, and the largest, of uint8 or of int16 without the sign."""
-    if stored.dtype == torch.uint8:
-        below = stored - 1  # zero becomes the largest
-        return torch.stack((below.min(), stored.max()))
+Bounds = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def _bounds_of(every: Sequence[Tensor], bounds: Bounds) -> list[tuple[int, int]]:
+    """The smallest and the largest of what `bounds` gives for the parts of each tensor; waits once."""
+    split = [torch.split(t, EXAMINED_BYTES // t.itemsize) for t in every]
+    parts = [torch.stack(tuple(bounds(part))) for parts in split for part in parts]
+    found = iter(torch.stack(parts).tolist() if parts else ())
+    every_bounds = []
+    for parts_of_one in split:
+        lows, highs = zip(*(next(found) for _ in parts_of_one), strict=True)
+        every_bounds.append((min(lows), max(highs)))
+    return every_bounds
+
+
+def _nonzero(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest nonzero number of uint8, 255 or more if there is none, and the largest."""
+    below = stored - 1  # zero becomes the largest
+    return below.min().to(torch.int16) + 1, stored.max().to(torch.int16)
+
+
+def _magnitudes(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest nonzero and the largest number of int16 without its sign; for zeros alone 2^15, 0."""
     magnitudes = stored & 0x7FFF
     largest = magnitudes.max()
-    return torch.stack((magnitudes.sub_(1).bitwise_and_(0x7FFF).min(), largest))
+    return magnitudes.sub_(1).bitwise_and_(0x7FFF).min().to(torch.int32) + 1, largest.to(torch.int32)
 
 
 def matrix_of(prepared: PreparedMoE, role: str) -> KernelMatrix:
@@ -198,31 +212,49 @@ def layer_of(prepared: PreparedMoE) -> KernelLayer:
     return layer
 
 
-def accept_scales(prepared: PreparedMoE, role: str, t: Tensor) -> str:
-    """Why kernels that were launched would be wrong with new canonical scales `t`; empty if they are right.
+def accept_scales(layers: Sequence[PreparedMoE], scales: Sequence[tuple[str, Tensor]]) -> str:
+    """Why kernels that were launched would be wrong with new canonical `scales`; empty if they are right.
 
-    `Runner.refit` of kernels that are chosen by the exponents of a layer's scales.
+    `Runner.refit` of kernels that are chosen by the exponents of a layer's scales; waits for the GPU once.
     """
-    layer: KernelLayer | None = prepared.derived.get("moectl")
-    matrix, _, kind = role.partition("_")
-    if layer is None or kind != "scale":
-        return ""
-    old: KernelMatrix = getattr(layer, matrix)
-    new = None if old.exponents is None else exponents_of(t, scale_name(prepared.problem))
-    if old.exponents is None or new is None or new[0] > new[1]:
-        return ""
-    for allowed in old.relied_on:
-        if not all(exponent in allowed for exponent in new):
-            return (
-                f"kernels were launched that are right for scales from 2^{allowed.start - 127} to below "
-                f"2^{allowed.stop - 127}, got 2^{new[0] - 127} to below 2^{new[1] - 126}"
-            )
-    wider = min(old.exponents[0], new[0]), max(old.exponents[1], new[1])
-    if wider != old.exponents:
-        new_matrix = replace(old, exponents=wider)
-        w13, w2 = (new_matrix if m is old else m for m in (layer.w13, layer.w2))
-        prepared.derived["moectl"] = KernelLayer(layer.problem, w13, w2)
+    made: list[KernelLayer] = [p.derived[LAYER] for p in layers if LAYER in p.derived]
+    known = [
+        (role, t)
+        for role, t in scales
+        if role in MATRICES and any(MATRICES[role](layer).exponents is not None for layer in made)
+    ]
+    kind = scale_name(layers[0].problem) if known else ""
+    new = list(zip((role for role, _ in known), exponents_of_each([t for _, t in known], kind), strict=True))
+    for role, found in new:
+        for allowed in {r for layer in made for r in MATRICES[role](layer).relied_on}:
+            if found is not None and found[0] <= found[1] and not all(e in allowed for e in found):
+                return (
+                    f"kernels were launched that are right for scales from 2^{allowed.start - 127} to below "
+                    f"2^{allowed.stop - 127}, got 2^{found[0] - 127} to below 2^{found[1] - 126}"
+                )
+    for prepared in layers:
+        for role, found in new if LAYER in prepared.derived else ():
+            layer: KernelLayer = prepared.derived[LAYER]
+            if found is not None and found[0] <= found[1]:
+                w13 = _wider(layer.w13, found) if role == "w13_scale" else layer.w13
+                w2 = _wider(layer.w2, found) if role == "w2_scale" else layer.w2
+                prepared.derived[LAYER] = KernelLayer(layer.problem, w13, w2)
     return ""
+
+
+MATRICES: Mapping[str, Callable[[KernelLayer], KernelMatrix]] = {
+    "w13_scale": lambda layer: layer.w13,
+    "w2_scale": lambda layer: layer.w2,
+}
+"""The matrices by the role of their scales."""
+
+
+def _wider(matrix: KernelMatrix, found: tuple[int, int]) -> KernelMatrix:
+    """`matrix` with exponents that include `found`."""
+    if matrix.exponents is None:
+        return matrix
+    bounds = min(matrix.exponents[0], found[0]), max(matrix.exponents[1], found[1])
+    return matrix if bounds == matrix.exponents else replace(matrix, exponents=bounds)
 
 
 ExpertOrder = tuple[Tensor, Tensor]

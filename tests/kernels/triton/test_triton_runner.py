@@ -50,7 +50,9 @@ def test_scales_are_examined_in_pieces_and_together(monkeypatch: pytest.MonkeyPa
     waits: list[int] = []
     to_list = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda t: waits.append(1) or to_list(t))
-    assert exponents_of_each([views[1], views[0]], "e8m0") == [(127, 127), (1, 255)] and waits == [1]
+    assert exponents_of_each([views[1], views[1]], "e8m0") == [(127, 127), (127, 127)] and waits == [1]
+    # Zeros, which are left out, take a second look.
+    assert exponents_of_each([views[1], views[0]], "e8m0") == [(127, 127), (1, 255)] and waits == 3 * [1]
 
 
 def test_scales_that_no_kernel_folds_have_no_range() -> None:
