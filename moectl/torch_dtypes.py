@@ -13,10 +13,12 @@ class TorchDtypes(Mapping[str, "torch.dtype"]):
 
     def __init__(self, torch_names: Mapping[str, str]) -> None:
         self._torch_names = torch_names
+        self._known: dict[str, torch.dtype] = {}
 
     def __getitem__(self, name: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._torch_names[name])
-        return dtype
+        if name not in self._known:
+            self._known[name] = getattr(torch, self._torch_names[name])
+        return self._known[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._torch_names

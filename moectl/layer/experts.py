@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
@@ -88,6 +88,20 @@ class ExpertLayer:
     def first_expert(self) -> int:
         """The number in the whole layer of the rank's first expert."""
         return self.rank_slice.experts[0] if self.rank_slice else 0
+
+    @property
+    def whole_experts(self) -> int:
+        """The number of experts of the whole layer."""
+        return self.problem.experts if self.rank_slice else self.problem.local_experts
+
+    @cached_property
+    def whole_types(self) -> Mapping[str, TensorType]:
+        """Dtypes and shapes of the canonical roles of all the layer's experts, none of them sliced."""
+        shares = self.rank_slice or RankSlice(self.problem)
+        return {
+            role: TensorType(dtype, (self.whole_experts, *shares.whole_shape(role, shape)[1:]))
+            for role, (dtype, shape) in self.recipe.shapes.items()
+        }
 
     def local_ids(self, ids: Tensor) -> Tensor:
         """Ids of the whole layer relative to the rank's first expert, -1 for other ranks' experts."""

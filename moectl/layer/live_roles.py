@@ -15,7 +15,7 @@ from ..convert.stream.source_reader import spans
 from ..kernels.prepared_layer import PreparedMoE
 from ..torch_dtypes import TORCH_DTYPES
 from .experts import ExpertLayer, LoadExperts
-from .slice_writes import SliceWrite, whole_type
+from .slice_writes import SliceWrite
 
 Roles = dict[str, Tensor]
 """Canonical tensors of consecutive experts."""
@@ -44,7 +44,7 @@ class LiveRoles:
 
     def covered(self, role: str, writes: Sequence[SliceWrite]) -> bool:
         """Whether `writes` give all of whole `role`, so that nothing of what it was is needed."""
-        (_, height, *widths), done = whole_type(self.source, role).shape, 0
+        (_, height, *widths), done = self.source.whole_types[role].shape, 0
         mine = [write for write in writes if write.role == role]
         if any(not write.full and write.mapping is not None for write in mine):
             return False
@@ -65,7 +65,7 @@ class LiveRoles:
         mine = [write for write in writes if write.role == role]
         if len(mine) != 1 or self.shares.sliced or role in self.kept:
             return None
-        dtype, shape = whole_type(self.source, role)
+        dtype, shape = self.source.whole_types[role]
         t = mine[0].plain(shape, TORCH_DTYPES[dtype])
         if t is None or t.device != self.live.device:
             return None

@@ -22,7 +22,7 @@ from ..kernels.prepared_layer import CANONICAL, PreparedMoE
 from ..kernels.registry import runner_for
 from .experts import LayerOrigin
 from .live_roles import LiveRoles, Roles, read_roles
-from .slice_writes import SliceWrite, Span, experts_of, slice_write, whole_type
+from .slice_writes import SliceWrite, Span, slice_write
 
 TEMPORARIES = 4
 """Copies of a role that conversion step by step may hold at once."""
@@ -90,7 +90,7 @@ class LayerRefit:
         self._pending: list[SliceWrite] | None = None
         self._roles = LiveRoles(layer, origin.layer, origin.recipe, origin.kept)
         self._shares = self._roles.shares
-        each = sum(nbytes(*whole_type(self._source, role).with_first_axis(1)) for role in self._recipe.shapes)
+        each = sum(nbytes(*self._source.whole_types[role].with_first_axis(1)) for role in self._recipe.shapes)
         self._scratch = max(each, scratch or 0)
         self._load_kept()
         self._statistics = self._statistics_of(self._kept, self._inputs)
@@ -144,15 +144,13 @@ class LayerRefit:
         if write.role in self._inputs:
             return True
         first, last = self._source.first_expert, self._source.first_expert + self._local
-        height = whole_type(self._source, write.role).shape[1]
+        height = self._source.whole_types[write.role].shape[1]
         columns = write.index[1] if write.mapping is None and len(write.index) > 1 else None
         return (
             max(first, write.first) < min(last, write.last)
             and self._shares.holds(write.role, 1, *write.rows(height))
             and (columns is None or self._shares.holds(write.role, 2, columns.start, columns.stop))
         )
-
-    # Roles that the stored tensors do not restore.
 
     def _load_kept(self) -> None:
         source, recipe = self._source, self._recipe
@@ -162,7 +160,7 @@ class LayerRefit:
         if kept and not self._kept:
             self._kept.update(read_roles(source.canonical, kept, self._local, step))
         if of_layer and source.whole is not None:
-            self._inputs = read_roles(source.whole.canonical, of_layer, experts_of(source), step)
+            self._inputs = read_roles(source.whole.canonical, of_layer, source.whole_experts, step)
 
     def _statistics_of(self, kept: Roles, inputs: Roles) -> Statistics:
         """The statistics of the layer; `inputs` has those roles of which all ranks' experts count."""
@@ -172,8 +170,6 @@ class LayerRefit:
             t = kept[statistic.role] if of_all is None else of_all
             found |= update_statistics((statistic,), {statistic.role: t}, {})
         return found
-
-    # A commit: staged roles, checks, writes.
 
     @torch.inference_mode()
     def _commit(self, writes: Sequence[SliceWrite]) -> None:
@@ -381,7 +377,7 @@ class LayerRefit:
         """
         if not copied and self._given(roles, first, last, writes):
             return iter([(first, last)])
-        each = sum(nbytes(*whole_type(self._source, role).with_first_axis(1)) for role in roles)
+        each = sum(nbytes(*self._source.whole_types[role].with_first_axis(1)) for role in roles)
         step = max(1, self._scratch // (TEMPORARIES * each))
         return ((first + low, first + high) for low, high in spans(last - first, step))
 

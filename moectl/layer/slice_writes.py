@@ -9,11 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..convert.rank_slice import RankSlice
 from ..convert.sources import TensorMapping
 from ..convert.sources.packings import check_extra
 from ..errors import CheckpointError, UsageError
-from ..files.tensor_table import TensorType
 from ..torch_dtypes import TORCH_DTYPES
 from .experts import ExpertLayer
 
@@ -100,18 +98,6 @@ def in_dtype_of(like: Tensor, t: Tensor) -> Tensor:
     return rounded
 
 
-def whole_type(layer: ExpertLayer, role: str) -> TensorType:
-    """Dtype and shape of `role` of all the layer's experts, none of them sliced."""
-    dtype, shape = layer.recipe.shapes[role]
-    shares = layer.rank_slice or RankSlice(layer.problem)
-    return TensorType(dtype, (experts_of(layer), *shares.whole_shape(role, shape)[1:]))
-
-
-def experts_of(layer: ExpertLayer) -> int:
-    """The number of experts of the whole layer."""
-    return layer.problem.experts if layer.rank_slice else layer.problem.local_experts
-
-
 def slice_write(
     layer: ExpertLayer, name: str, t: Tensor, experts: Span, rows: Span, columns: Span
 ) -> SliceWrite | None:
@@ -120,8 +106,8 @@ def slice_write(
     Raises UsageError for names, numbers or types that do not fit the layer.
     """
     if name in layer.recipe.shapes:
-        dtype, (_, *shape) = whole_type(layer, name)
-        wanted, mapping, shared = _span(experts, experts_of(layer), "experts", name), None, False
+        dtype, (_, *shape) = layer.whole_types[name]
+        wanted, mapping, shared = _span(experts, layer.whole_experts, "experts", name), None, False
     else:
         mapping, number = _part(layer, name)
         dtype, shape, shared = mapping.dtype, list(mapping.shape), mapping.shared
@@ -129,7 +115,7 @@ def slice_write(
             raise UsageError(f"{name} names its expert, got experts={experts} too", hint="leave experts out")
         if shared and experts is not None:
             raise UsageError(f"{name} is shared by all experts, got experts={experts}", hint="leave it out")
-        wanted = _span(experts if number is None else number, experts_of(layer), "experts", name)
+        wanted = _span(experts if number is None else number, layer.whole_experts, "experts", name)
     index = [slice(0, size) for size in shape]
     for axis, (what, span) in enumerate((("rows", rows), ("columns", columns))):
         if span is not None:
