@@ -13,28 +13,28 @@ from .moe_problem import SILU, SWIGLU_OAI, Dims, MoEProblem
 from .schemes import (
     BF16,
     FP8_ACT_GROUP_128,
+    FP8_ACT_TENSOR,
+    FP8_ACT_TOKEN,
     FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
     MXFP4,
     MXFP8,
     MXFP8_ACT,
     NVFP4,
     NVFP4_ACT,
     Scheme,
-    WeightFormat,
     int_format,
 )
 
-FORMATS: Mapping[str, WeightFormat] = {
-    "mxfp4": MXFP4,
-    "int4-g32": int_format(4, 32),
-    "int4-g128": int_format(4, 128),
-}
-"""Weight formats by the names that scripts use."""
-
 SCHEMES: Mapping[str, Scheme] = {
-    **{name: Scheme(weight) for name, weight in FORMATS.items()},
+    "mxfp4": Scheme(MXFP4),
+    "int4-g32": Scheme(int_format(4, 32)),
+    "int4-g128": Scheme(int_format(4, 128)),
     "bf16": Scheme(BF16),
     "fp8-block": Scheme(FP8_BLOCK, FP8_ACT_GROUP_128),
+    "fp8-channel": Scheme(FP8_CHANNEL, FP8_ACT_TOKEN),
+    "fp8-tensor": Scheme(FP8_TENSOR, FP8_ACT_TENSOR),
     "mxfp8": Scheme(MXFP8, MXFP8_ACT),
     "nvfp4": Scheme(NVFP4, NVFP4_ACT),
 }
@@ -47,7 +47,7 @@ def _gpt_oss(experts: int) -> MoEProblem:
 
 
 def _plain(hidden: int, intermediate: int, experts: int, top_k: int, weight: str) -> MoEProblem:
-    return MoEProblem(Dims(hidden, intermediate), experts, top_k, Scheme(FORMATS[weight]), SILU)
+    return MoEProblem(Dims(hidden, intermediate), experts, top_k, SCHEMES[weight], SILU)
 
 
 MODELS: Mapping[str, MoEProblem] = {
@@ -56,13 +56,16 @@ MODELS: Mapping[str, MoEProblem] = {
     "kimi-k2": _plain(7168, 2048, 384, 8, "int4-g32"),
     "qwen3-30b": _plain(2048, 768, 128, 8, "int4-g128"),
     "deepseek-v3": _plain(7168, 2048, 256, 8, "int4-g128"),
+    "qwen3-235b": _plain(4096, 1536, 128, 8, "bf16"),
+    "qwen3.5-35b": _plain(2048, 512, 256, 8, "bf16"),
+    "mixtral-8x7b": _plain(4096, 14336, 8, 2, "bf16"),
 }
 """Expert layers of published models, each with its default format for benchmarks."""
 
 
 def default_format(model: str) -> str:
-    """The key in `FORMATS` of a model's default format."""
-    return next(name for name, weight in FORMATS.items() if weight == MODELS[model].scheme.weight)
+    """The key in `SCHEMES` of a model's default format."""
+    return next(name for name, scheme in SCHEMES.items() if scheme == MODELS[model].scheme)
 
 
 def named_problem(text: str) -> tuple[str, MoEProblem]:
@@ -72,7 +75,7 @@ def named_problem(text: str) -> tuple[str, MoEProblem]:
 
 
 def model_problem(model: str, format: str | None = None, experts: int | None = None) -> MoEProblem:
-    """The layer of `model`, optionally in another of `FORMATS` or with fewer experts.
+    """The layer of `model`, optionally in another of `SCHEMES` or with fewer experts.
 
     Raises UsageError for unknown names.
 
@@ -81,10 +84,10 @@ def model_problem(model: str, format: str | None = None, experts: int | None = N
         >>> problem.experts, str(problem.scheme.weight)
         (128, 'mxfp4 group 32')
     """
-    for name, table, what in ((model, MODELS, "model"), (format, FORMATS, "format")):
+    for name, table, what in ((model, MODELS, "model"), (format, SCHEMES, "format")):
         if name is not None and name not in table:
             raise UsageError(f"no {what} is called {name!r}; there are {', '.join(table)}")
     problem = MODELS[model]
     if format is not None:
-        problem = replace(problem, scheme=Scheme(FORMATS[format]))
+        problem = replace(problem, scheme=SCHEMES[format])
     return replace(problem, experts=experts, local_experts=experts) if experts else problem

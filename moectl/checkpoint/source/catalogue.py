@@ -175,6 +175,9 @@ SHORT_NAMES: Mapping[str, str] = {
     "kimi-k2": "moonshotai/Kimi-K2-Thinking",
     "qwen3-30b": "RedHatAI/Qwen3-30B-A3B-quantized.w4a16",
     "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "qwen3-235b": "Qwen/Qwen3-235B-A22B",
+    "qwen3.5-35b": "Qwen/Qwen3.5-35B-A3B",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
 }
 """Built-in models by the names of their rows in benchmarks; every command takes these, too."""
 
