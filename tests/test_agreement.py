@@ -15,16 +15,23 @@ from moectl.oracle import policy_named, select
 from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
 from moectl.problem.padding import padding
 from moectl.problem.schemes import (
+    A16,
     BF16,
+    FP8_ACT_GROUP_128,
+    FP8_ACT_TENSOR,
+    FP8_ACT_TENSOR_STATIC,
+    FP8_ACT_TOKEN,
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,
     FULL,
     MXFP4,
     MXFP8,
+    MXFP8_ACT,
     NVFP4,
     Scheme,
     int_format,
+    weight_format,
 )
 
 WEIGHTS = [
@@ -36,6 +43,19 @@ WEIGHTS = [
             (4, 8), (16, 32, 64, 128, FULL), ("BF16", "F16", "F32"), (False, True)
         )
     ),
+]
+FP8_SCHEMES = [
+    Scheme(replace(weight, scale_dtype=scales), act)
+    for weight, scales, act in (
+        (FP8_BLOCK, "F32", FP8_ACT_GROUP_128),
+        (FP8_BLOCK, "E8M0", FP8_ACT_GROUP_128),
+        (FP8_BLOCK, "BF16", A16),
+        (FP8_BLOCK, "F32", MXFP8_ACT),
+        (FP8_CHANNEL, "F32", FP8_ACT_TOKEN),
+        (FP8_TENSOR, "F32", FP8_ACT_TENSOR_STATIC),
+        (FP8_TENSOR, "F16", FP8_ACT_TENSOR),
+        (weight_format("fp8", (64, 64)), "F32", A16),
+    )
 ]
 ACTIVATIONS = [
     SILU,
@@ -64,16 +84,17 @@ def chosen_on(device, problem):
 
 def test_triton_is_chosen_exactly_where_it_runs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    runner, layout = runner_for("moectl"), layout_named("moectl-mtile64")
-    taken = 0
-    for problem in PROBLEMS[::3]:
+    runner, taken = runner_for("moectl"), 0
+    floats = [replace(problem, scheme=scheme) for problem in PROBLEMS[:48] for scheme in FP8_SCHEMES]
+    for problem in (*PROBLEMS[::3], *floats):
+        layout = layout_named(runner.layout_of(problem))
         align = padding(layout.name, problem.scheme.weight)
         padded = replace(problem, dims=align.apply(problem.dims))
         reasons = [runner.refusal(problem, torch.device("cuda")), *layout.refusals(padded)]
         runs = not any(reasons)
         assert (chosen_on("h100", problem) == "moectl") == runs, (problem, reasons)
         taken += runs
-    assert 20 < taken < len(PROBLEMS) // 3
+    assert 20 < taken < len(PROBLEMS) // 3 + len(floats)
 
 
 def test_moectl_marlin_is_usable_exactly_where_it_runs(monkeypatch):
@@ -126,7 +147,14 @@ def test_torch_is_chosen_only_where_it_runs(device):
     ("capability", "change", "message"),
     [
         ((7, 5), {}, "it needs compute capability 8.0 or newer"),
-        ((8, 0), {"scheme": Scheme(BF16)}, "it supports mxfp4, int4, int8 weights"),
+        (
+            (8, 0),
+            {"scheme": Scheme(weight_format("fp8", (64, 64)))},
+            "it supports fp8 block 128x128, fp8 per",
+        ),
+        ((8, 0), {"scheme": Scheme(FP8_BLOCK, MXFP8_ACT)}, "with fp8 weights it takes 16-bit, fp8 dynamic, "),
+        ((8, 0), {"scheme": Scheme(BF16, FP8_ACT_TOKEN)}, "with bf16 weights it takes 16-bit activations;"),
+        ((8, 0), {"scheme": Scheme(BF16)}, ""),
         ((8, 0), {"scheme": Scheme(int_format(4, 16))}, "it supports scale groups of 32, 64 and 128"),
         ((8, 0), {"scheme": Scheme(int_format(4, 32, "F32"))}, "E8M0 and 16-bit scales; the layer has F32"),
         ((8, 0), {"activation": Activation("situ")}, "for gated experts it has silu, swigluoai, gelu_tanh"),

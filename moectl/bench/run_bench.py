@@ -360,7 +360,8 @@ class _TargetRun:
 
 def tolerance_of(ready: ReadyKernels) -> Tolerance:
     """The tolerance of a backend's results."""
-    return tolerance_for(ready.prepared.problem, ready.kernels[0].runner.accumulation)
+    problem = ready.prepared.problem
+    return tolerance_for(problem, ready.kernels[0].runner.accumulation_of(problem))
 
 
 def _checked_row(row: BenchRow, checked: CheckedOutputs) -> BenchRow:

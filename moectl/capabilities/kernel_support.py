@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ..problem.moe_problem import Activation
-from ..problem.schemes import FULL, WeightFormat, int_format
+from ..problem.schemes import A16, FULL, ActFormat, Scheme, WeightFormat, int_format
 
 Compute = tuple[int, int]
 """Compute capability: (major, minor)."""
@@ -21,6 +21,7 @@ class WeightSupport:
         layout: the layout; empty if the kernels' library prepares the weights itself.
         dtypes: supported model dtypes.
         any_act: computed with 16-bit activations, whatever the checkpoint declares.
+        acts: declared activation formats that it is computed with, unless `any_act`.
         own_scales: the layout converts scales of any dtype.
     """
 
@@ -28,6 +29,7 @@ class WeightSupport:
     layout: str = ""
     dtypes: tuple[str, ...] = ("bf16", "fp16")
     any_act: bool = False
+    acts: tuple[ActFormat, ...] = (A16,)
     own_scales: bool = False
 
 
@@ -81,6 +83,25 @@ class KernelSupport:
     def row(self, name: str) -> WeightSupport | None:
         """The first row with a format of this name, or None."""
         return next((row for row in self.weights if any(format.name == name for format in row.formats)), None)
+
+    def act_of(self, scheme: Scheme) -> ActFormat | None:
+        """The activation format that `scheme` is computed with; None if it is not supported.
+
+        Example:
+            >>> from moectl.capabilities.own_kernels import TRITON
+            >>> from moectl.problem.schemes import FP8_ACT_GROUP_128, FP8_BLOCK, Scheme
+            >>> TRITON.act_of(Scheme(FP8_BLOCK, FP8_ACT_GROUP_128)) == FP8_ACT_GROUP_128
+            True
+        """
+        row = next((row for row in self.weights if scheme.weight in row.formats), None)
+        if row is None:
+            return None
+        return A16 if row.any_act else scheme.act if scheme.act in row.acts else None
+
+    def layout_of(self, weight: WeightFormat) -> str:
+        """The layout of weights of a format; the first row's for a format that is not supported."""
+        row = next((row for row in self.weights if weight in row.formats), None)
+        return (row or self.row(weight.name) or self.weights[0]).layout
 
     def runs_on(self, capability: Compute) -> bool:
         """True for a GPU with this compute capability."""

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from ..problem.schemes import MXFP4
+from ..problem.schemes import (
+    A16,
+    BF16,
+    FP8_ACT_GROUP_128,
+    FP8_ACT_TENSOR,
+    FP8_ACT_TENSOR_STATIC,
+    FP8_ACT_TOKEN,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    MXFP4,
+)
 from .kernel_support import KernelSupport, WeightSupport, integers
 
 GATED, UNGATED = ("silu", "swigluoai", "gelu_tanh"), ("relu2",)
 """Activation functions of moectl's device code, which is also used with the GEMMs of other projects."""
 
+TILES = "moectl-mtile64"
+"""The layout of formats that kernels decode in tiles; weights of the others are read in rows."""
+
 TRITON = KernelSupport(
-    (WeightSupport((MXFP4, *integers(4), *integers(8)), "moectl-mtile64"),),
+    (
+        WeightSupport((MXFP4, *integers(4), *integers(8)), TILES),
+        WeightSupport((BF16,), "moectl-bf16"),
+        WeightSupport(
+            (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR),
+            "moectl-fp8",
+            acts=(A16, FP8_ACT_GROUP_128, FP8_ACT_TOKEN, FP8_ACT_TENSOR, FP8_ACT_TENSOR_STATIC),
+            own_scales=True,
+        ),
+    ),
     gated=GATED,
     ungated=UNGATED,
     scales=frozenset(("E8M0", "BF16", "F16")),

@@ -58,7 +58,8 @@ class Runner:
             by decoding the weights with the layout's inverse.
         compute: modular, ``compute(prepared, x, ids, weights) -> y``: tokens in their own order.
         refusal: why it cannot run a problem on a device, in a sentence; empty when it can.
-        accumulation: the row of the tolerance table that its results are checked against.
+        accumulation: the row of the tolerance table that its results are checked against, or a function of
+            the problem.
         capturable: True when a call can be captured in a CUDA graph: it never waits for the GPU.
         ready: derives what it needs from a layer's weights, once before the first call; may wait for
             the GPU.
@@ -101,7 +102,7 @@ class Runner:
     layout: str | Callable[[MoEProblem], str] | None
     compute: Run | None
     refusal: Callable[[MoEProblem, torch.device], str]
-    accumulation: str = "fp32"
+    accumulation: str | Callable[[MoEProblem], str] = "fp32"
     capturable: bool = True
     ready: Callable[[PreparedMoE], object] = lambda prepared: None
     monolithic: Run | None = None
@@ -130,6 +131,10 @@ class Runner:
     def layout_of(self, problem: MoEProblem) -> str | None:
         """The layout in which it reads `problem`'s weights; None when it supports any."""
         return self.layout(problem) if callable(self.layout) else self.layout
+
+    def accumulation_of(self, problem: MoEProblem) -> str:
+        """The row of the tolerance table that results for `problem` are checked against."""
+        return self.accumulation(problem) if callable(self.accumulation) else self.accumulation
 
     def wants_of(self, problem: MoEProblem) -> ActFormat:
         """The activation format in which it takes `problem`'s tokens."""

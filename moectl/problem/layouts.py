@@ -73,6 +73,7 @@ def _trtllm(function: str, *acts: str, backends: tuple[str, ...] = ("flashinfer_
     return LayoutFacts("trtllm", _TRTLLM_ARCHS, (_vllm(*backends), _flashinfer(function), own), acts)
 
 
+_OWN = LayoutReader("moectl", ("moectl",))
 _OWN_CUTLASS = LayoutReader("moectl", ("flashinfer_cutlass",))
 
 
@@ -241,7 +242,9 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     "cpu-amx-fp8": _cpu(),
     "cpu-amx-mxfp4": _cpu(),
     "cpu-amx-int4": _cpu(),
-    "moectl-mtile64": LayoutFacts("moectl", _SM80_UP, (LayoutReader("moectl", ("moectl",)),)),
+    "moectl-mtile64": LayoutFacts("moectl", _SM80_UP, (_OWN,)),
+    "moectl-bf16": LayoutFacts("moectl", _SM80_UP, (_OWN,)),
+    "moectl-fp8": LayoutFacts("moectl", _SM80_UP, (_OWN,), ("fp8", "a16")),
 }
 """Facts by layout name."""
 

@@ -159,6 +159,8 @@ RULES: Mapping[str, SizeRule | Callable[[WeightFormat], SizeRule]] = {
     "cpu-amx-mxfp4": SizeRule(Align(32, 32)),
     "cpu-amx-int4": _cpu_int4,
     "moectl-mtile64": _mtile64,
+    "moectl-bf16": SizeRule(),
+    "moectl-fp8": SizeRule(),
 }
 """Size rules by layout name."""
 

@@ -111,7 +111,7 @@ def measure(
                 capturable=kernel.capturable,
             )
             median, fastest = timing.median_us, timing.fastest_us
-    accumulation = kernel.runner.accumulation
+    accumulation = kernel.runner.accumulation_of(layer.problem)
     verdict = check(y, expected, tolerance_for(layer.problem, accumulation))
     quantized = not verdict.ok and quantizes_activations(accumulation)
     return RunResult(

@@ -166,7 +166,7 @@ def _run_case(ready: RunnableLayer, planned: PlannedCase) -> CaseResult:
     case, kernel = planned.case, ready.kernel
     if planned.skipped:
         return _result(ready, planned, None, planned.skipped)
-    if planned.beyond and quantizes_activations(kernel.runner.accumulation):
+    if planned.beyond and quantizes_activations(kernel.runner.accumulation_of(ready.layer.problem)):
         return _result(ready, planned, None, planned.beyond)
     if case.by_ids and kernel.monolithic:
         return _result(ready, planned, None, "it routes by itself: no logits give these ids")
@@ -181,8 +181,9 @@ def _run_case(ready: RunnableLayer, planned: PlannedCase) -> CaseResult:
         return _result(ready, planned, False, str(error))
     if case_run.y is None:
         return _result(ready, planned, False, "; ".join(case_run.wrong))
+    problem = ready.layer.problem
     result = check(
-        case_run.y, planned.expected, tolerance_for(ready.layer.problem, kernel.runner.accumulation)
+        case_run.y, planned.expected, tolerance_for(problem, kernel.runner.accumulation_of(problem))
     )
     wrong = (
         case_run.wrong if result.ok else (_deviation(case_run.y, planned.expected, result), *case_run.wrong)

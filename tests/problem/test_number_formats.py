@@ -125,7 +125,7 @@ def test_a_new_format_is_computed_within_its_tolerance(new: NumberFormat) -> Non
         size = (new.grid.rms or 1.0) * math.sqrt(problem.dims.hidden)
         spread = math.sqrt(7 / 4) * size / 2.0 ** round(math.log2(size)) / math.sqrt(problem.dims.hidden)
         assert prepared.expert(0).w13.float().square().mean().sqrt().item() == pytest.approx(spread, rel=0.1)
-        assert check(y, expected, tolerance_for(problem, runner.accumulation)).ok
+        assert check(y, expected, tolerance_for(problem, runner.accumulation_of(problem))).ok
 
 
 def test_a_new_format_is_written_and_read(new: NumberFormat) -> None:

@@ -141,7 +141,7 @@ def judged(layer: ExpertLayer, prepared: PreparedMoE, y: Tensor, inputs: LayerIn
     place = layer.canonical([0])["w13"].device
     x, ids, weights = (t.to(place) for t in (inputs.x, inputs.ids, inputs.weights))
     expected = moe_reference(x, ids, weights, layer.reference, layer.problem, dtype=torch.float64)
-    accumulation = runner_for(prepared.backend).accumulation
+    accumulation = runner_for(prepared.backend).accumulation_of(prepared.problem)
     return check(y, expected, tolerance_for(prepared.problem, accumulation))
 
 

@@ -16,6 +16,7 @@ from .marlin import INTEGER as MARLIN_INTEGER
 from .marlin_float import FLOAT as MARLIN_FLOAT
 from .mtile64 import MTILE64
 from .plain import PLAIN
+from .rows import ROWS
 from .triton_blackwell import TRITON_BLACKWELL
 from .triton_hopper import TRITON_HOPPER
 from .trtllm import TRTLLM
@@ -43,6 +44,7 @@ LAYOUTS: tuple[WeightLayout, ...] = (
     *AITER,
     *CPU,
     MTILE64,
+    *ROWS,
 )
 """All layouts. A layout registered here and in `moectl.problem.layouts` is available, and tested."""
 

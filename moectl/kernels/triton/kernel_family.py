@@ -16,11 +16,12 @@ from ...errors import UsageError
 from ...problem.moe_problem import Activation, MoEProblem
 from ...problem.schemes import FULL
 from ..prepared_layer import PreparedMoE
+from .row_matrix import RowLayer, in_rows, row_layer_of
 
 
 @dataclass(frozen=True)
 class KernelMatrix:
-    """One of the two expert matrices as the kernels read it.
+    """One of the two expert matrices as kernels read it in tiles (``moectl-mtile64``).
 
     Attributes:
         codes: ``[experts, n / 64, k / 64, 2048]`` uint8, with 8-bit codes 4096 bytes a tile.
@@ -154,9 +155,19 @@ SIZE_MULTIPLE = 16
 """Required divisor of sizes for kernels with 16-byte copies; Triton specializes on it."""
 
 
-def column_refusal(problem: MoEProblem) -> str:
-    """Why kernels with steps of 64 columns do not support the layer's groups or sizes; empty if they do."""
+DECODED = ("mxfp4", "int4", "int8")
+"""Weight formats that every kernel family that decodes tiles supports."""
+
+
+def column_refusal(problem: MoEProblem, formats: Sequence[str] = DECODED) -> str:
+    """Why kernels with steps of 64 columns do not support a layer's format, groups or sizes; empty if they
+    do.
+
+    `formats` are names of the weight formats that the kernels decode.
+    """
     weight, dims = problem.scheme.weight, problem.dims
+    if weight.name not in formats:
+        return f"it decodes {', '.join(formats)}; the layer has {weight}"
     if not (weight.group in (32, FULL) or (weight.group > 0 and weight.group % 64 == 0)):
         return f"it supports scale groups of 32, of multiples of 64 and of whole rows; the layer has {weight}"
     for name, size in (("hidden", dims.hidden), ("intermediate", dims.intermediate)):
@@ -183,24 +194,30 @@ def multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class KernelLayer:
-    """A layer as the kernels read it: its problem and its two matrices."""
+    """A layer as kernels read it in tiles: its problem and its two matrices."""
 
     problem: MoEProblem
     w13: KernelMatrix
     w2: KernelMatrix
 
 
+AnyLayer = KernelLayer | RowLayer
+"""A layer as kernels read it: in tiles, or in rows."""
+
+
 LAYER = "moectl"
 """Key in `PreparedMoE.derived` of `layer_of`."""
 
 
-def layer_of(prepared: PreparedMoE) -> KernelLayer:
-    """The layer's matrices, created once.
+def layer_of(prepared: PreparedMoE) -> AnyLayer:
+    """The layer's matrices, created once: a `RowLayer` for formats that are read in rows.
 
     Examining the scales waits for the GPU, so it is done when a layer is prepared. If it first happens during
     graph capture, the exponents are left unknown and the result is not kept.
     """
-    layer = prepared.derived.get(LAYER)
+    if in_rows(prepared.problem):
+        return prepared.derive(LAYER, row_layer_of)
+    layer: KernelLayer | None = prepared.derived.get(LAYER)
     if layer is None:
         matrices = [matrix_of(prepared, role) for role in ("w13", "w2")]
         if prepared.problem.scheme.weight.name in ("mxfp4", "int4") and matrices[0].zeros is None:
@@ -217,7 +234,8 @@ def accept_scales(layers: Sequence[PreparedMoE], scales: Sequence[tuple[str, Ten
 
     `Runner.refit` of kernels that are chosen by the exponents of a layer's scales; waits for the GPU once.
     """
-    made: list[KernelLayer] = [p.derived[LAYER] for p in layers if LAYER in p.derived]
+    of_tiles = [p for p in layers if isinstance(p.derived.get(LAYER), KernelLayer)]
+    made: list[KernelLayer] = [p.derived[LAYER] for p in of_tiles]
     known = [
         (role, t)
         for role, t in scales
@@ -232,8 +250,8 @@ def accept_scales(layers: Sequence[PreparedMoE], scales: Sequence[tuple[str, Ten
                     f"kernels were launched that are right for scales from 2^{allowed.start - 127} to below "
                     f"2^{allowed.stop - 127}, got 2^{found[0] - 127} to below 2^{found[1] - 126}"
                 )
-    for prepared in layers:
-        for role, found in new if LAYER in prepared.derived else ():
+    for prepared in of_tiles:
+        for role, found in new:
             layer: KernelLayer = prepared.derived[LAYER]
             if found is not None and found[0] <= found[1]:
                 w13 = _wider(layer.w13, found) if role == "w13_scale" else layer.w13
@@ -294,8 +312,9 @@ class KernelFamily:
     Attributes:
         tile: the type of its launch configurations, a frozen dataclass of plain numbers.
         run: fills ``call.y``; allocates only with torch.empty, launches grids that do not depend on the
-            routing, and never waits for the GPU.
-        fits: why it does not support a problem with a tile, as a clause; empty if it does.
+            routing, and never waits for the GPU. It gets a `RowLayer` for formats that are read in rows.
+        fits: why it does not support a problem with a tile, its weight format included, as a clause; empty if
+            it does.
         capability: lowest and highest supported compute capability.
         interpreted: True if Triton's interpreter can run it.
         candidates: tiles that are worth measuring for a problem.
@@ -303,7 +322,7 @@ class KernelFamily:
     """
 
     tile: type
-    run: Callable[[KernelLayer, KernelCall, Any], None]
+    run: Callable[[Any, KernelCall, Any], None]
     fits: Callable[[MoEProblem, Any], str]
     capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 9))
     interpreted: bool = False

@@ -21,6 +21,7 @@ from ...cache.cache_file import CacheWarning
 from ...cache.launches_file import rows_of
 from ...environment import Device
 from ...problem.moe_problem import MoEProblem
+from .row_matrix import ROW_FORMATS
 
 FILE = "launches.json"
 VERSION = 2
@@ -165,12 +166,18 @@ other layers were 1.3% slower on an H200 than with the better of two rows each; 
 layer first, 3.7%."""
 
 
+def _same_storage(weight: str, problem: MoEProblem) -> bool:
+    """Whether launches for a measured weight format suit a layer's: both in tiles, or the same in rows."""
+    name, other = weight.partition(" ")[0], problem.scheme.weight.name
+    return name == other if {name, other} & {*ROW_FORMATS} else True
+
+
 def _by_distance(problem: MoEProblem, tokens: int, gpu: GpuModel) -> list[tuple[float, MeasuredLaunch]]:
     """(distance, row) for every row of a GPU with this compute capability, nearest first."""
     spread = TokenSpread.local(problem, tokens)
     rows = []
     for entry in entries():
-        if entry.gpu.capability == gpu.capability:
+        if entry.gpu.capability == gpu.capability and _same_storage(entry.weight, problem):
             layer_distance = entry.distance(problem) + abs(math.log2(entry.gpu.sms / gpu.sms))
             rows += [(LAYER_WEIGHT * layer_distance + row.spread.distance(spread), row) for row in entry.rows]
     return sorted(rows, key=lambda pair: pair[0])

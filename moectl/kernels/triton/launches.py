@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ...problem.moe_problem import MoEProblem
+from .row_matrix import in_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +77,52 @@ GROUPED_TWO_SUMS: tuple[tuple[float, Tile], ...] = (
 """`GROUPED` for layers with `two_sums`: tiles that do not spill registers. Not measured."""
 
 
+ROWS_DECODE: tuple[tuple[int, Tile], ...] = (
+    (2, Tile(16, 64, 128, stages=4, warps=4, split=4)),
+    (8, Tile(16, 64, 128, stages=4, warps=4, split=2)),
+    (DECODE_TOKENS, Tile(16, 64, 128, stages=4, warps=4)),
+)
+"""`DECODE` for weights in rows, whose tiles in shared memory take up to 96 KiB, which every GPU from SM80 on
+has. Not measured."""
+
+ROWS_GROUPED: tuple[tuple[float, Tile], ...] = (
+    (12, Tile(16, 128, 64, stages=4, warps=4)),
+    (40, Tile(32, 128, 64, stages=4, warps=4)),
+    (100, Tile(64, 128, 64, stages=4, warps=4, tails=2)),
+    (float("inf"), Tile(128, 128, 64, stages=3, warps=8, tails=2)),
+)
+"""`GROUPED` for 16-bit weights in rows. Not measured."""
+
+FP8_GROUPED: tuple[tuple[float, Tile], ...] = (
+    (12, Tile(16, 64, 128, stages=4, warps=4)),
+    (40, Tile(32, 64, 128, stages=4, warps=4)),
+    (float("inf"), Tile(64, 128, 128, stages=3, warps=8, tails=2)),
+)
+"""`GROUPED` for FP8 weights: sums of 128 columns take registers of their own. Not measured."""
+
+
 def two_sums(problem: MoEProblem) -> bool:
     """Whether kernels need two accumulators: MXFP4 scales exceed fp16's range and multiply group sums."""
     return problem.scheme.weight.name == "mxfp4" and problem.dtype == "fp16"
 
 
 def grouped_for(problem: MoEProblem) -> tuple[tuple[float, Tile], ...]:
-    """`GROUPED` or `GROUPED_TWO_SUMS`."""
+    """`GROUPED`, or its variant for the layer's format."""
+    if in_rows(problem):
+        return FP8_GROUPED if problem.scheme.weight.bits == 8 else ROWS_GROUPED
     return GROUPED_TWO_SUMS if two_sums(problem) else GROUPED
+
+
+def decode_for(problem: MoEProblem) -> tuple[tuple[int, Tile], ...]:
+    """`DECODE` or `ROWS_DECODE`."""
+    return ROWS_DECODE if in_rows(problem) else DECODE
 
 
 def is_legal(tile: Tile, group: int) -> bool:
     """Whether a tile has whole 64x64 weight tiles, whole scale groups, and 16 or more tokens."""
     min_tokens = tile.tokens >> tile.tails
     whole_tiles = tile.rows % 64 == 0 and tile.depth % 64 == 0
-    whole_groups = tile.depth % group == 0 or group % tile.depth == 0
+    whole_groups = group == 0 or tile.depth % group == 0 or group % tile.depth == 0
     return (
         whole_tiles and whole_groups and min_tokens >= 16 and tile.rows >= 16 * tile.warps and tile.split >= 1
     )
@@ -100,7 +132,9 @@ def launch_for(problem: MoEProblem, tokens: int) -> Launch:
     """The portable kernels' launch for `tokens` tokens of `problem`; needs no measurements."""
     assignments = tokens * problem.top_k
     if tokens <= DECODE_TOKENS and assignments <= DECODE_ASSIGNMENTS:
-        return Launch("decode", next(tile for max_tokens, tile in DECODE if tokens <= max_tokens))
+        return Launch(
+            "decode", next(tile for max_tokens, tile in decode_for(problem) if tokens <= max_tokens)
+        )
     per_expert = assignments / problem.experts  # the same on every rank
     return Launch("grouped", next(tile for limit, tile in grouped_for(problem) if per_expert <= limit))
 

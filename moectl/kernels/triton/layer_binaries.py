@@ -32,7 +32,7 @@ from ..runner import ActivationFormat, Runner
 from .expert_batches import CHOSEN_FOR, layer_one_each
 from .hopper.gemm_spec import exact_weights
 from .hopper.stream import EXACT_SCALES
-from .kernel_family import LAYER, layer_of
+from .kernel_family import LAYER, KernelLayer, layer_of
 from .triton_runner import RUNNER
 
 OWN = ("moectl", "moectl_marlin")
@@ -217,6 +217,8 @@ def without_weights(layer: PreparedMoE) -> PreparedMoE:
     bare = replace(layer, weights=weights, derived={})
     if layer.backend == RUNNER.name:
         known, made = layer_of(layer), layer_of(bare)
+        if not isinstance(known, KernelLayer) or not isinstance(made, KernelLayer):
+            return bare
         bare.derived[LAYER] = replace(
             made,
             w13=replace(made.w13, exponents=known.w13.exponents),
@@ -227,25 +229,25 @@ def without_weights(layer: PreparedMoE) -> PreparedMoE:
 
 def ranges_needed(bare: PreparedMoE) -> tuple[frozenset[range], ...]:
     """For each matrix the ranges of exponents outside of which binaries that `bare` launched are wrong."""
-    if bare.backend != RUNNER.name:
+    made = layer_of(bare) if bare.backend == RUNNER.name else None
+    if not isinstance(made, KernelLayer):
         return ()
-    made = layer_of(bare)
     return frozenset(made.w13.relied_on), frozenset(made.w2.relied_on)
 
 
 def rely_on(layer: PreparedMoE, ranges: tuple[frozenset[range], ...]) -> None:
     """Makes refits of `layer` refuse scales outside of `ranges`, which are from `ranges_needed`."""
-    if ranges:
-        made = layer_of(layer)
+    made = layer_of(layer) if ranges else None
+    if isinstance(made, KernelLayer):
         for matrix, needed in zip((made.w13, made.w2), ranges, strict=True):
             matrix.relied_on.update(needed)
 
 
 def scale_forms(layer: PreparedMoE) -> tuple[bool, ...]:
     """What the binaries of a layer depend on besides its problem: forms of the code for ranges of scales."""
-    if layer.backend != RUNNER.name:
+    made = layer_of(layer) if layer.backend == RUNNER.name else None
+    if not isinstance(made, KernelLayer):
         return ()
-    made = layer_of(layer)
     return tuple(
         form
         for m in (made.w13, made.w2)

@@ -13,23 +13,36 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import FULL
 from . import portable_kernels as kernels
-from .kernel_family import KernelCall, KernelFamily, KernelLayer, KernelMatrix, activation_numbers, scale_name
-from .launches import DECODE, Tile, grouped_for, is_legal, token_tiles
+from .kernel_family import (
+    DECODED,
+    AnyLayer,
+    KernelCall,
+    KernelFamily,
+    KernelMatrix,
+    activation_numbers,
+    scale_name,
+)
+from .launches import Tile, decode_for, grouped_for, is_legal, token_tiles
+from .row_matrix import BLOCK, ROW_FORMATS, RowMatrix, in_rows, token_format
 from .sort_and_combine import INTERPRETED, combine, finish, order_of
+from .token_codes import ALL_ROWS, LiveRows, TokenCodes, code_dtype, quantize_rows, scale_kind
 
 
 def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:
     """Compile-time arguments of every GEMM kernel."""
-    weight = problem.scheme.weight
+    weight, act = problem.scheme.weight, token_format(problem)
     return {
         "E": problem.local_experts,
-        "FORMAT": weight.name,
+        "FORMAT": "plain" if weight.name == "bf16" else weight.name,
         "GROUP": weight.group,
         "ZERO": weight.zero_point,
-        "SCALE": scale_name(problem),
+        "SCALE": _scale_kind(problem) if in_rows(problem) else scale_name(problem),
+        "TOKENS": scale_kind(act) if in_rows(problem) and act else "a16",
         "BM": tile.tokens,
         "BN": tile.rows,
         "BK": tile.depth,
@@ -39,11 +52,19 @@ def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:
     }
 
 
+def _scale_kind(problem: MoEProblem) -> str:
+    """What has a scale in weights in rows: ``none``, a ``block``, a ``channel``, or the ``tensor``."""
+    if problem.scheme.weight.name != "fp8":
+        return "none"
+    rows, columns = problem.scheme.weight.block
+    return "tensor" if rows == FULL else "channel" if columns == FULL else "block"
+
+
 @dataclass(frozen=True)
 class _PortableArguments:
     """Arguments of the GEMM kernels that depend on the layer and the tile only."""
 
-    layer: KernelLayer
+    layer: AnyLayer
     tile: Tile
 
     @property
@@ -68,12 +89,9 @@ class _PortableArguments:
             "WEIGHTED": not p.routing.weight_on_input,
         }
 
-    def _gemm(self, m: KernelMatrix, columns: int, outputs: int) -> dict[str, Any]:
+    def _gemm(self, m: KernelMatrix | RowMatrix, columns: int, outputs: int) -> dict[str, Any]:
         return {
-            "W": m.codes.view(torch.int32),
-            "S": m.scales,
-            "Z": m.scales if m.zeros is None else m.zeros,
-            "B": m.codes if m.bias is None else m.bias,
+            **(_in_rows(m) if isinstance(m, RowMatrix) else _in_tiles(m)),
             "N": m.n,
             "K": m.k,
             "KX": columns,
@@ -84,17 +102,47 @@ class _PortableArguments:
             **_shared_constants(self.layer.problem, self.tile),
         }
 
-    def row_tiles(self, m: KernelMatrix) -> int:
+    def row_tiles(self, m: KernelMatrix | RowMatrix) -> int:
         """Number of programs along the rows of `m`."""
         return math.ceil(m.n / self.tile.rows)
 
+    def tokens(self, name: str, x: Tensor, m: KernelMatrix | RowMatrix, live: LiveRows) -> dict[str, Any]:
+        """The argument `name`, what enters the GEMM of `m`, and the scales: `x` quantized if it is to be."""
+        act = token_format(self.layer.problem)
+        if not isinstance(m, RowMatrix) or act is None:
+            return {name: x, "XS": x}
+        made: TokenCodes = quantize_rows(x, act, m.token_scale, live)
+        return {name: made.codes, "XS": made.scales}
+
+
+def _in_tiles(m: KernelMatrix) -> dict[str, Tensor]:
+    return {
+        "W": m.codes.view(torch.int32),
+        "S": m.scales,
+        "Z": m.scales if m.zeros is None else m.zeros,
+        "B": m.codes if m.bias is None else m.bias,
+    }
+
+
+def _in_rows(m: RowMatrix) -> dict[str, Tensor]:
+    weights = m.weights if m.scales is None else m.weights.view(code_dtype())
+    return {
+        "W": weights,
+        "S": weights if m.scales is None else m.scales,
+        "Z": weights,
+        "B": weights if m.bias is None else m.bias,
+    }
+
+
+PORTABLE = (*DECODED, *ROW_FORMATS)
+"""Names of the weight formats that the portable kernels read."""
 
 READ_AT_ONCE = (16, 64, 256)
 """Sizes to which the number of ids that a decode program reads is rounded up: each is another kernel to
 compile."""
 
 
-def _decode(layer: KernelLayer, call: KernelCall, tile: Tile) -> None:
+def _decode(layer: AnyLayer, call: KernelCall, tile: Tile) -> None:
     problem, t = layer.problem, call.assignments
     arguments = _PortableArguments(layer, tile)
     programs = min(t, problem.local_experts)
@@ -107,10 +155,16 @@ def _decode(layer: KernelLayer, call: KernelCall, tile: Tile) -> None:
         "M_BLOCKS": blocks,
     }
     kernels._decode_gemm1_kernel[(arguments.row_tiles(layer.w13), programs * blocks)](
-        X=call.x, H=h, IDS=call.ids, WEIGHTS=call.weights, T=t, **routing, **arguments.gemm1
+        H=h,
+        IDS=call.ids,
+        WEIGHTS=call.weights,
+        T=t,
+        **arguments.tokens("X", call.x, layer.w13, ALL_ROWS),
+        **routing,
+        **arguments.gemm1,
     )
     kernels._decode_gemm2_kernel[(arguments.row_tiles(layer.w2), programs * blocks, tile.split)](
-        H=h,
+        **arguments.tokens("H", h, layer.w2, LiveRows("slots", call.ids, problem.local_experts)),
         Y=parts,
         IDS=call.ids,
         WEIGHTS=call.weights,
@@ -122,7 +176,7 @@ def _decode(layer: KernelLayer, call: KernelCall, tile: Tile) -> None:
     combine(parts, call.ids, call.y, problem.local_experts)
 
 
-def _grouped(layer: KernelLayer, call: KernelCall, tile: Tile) -> None:
+def _grouped(layer: AnyLayer, call: KernelCall, tile: Tile) -> None:
     problem, t = layer.problem, call.assignments
     arguments = _PortableArguments(layer, tile)
     experts = problem.local_experts
@@ -138,22 +192,26 @@ def _grouped(layer: KernelLayer, call: KernelCall, tile: Tile) -> None:
         "TAILS": tile.tails,
     }
     n1, n2 = arguments.row_tiles(layer.w13), arguments.row_tiles(layer.w2)
-    kernels._grouped_gemm1_kernel[(tiles * n1,)](X=call.x, H=h, row_tiles=n1, **routing, **arguments.gemm1)
-    kernels._grouped_gemm2_kernel[(tiles * n2,)](H=h, Y=y, row_tiles=n2, **routing, **arguments.gemm2)
+    x = arguments.tokens("X", call.x, layer.w13, ALL_ROWS)
+    kernels._grouped_gemm1_kernel[(tiles * n1,)](**x, H=h, row_tiles=n1, **routing, **arguments.gemm1)
+    entering = arguments.tokens("H", h, layer.w2, LiveRows("sorted", offsets, experts))
+    kernels._grouped_gemm2_kernel[(tiles * n2,)](**entering, Y=y, row_tiles=n2, **routing, **arguments.gemm2)
     finish(call, y, experts)
 
 
 def _fits(problem: MoEProblem, tile: Tile) -> str:
-    group = problem.scheme.weight.group
-    return (
-        ""
-        if is_legal(tile, group)
-        else f"{tile} does not consist of whole weight tiles and groups of {group}"
-    )
+    weight = problem.scheme.weight
+    if weight.name not in PORTABLE:
+        return f"it supports {', '.join(PORTABLE)}; the layer has {weight}"
+    if weight.name == "fp8" and tile.depth > BLOCK:
+        return f"{tile} adds up more than {BLOCK} columns of FP8 products at once"
+    if is_legal(tile, weight.group):
+        return ""
+    return f"{tile} does not consist of whole weight tiles and groups of {weight.group}"
 
 
 def _decode_tiles(problem: MoEProblem) -> list[Tile]:
-    return [tile for _, tile in DECODE]
+    return [tile for _, tile in decode_for(problem)]
 
 
 def _grouped_tiles(problem: MoEProblem) -> list[Tile]:

@@ -3,7 +3,8 @@
 
 Names used throughout: `IDS` and `WEIGHTS` are flat, one entry per assignment (token, choice); a *slot* is
 an index into them. ``N, K`` are the stored (padded) sizes of a weight matrix, ``KX`` its logical columns
-and ``NX`` the logical columns of the output. *Live* columns of a tile hold tokens, the others are padding.
+and ``NX`` the logical columns of the output. `XS` are the scales of FP8 tokens (see `row_product_kernels`).
+*Live* columns of a tile hold tokens, the others are padding.
 """
 
 import triton
@@ -35,23 +36,39 @@ def _ungated(x, ACT: tl.constexpr):
 
 
 @triton.jit
+def _matrix_rows(pid_n, N, NX, GATED: tl.constexpr, FORMAT: tl.constexpr, BN: tl.constexpr):
+    """(rows of the matrix [BN], inside [BN]) of a row tile: in each block of 16, 8 gates, then the 8 ups.
+
+    Tiles are stored in this order. Weights in rows have all NX gates, then all ups.
+    """
+    i = tl.arange(0, BN)
+    rows = pid_n * BN + i
+    inside = rows < N
+    if GATED and (FORMAT == "plain" or FORMAT == "fp8"):
+        column = pid_n * (BN // 2) + (i // 16) * 8 + i % 8
+        inside = column < NX
+        rows = tl.where(i % 16 < 8, column, NX + column)
+    return rows, inside
+
+
+@triton.jit
 def _gemm1_tile(
-    X, W, S, Z, B, H, WEIGHTS, slots, h_rows, live, expert, pid_n, N, K, KX, NX, alpha, limit,
+    X, XS, W, S, Z, B, H, WEIGHTS, slots, h_rows, live, expert, pid_n, N, K, KX, NX, alpha, limit,
     TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     """H[h_rows] = activation(first GEMM of the tokens of `slots`); NX is the intermediate size."""
+    rows, inside = _matrix_rows(pid_n, N, NX, GATED, FORMAT, BN)
     acc = _product(
-        X, W, S, Z, slots // TOP_K, live, expert, pid_n, 0, N, K, KX,
-        FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, 1, STAGES, EVEN_N, EVEN_K, INTERP,
+        X, XS, W, S, Z, slots // TOP_K, live, expert, rows, inside, pid_n, 0, N, K, KX, NX,
+        FORMAT, GROUP, ZERO, SCALE, TOKENS, BM, BN, BK, 1, STAGES, EVEN_N, EVEN_K, INTERP,
     )  # fmt: skip
     if WEIGHTED:
         acc = acc * tl.load(WEIGHTS + slots, mask=live, other=0.0)[None, :]
     if BIAS:
-        rows = pid_n * BN + tl.arange(0, BN)
-        b = tl.load(B + expert.to(tl.int64) * N + rows, mask=rows < N, other=0.0)
+        b = tl.load(B + expert.to(tl.int64) * N + rows, mask=inside, other=0.0)
         acc += b.to(tl.float32)[:, None]
     if GATED:
         pairs = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
@@ -68,22 +85,21 @@ def _gemm1_tile(
 
 @triton.jit
 def _gemm2_tile(
-    H, W, S, Z, B, Y, WEIGHTS, slots, h_rows, live, expert, pid_n, pid_k, N, K, KX, NX,
+    H, XS, W, S, Z, B, Y, WEIGHTS, slots, h_rows, live, expert, pid_n, pid_k, N, K, KX, NX,
     BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLIT_K: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     INTERP: tl.constexpr,
 ):  # fmt: skip
     """Y[slots] = weight * (second GEMM of H[h_rows]), or its part for one K split; NX is the hidden size."""
+    rows, inside = _matrix_rows(pid_n, N, NX, False, FORMAT, BN)
     acc = _product(
-        H, W, S, Z, h_rows, live, expert, pid_n, pid_k, N, K, KX,
-        FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, SPLIT_K, STAGES, EVEN_N, EVEN_K, INTERP,
+        H, XS, W, S, Z, h_rows, live, expert, rows, inside, pid_n, pid_k, N, K, KX, NX,
+        FORMAT, GROUP, ZERO, SCALE, TOKENS, BM, BN, BK, SPLIT_K, STAGES, EVEN_N, EVEN_K, INTERP,
     )  # fmt: skip
-    rows = pid_n * BN + tl.arange(0, BN)
     if BIAS:
-        once = pid_k == 0
-        b = tl.load(B + expert.to(tl.int64) * N + rows, mask=(rows < N) & once, other=0.0)
+        b = tl.load(B + expert.to(tl.int64) * N + rows, mask=inside & (pid_k == 0), other=0.0)
         acc += b.to(tl.float32)[:, None]
     if WEIGHTED:
         acc = acc * tl.load(WEIGHTS + slots, mask=live, other=0.0)[None, :]
@@ -119,10 +135,10 @@ def _assigned(IDS, T, p, m0, E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.co
 
 @triton.jit(do_not_specialize=["T", "M_BLOCKS"])
 def _decode_gemm1_kernel(
-    X, W, S, Z, B, H, IDS, WEIGHTS, T, M_BLOCKS, N, K, KX, NX, alpha, limit,
+    X, XS, W, S, Z, B, H, IDS, WEIGHTS, T, M_BLOCKS, N, K, KX, NX, alpha, limit,
     E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.constexpr,
     TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
@@ -133,18 +149,18 @@ def _decode_gemm1_kernel(
     expert, slots, live, work = _assigned(IDS, T, p, m0, E, BY_SLOT, TPAD, BM)
     if work:
         _gemm1_tile(
-            X, W, S, Z, B, H, WEIGHTS, slots, slots, live, expert, pid_n, N, K, KX, NX, alpha, limit,
+            X, XS, W, S, Z, B, H, WEIGHTS, slots, slots, live, expert, pid_n, N, K, KX, NX, alpha, limit,
             TOP_K, ACT, GATED, BIAS, WEIGHTED,
-            FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
+            FORMAT, GROUP, ZERO, SCALE, TOKENS, BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "M_BLOCKS"])
 def _decode_gemm2_kernel(
-    H, W, S, Z, B, Y, IDS, WEIGHTS, T, M_BLOCKS, N, K, KX, NX,
+    H, XS, W, S, Z, B, Y, IDS, WEIGHTS, T, M_BLOCKS, N, K, KX, NX,
     E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.constexpr,
     BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLIT_K: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     INTERP: tl.constexpr,
@@ -157,9 +173,9 @@ def _decode_gemm2_kernel(
     expert, slots, live, work = _assigned(IDS, T, p, m0, E, BY_SLOT, TPAD, BM)
     if work:
         _gemm2_tile(
-            H, W, S, Z, B, Y + pid_k.to(tl.int64) * T * NX, WEIGHTS, slots, slots, live, expert, pid_n, pid_k,
-            N, K, KX, NX, BIAS, WEIGHTED,
-            FORMAT, GROUP, ZERO, SCALE, BM, BN, BK, SPLIT_K, STAGES, EVEN_N, EVEN_K, INTERP,
+            H, XS, W, S, Z, B, Y + pid_k.to(tl.int64) * T * NX, WEIGHTS, slots, slots, live, expert,
+            pid_n, pid_k, N, K, KX, NX, BIAS, WEIGHTED,
+            FORMAT, GROUP, ZERO, SCALE, TOKENS, BM, BN, BK, SPLIT_K, STAGES, EVEN_N, EVEN_K, INTERP,
         )  # fmt: skip
 
 
@@ -200,10 +216,10 @@ def _positions(SORTED, m0, end, BM: tl.constexpr):
 
 @triton.jit
 def _grouped_gemm1_kernel(
-    X, W, S, Z, B, H, SORTED, OFFSETS, WEIGHTS, N, K, KX, NX, row_tiles, alpha, limit,
+    X, XS, W, S, Z, B, H, SORTED, OFFSETS, WEIGHTS, N, K, KX, NX, row_tiles, alpha, limit,
     E: tl.constexpr, EPAD: tl.constexpr, TAILS: tl.constexpr,
     TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
@@ -214,18 +230,18 @@ def _grouped_gemm1_kernel(
             if _is_as_wide(end - m0, BM >> halved, halved == 0, halved == TAILS):
                 slots, positions, live = _positions(SORTED, m0, end, BM >> halved)
                 _gemm1_tile(
-                    X, W, S, Z, B, H, WEIGHTS, slots, positions, live, expert, pid_n, N, K, KX, NX,
+                    X, XS, W, S, Z, B, H, WEIGHTS, slots, positions, live, expert, pid_n, N, K, KX, NX,
                     alpha, limit, TOP_K, ACT, GATED, BIAS, WEIGHTED,
-                    FORMAT, GROUP, ZERO, SCALE, BM >> halved, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
+                    FORMAT, GROUP, ZERO, SCALE, TOKENS, BM >> halved, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
                 )  # fmt: skip
 
 
 @triton.jit
 def _grouped_gemm2_kernel(
-    H, W, S, Z, B, Y, SORTED, OFFSETS, WEIGHTS, N, K, KX, NX, row_tiles,
+    H, XS, W, S, Z, B, Y, SORTED, OFFSETS, WEIGHTS, N, K, KX, NX, row_tiles,
     E: tl.constexpr, EPAD: tl.constexpr, TAILS: tl.constexpr,
     BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
@@ -236,7 +252,7 @@ def _grouped_gemm2_kernel(
             if _is_as_wide(end - m0, BM >> halved, halved == 0, halved == TAILS):
                 slots, positions, live = _positions(SORTED, m0, end, BM >> halved)
                 _gemm2_tile(
-                    H, W, S, Z, B, Y, WEIGHTS, slots, positions, live, expert, pid_n, 0, N, K, KX, NX,
-                    BIAS, WEIGHTED,
-                    FORMAT, GROUP, ZERO, SCALE, BM >> halved, BN, BK, 1, STAGES, EVEN_N, EVEN_K, INTERP,
+                    H, XS, W, S, Z, B, Y, WEIGHTS, slots, positions, live, expert, pid_n, 0, N, K, KX, NX,
+                    BIAS, WEIGHTED, FORMAT, GROUP, ZERO, SCALE, TOKENS,
+                    BM >> halved, BN, BK, 1, STAGES, EVEN_N, EVEN_K, INTERP,
                 )  # fmt: skip

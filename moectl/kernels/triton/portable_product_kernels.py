@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of the product of a tile of stored weights and a tile of tokens.
+"""Device code of the product of a tile of stored weights and a tile of tokens: `_product`, and that of tiles.
 
 Weights are the A operand of the matrix instructions, so that the product is computed transposed, ``acc[rows,
 tokens]``. ``N, K`` are the stored (padded) sizes of the weight matrix, ``KX`` its logical columns; for the
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .mtile64_kernels import _dequantized, _row_scales
+from .row_product_kernels import _dot, _keep, _row_product, _tokens
 
 
 @triton.constexpr_function
@@ -27,23 +28,35 @@ def _scaled_at(FORMAT, GROUP, SCALE, half):
 
 
 @triton.jit
-def _dot(a, x, acc, INTERP: tl.constexpr):
-    """acc plus a [BN, k] times the transposed tokens x [BM, k], in fp32."""
-    if INTERP:
-        acc += tl.dot(a, tl.trans(x.to(tl.float32)))
+def _product(
+    X, XS, W, S, Z, x_rows, live, expert, rows, inside, pid_n, pid_k, N, K, KX, NX,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
+    TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, DEPTH: tl.constexpr,
+    SPLIT_K: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    INTERP: tl.constexpr,
+):  # fmt: skip
+    """[BN, BM] fp32: `rows` of the expert's matrix times the tokens `x_rows` of X, over one K split."""
+    if FORMAT == "plain" or FORMAT == "fp8":
+        acc = _row_product(
+            X, XS, W, S, x_rows, live, expert, rows, inside, pid_k, N, KX, NX,
+            FORMAT, SCALE, TOKENS, BM, BN, DEPTH, SPLIT_K, STAGES, EVEN_K, INTERP,
+        )  # fmt: skip
     else:
-        acc = tl.dot(a, tl.trans(x), acc)
+        acc = _tile_product(
+            X, W, S, Z, x_rows, live, expert, pid_n, pid_k, N, K, KX,
+            FORMAT, GROUP, ZERO, SCALE, BM, BN, DEPTH, SPLIT_K, STAGES, EVEN_N, EVEN_K, INTERP,
+        )  # fmt: skip
     return acc
 
 
 @triton.jit
-def _product(
+def _tile_product(
     X, W, S, Z, x_rows, live, expert, pid_n, pid_k, N, K, KX,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DEPTH: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """[BN, BM] fp32: rows of the expert's weight tile times the tokens `x_rows` of X, over one K split.
+    """`_product` with weights in tiles.
 
     If scales are applied to ``sums``, a step has 64 columns, whatever `DEPTH` is.
     """
@@ -91,12 +104,7 @@ def _product(
         else:
             x = _tokens(x_base, live, step * BK, KX, BK, EVEN_K)
             acc = _dot(a, x, acc, INTERP)
-            if not INTERP:
-                # Triton 3.6 leaves wgmmas with A in registers in flight across iterations, and the next
-                # iteration overwrites those registers. This use of acc makes it wait; the assembly is empty.
-                acc = tl.inline_asm_elementwise(
-                    "// keep", "=f,0", [acc], dtype=tl.float32, is_pure=False, pack=1
-                )
+            acc = _keep(acc, INTERP)
     if AT == "end":
         s, _ = _row_scales(tl.load(s_base + offs_s), GROUP, SCALE, NB)
         acc = acc * s[:, None]
@@ -112,16 +120,6 @@ def _words(base, offs, span, spans, ks, WORDS: tl.constexpr, EVEN_K: tl.constexp
         inside = (span + ks < spans)[None, :, None] & (offs >= 0)
         words = tl.load(base + span * WORDS + offs, mask=inside, other=0)
     return words
-
-
-@triton.jit
-def _tokens(x_base, live, column, KX, BK: tl.constexpr, EVEN_K: tl.constexpr):
-    """[BM, BK] of the tokens, starting with `column`; zero if not live, or beyond the last column."""
-    offs_k = tl.arange(0, BK)
-    inside = live[:, None]
-    if not EVEN_K:
-        inside = inside & (column + offs_k < KX)[None, :]
-    return tl.load(x_base + column + offs_k[None, :], mask=inside, other=0.0)
 
 
 @triton.jit

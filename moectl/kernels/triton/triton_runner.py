@@ -1,4 +1,4 @@
-"""The triton backend: moectl's own kernels on the layout ``moectl-mtile64``.
+"""The triton backend: moectl's own kernels on the layouts of `own_kernels.TRITON`.
 
 Several kernel families, each for a range of tokens per expert and some GPUs; `choose` selects one. Grids
 depend on sizes only, nothing is copied from the GPU and sums have a fixed order: a call can be captured in a
@@ -21,8 +21,10 @@ from ...capabilities.own_kernels import TRITON
 from ...environment import Device
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import A16
 from ..prepared_layer import PreparedMoE
 from ..runner import ActivationFormat, Runner
+from ..tolerance import DECLARED
 from .expert_batches import CHOSEN_FOR, compute_batch, layer_one_each, one_each
 from .hopper.mid import MID_FAMILY
 from .hopper.prefill import PREFILL_FAMILY
@@ -31,11 +33,10 @@ from .kernel_family import KernelCall, KernelFamily, accept_scales, layer_of, mu
 from .launch_table import GpuModel, MeasuredLaunch, TokenSpread, nearest, tuned
 from .launches import Launch, launch_for
 from .portable import DECODE_FAMILY, GROUPED_FAMILY
+from .row_matrix import in_rows, token_format
 from .sort_and_combine import INTERPRETED
 from .warpwise import WARPWISE_FAMILY
 from .workspace import workspace
-
-LAYOUT = TRITON.weights[0].layout
 
 FAMILIES: dict[str, KernelFamily] = {
     "decode": DECODE_FAMILY,
@@ -195,11 +196,17 @@ def _refusal(problem: MoEProblem, device: torch.device) -> str:
     weight = problem.scheme.weight
     if reason := gpu_refusal(TRITON, device):
         return reason
-    if weight.name not in TRITON.names or weight.block[0] != 1:
-        return f"it supports {', '.join(TRITON.names)} weights with scales by row; the layer has {weight}"
+    row = TRITON.row(weight.name)
+    if row is None:
+        return f"it supports {', '.join(TRITON.names)} weights; the layer has {weight}"
     if not TRITON.reads(weight):
+        if not weight.number.grid.integer:
+            return f"it supports {', '.join(map(str, row.formats))}; the layer has {weight}"
         return f"it supports scale groups of {TRITON.groups} and scales of whole rows; the layer has {weight}"
-    if not scale_name(problem):
+    if TRITON.act_of(problem.scheme) is None:
+        acts = ", ".join(dict.fromkeys("16-bit" if act == A16 else str(act) for act in row.acts))
+        return f"with {weight.name} weights it takes {acts} activations; the layer has {problem.scheme.act}"
+    if not row.own_scales and not in_rows(problem) and not scale_name(problem):
         return f"it supports E8M0 and 16-bit scales; the layer has {weight.scale_dtype}"
     return TRITON.activation_refusal(problem.activation)
 
@@ -224,11 +231,21 @@ def _workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat) -> in
     return workspace(prepared, tokens, form, launch_on(prepared, tokens))
 
 
+def _layout(problem: MoEProblem) -> str:
+    return TRITON.layout_of(problem.scheme.weight)
+
+
+def _accumulation(problem: MoEProblem) -> str:
+    """Kernels that quantize tokens to the declared format are judged as such."""
+    return DECLARED if token_format(problem) else "fp32"
+
+
 RUNNER = Runner(
     "moectl",
-    LAYOUT,
+    _layout,
     _compute,
     _refusal,
+    accumulation=_accumulation,
     ready=layer_of,
     batched=_batched,
     tactic=_tactic,

@@ -7,6 +7,8 @@ from ..prepared_layer import PreparedMoE
 from ..runner import ActivationFormat
 from .kernel_family import layer_of
 from .launches import Launch, token_tiles
+from .row_matrix import BLOCK as TOKEN_BLOCK
+from .row_matrix import in_rows, token_format
 from .sort_and_combine import BLOCK
 
 SMALLEST = 8 << 10
@@ -29,9 +31,21 @@ def workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat, launch
     """
     layer = layer_of(prepared)
     rows = tokens * prepared.problem.local_experts if form is ActivationFormat.BATCHED else tokens
+    quantized = quantized_tokens(prepared.problem, tokens, form)
     reorders = launch.family in REORDERING and launch.tile.planned
     reordered = 2 * rows * layer.w13.k if reorders else 0
-    return reordered + products_and_lists(prepared.problem, tokens, form, launch, layer.w2.k)
+    return quantized + reordered + products_and_lists(prepared.problem, tokens, form, launch, layer.w2.k)
+
+
+def quantized_tokens(problem: MoEProblem, tokens: int, form: ActivationFormat) -> int:
+    """Bytes of codes and scales of what enters both GEMMs; 0 where kernels take 16-bit tokens."""
+    if not in_rows(problem) or token_format(problem) is None:
+        return 0
+    batched = form is ActivationFormat.BATCHED
+    rows = tokens * problem.local_experts if batched else tokens
+    assignments = rows if batched else tokens * problem.top_k
+    sizes = ((rows, problem.dims.hidden), (assignments, problem.dims.intermediate))
+    return sum(n * (columns + 4 * -(-columns // TOKEN_BLOCK)) for n, columns in sizes)
 
 
 def products_and_lists(

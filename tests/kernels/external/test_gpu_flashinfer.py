@@ -60,7 +60,7 @@ def inputs_of(problem: MoEProblem, tokens: int, distribution: str = "uniform") -
 def assert_right(prepared: PreparedMoE, inputs: LayerInputs, y: Tensor) -> None:
     problem = prepared.problem
     expected = moe_reference(inputs.x, inputs.ids, inputs.weights, prepared.expert, problem)
-    result = check(y, expected, tolerance_for(problem, runner_for(prepared.backend).accumulation))
+    result = check(y, expected, tolerance_for(problem, runner_for(prepared.backend).accumulation_of(problem)))
     assert result.ok, result
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....capabilities.own_kernels import GATED, TRITON, UNGATED
+from ....capabilities.own_kernels import GATED, UNGATED
 from ....problem.moe_problem import MoEProblem
 from ..expert_records import plan
 from ..kernel_family import (
@@ -242,10 +242,10 @@ def shared_memory(shape: StreamShape, steps: int, tokens: int) -> int:
 def fits(problem: MoEProblem, tile: StreamTile) -> str:
     """Why the family does not support `problem` with `tile`; empty if it does."""
     weight, act, dims = problem.scheme.weight, problem.activation, problem.dims
-    if weight.name not in TRITON.names or problem.dtype not in DTYPES:
-        return f"it does not support {weight.name} weights with {problem.dtype} tokens"
     if refused := column_refusal(problem):
         return refused
+    if problem.dtype not in DTYPES:
+        return f"it does not support {problem.dtype} tokens"
     if act.name not in (GATED if act.gated else UNGATED):
         return f"it does not support the activation {act}"
     column_multiple = max(64, weight.group)

@@ -1,8 +1,9 @@
 """Capabilities derived from what kernels support, and rules for external kernels."""
 
 from ....capabilities.kernel_support import KernelSupport
+from ....problem.schemes import ActFormat
 from ...backend import ANY, BackendRule, FormatSupport, NameSet, SupportQuery, only
-from ...format_keys import exact_key
+from ...format_keys import act_key, exact_key
 from ...gpu_archs import Archs, sm
 
 
@@ -13,20 +14,45 @@ def archs_of(support: KernelSupport) -> Archs:
 
 
 def formats_of(support: KernelSupport) -> tuple[FormatSupport, ...]:
-    """The weight formats: those with 16-bit activations only, then those with any activations."""
-    wide, any_act = (
-        frozenset(exact_key(form) for row in support.weights if row.any_act == flag for form in row.formats)
-        for flag in (False, True)
-    )
+    """The weight formats by the activations that they are computed with: 16-bit ones first, any last."""
+    acts = dict.fromkeys(row.acts for row in support.weights if not row.any_act)
     return (
-        *((FormatSupport(wide),) if wide else ()),
-        *((FormatSupport(any_act, NameSet()),) if any_act else ()),
+        *(FormatSupport(_keys(support, False, these), only(*map(act_key, these))) for these in acts),
+        *((FormatSupport(any_act, NameSet()),) if (any_act := _keys(support, True)) else ()),
     )
+
+
+def _keys(support: KernelSupport, any_act: bool, acts: tuple[ActFormat, ...] = ()) -> frozenset[str]:
+    """Keys of the formats that are computed with `acts`, or with any activations."""
+    rows = (row for row in support.weights if row.any_act == any_act and (any_act or row.acts == acts))
+    return frozenset(exact_key(form) for row in rows for form in row.formats)
 
 
 def scales_of(support: KernelSupport) -> NameSet:
     """The supported dtypes of scales."""
-    return ANY if support.scales is None else only(*support.scales)
+    if support.scales is None:
+        return ANY
+    own = ("F32",) if any(row.own_scales for row in support.weights) else ()
+    return only(*support.scales, *own)
+
+
+def scales_by_weights(support: KernelSupport) -> BackendRule:
+    """A rule for the dtype of scales, of kernels whose layouts convert those of some formats."""
+
+    def holds(ask: SupportQuery) -> bool:
+        weight = ask.problem.scheme.weight
+        row, stored = support.row(weight.name), weight.scale_dtype
+        own = row is not None and row.own_scales
+        return own or support.scales is None or not stored or stored in support.scales
+
+    return BackendRule(
+        question="scale dtype by weights",
+        group="scheme",
+        code="other",
+        holds=holds,
+        wanted=lambda ask: f"{ask.problem.scheme.weight.scale_dtype}, {ask.problem.scheme.weight}",
+        offered=f"{', '.join(sorted(support.scales or ()))} for formats that are not FP8",
+    )
 
 
 def model_dtype(support: KernelSupport) -> BackendRule:

@@ -1,4 +1,4 @@
-"""moectl's own backends: Triton kernels for two layouts, and plain torch."""
+"""moectl's own backends: Triton kernels, and plain torch."""
 
 from functools import partial
 
@@ -14,8 +14,9 @@ from ...backend import (
     WeightForm,
     only,
 )
+from ...format_keys import exact_key
 from ...gpu_archs import CPU, SM90, Arch
-from .kernel_rules import archs_of, formats_of, scales_of
+from .kernel_rules import archs_of, formats_of, scales_by_weights, scales_of
 
 NAIVE = ParallelSupport(exchange=only("none", "allgather_reducescatter"), eplb=False)
 """Ranks that all-gather tokens and reduce-scatter the sums around experts that skip other ranks' tokens.
@@ -40,7 +41,6 @@ GATE = BackendRule(
     offered=f"gated {_GATED}; not gated {_UNGATED}",
 )
 
-_MTILE64 = own_kernels.TRITON.weights[0].layout
 TRITON = Backend(
     name="moectl",
     engine_name="moectl",
@@ -53,11 +53,14 @@ TRITON = Backend(
                 parallel=NAIVE,
                 act_order=False,
                 scales=scales_of(own_kernels.TRITON),
-                rules=(GATE,),
+                rules=(GATE, scales_by_weights(own_kernels.TRITON)),
             ),
         ),
     ),
-    forms=(WeightForm(_MTILE64, partial(padding, _MTILE64)),),
+    forms=tuple(
+        WeightForm(row.layout, partial(padding, row.layout), scaled=only(*map(exact_key, row.formats)))
+        for row in own_kernels.TRITON.weights
+    ),
     runner="moectl",
     verified=(SM90,),
 )

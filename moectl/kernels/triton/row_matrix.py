@@ -1,0 +1,107 @@
+"""Layers whose weights are read in rows, as they are stored: BF16, FP16 and FP8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...capabilities.own_kernels import TRITON
+from ...errors import UsageError
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import FULL, ActFormat
+from ...torch_dtypes import MODEL_TORCH_DTYPES
+from ..prepared_layer import PreparedMoE
+
+BLOCK = 128
+"""Rows and columns of a block of FP8 weights with one scale, and columns of such a block of tokens."""
+
+
+@dataclass(frozen=True)
+class RowMatrix:
+    """One of the two expert matrices in rows; `w13` of gated experts has all gates, then all ups.
+
+    Attributes:
+        weights: ``[experts, n, k]``, contiguous: 16-bit floats of the model's dtype, or float8_e4m3fn.
+        scales: fp32 ``[experts, rows, columns]`` of FP8 weights, None for others. Rows are `n` by channel;
+            by block those of gate, then those of up, ``ceil(n / 2 / 128)`` each (without a gate
+            ``ceil(n / 128)``); per tensor one for each of gate and up. Columns are ``ceil(k / 128)`` by
+            block, otherwise 1.
+        token_scale: ``[1]`` fp32, the layer's static scale of the tokens that it multiplies, or None.
+        bias: ``[experts, n]`` in the order of the rows, or None.
+        n, k: rows and columns.
+    """
+
+    weights: Tensor
+    scales: Tensor | None
+    token_scale: Tensor | None
+    bias: Tensor | None
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class RowLayer:
+    """A layer as kernels read it in rows: its problem and its two matrices."""
+
+    problem: MoEProblem
+    w13: RowMatrix
+    w2: RowMatrix
+
+
+def in_rows(problem: MoEProblem) -> bool:
+    """Whether the layer's weights are read in rows (`RowLayer`); else in tiles (`KernelLayer`)."""
+    return problem.scheme.weight.name in ROW_FORMATS
+
+
+ROW_FORMATS = ("bf16", "fp8")
+"""Names of weight formats that are read in rows; those of 16 bits are of the model's dtype."""
+
+
+def token_format(problem: MoEProblem) -> ActFormat | None:
+    """The format to which kernels quantize what enters each GEMM of a layer; None for 16-bit tokens."""
+    act = TRITON.act_of(problem.scheme)
+    return act if act is not None and act.bits == 8 else None
+
+
+def row_matrix_of(prepared: PreparedMoE, role: str) -> RowMatrix:
+    """The matrix `role` of a layer in rows; UsageError if the shapes of its tensors do not match."""
+    problem, stored = prepared.problem, prepared.weights
+    weight, dims, first = problem.scheme.weight, problem.dims, role == "w13"
+    halves = 2 if first and problem.activation.gated else 1
+    rows, k = (dims.intermediate, dims.hidden) if first else (dims.hidden, dims.intermediate)
+    experts = problem.local_experts
+    fp8 = weight.bits == 8
+    dtype = torch.uint8 if fp8 else MODEL_TORCH_DTYPES[problem.dtype]
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {role: (dtype, (experts, halves * rows, k))}
+    if fp8:
+        high, wide = weight.block
+        scale_rows = 1 if high == FULL else -(-rows // high)
+        columns = 1 if wide == FULL else -(-k // wide)
+        shapes[f"{role}_scale"] = torch.float32, (experts, halves * scale_rows, columns)
+    if problem.bias:
+        shapes[f"{role}_bias"] = MODEL_TORCH_DTYPES[problem.dtype], (experts, halves * rows)
+    act = token_format(problem)
+    static = act is not None and not act.dynamic
+    if static:
+        shapes[f"{role}_input"] = torch.float32, ()
+    for name, (kind, shape) in shapes.items():
+        t = stored.get(name)
+        if t is None or t.dtype != kind or tuple(t.shape) != shape or not t.is_contiguous():
+            got = "none" if t is None else f"{t.dtype} {list(t.shape)}"
+            raise UsageError(f"{name} must be {kind} {list(shape)}, contiguous, got {got}")
+    weights = stored[role]
+    return RowMatrix(
+        weights.view(torch.float8_e4m3fn) if fp8 else weights,
+        stored[f"{role}_scale"] if fp8 else None,
+        stored[f"{role}_input"].reshape(1) if static else None,
+        stored.get(f"{role}_bias"),
+        halves * rows,
+        k,
+    )
+
+
+def row_layer_of(prepared: PreparedMoE) -> RowLayer:
+    """The layer's matrices; UsageError as of `row_matrix_of`."""
+    return RowLayer(prepared.problem, row_matrix_of(prepared, "w13"), row_matrix_of(prepared, "w2"))

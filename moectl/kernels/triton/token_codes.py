@@ -1,0 +1,131 @@
+"""Tokens quantized to E4M3 codes with fp32 scales, on the GPU: what enters the GEMMs of FP8 layers.
+
+Codes and scales are those of `quantize_tokens`, bit for bit, but the last block of a row may have fewer than
+128 columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from ...problem.schemes import FULL, ActFormat
+from . import token_codes_kernels as kernels
+from .row_matrix import BLOCK
+from .sort_and_combine import INTERPRETED, launch_options
+
+NATIVE_FROM = 89
+"""The first architecture whose matrix units and conversions know E4M3; before it, codes are bytes."""
+
+
+@dataclass(frozen=True)
+class TokenCodes:
+    """Quantized rows.
+
+    Attributes:
+        codes: ``[rows, columns]``, float8_e4m3fn, or uint8 for GPUs without it (`code_dtype`).
+        scales: fp32 ``[rows, ceil(columns / 128)]``, ``[rows]`` or ``[1]``.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True)
+class LiveRows:
+    """Which rows hold tokens.
+
+    Attributes:
+        kind: ``all``; ``sorted``, the first ``by[experts]``; or ``slots``, those with ids of experts.
+        by: int32 offsets ``[experts + 1]`` or ids ``[rows]``; None for all.
+    """
+
+    kind: str = "all"
+    by: Tensor | None = None
+    experts: int = 1
+
+
+ALL_ROWS = LiveRows()
+
+
+def code_dtype() -> torch.dtype:
+    """The dtype in which kernels of the active GPU take E4M3 codes: float8_e4m3fn, or uint8 before SM89."""
+    if INTERPRETED:
+        return torch.uint8
+    target = triton.runtime.driver.active.get_current_target()
+    native = target.backend != "cuda" or target.arch >= NATIVE_FROM
+    return torch.float8_e4m3fn if native else torch.uint8
+
+
+def scale_kind(form: ActFormat) -> str:
+    """What has a scale in tokens of `form`: a ``block`` of 128 columns, a ``token``, or the ``tensor``."""
+    rows, columns = form.block
+    return "tensor" if rows == FULL else "token" if columns == FULL else "block"
+
+
+RUN = 16
+"""Blocks of 128 columns that one program quantizes at most."""
+
+AT_ONCE = 4096
+"""Columns that one program reads at a time."""
+
+LARGEST_PROGRAMS = 512
+"""Programs that look for the largest magnitude of everything; the next kernel reads all their results."""
+
+
+def quantize_rows(
+    x: Tensor, form: ActFormat, scale: Tensor | None = None, live: LiveRows = ALL_ROWS
+) -> TokenCodes:
+    """`x` ``[rows, columns]`` as E4M3 codes; one launch, for dynamic scales per tensor two.
+
+    Args:
+        x: 16-bit or fp32, contiguous.
+        form: an FP8 format with scales by blocks of 128 columns, per token or per tensor.
+        scale: ``[1]`` fp32, the scale of a static format.
+        live: the rows that are read; codes and scales of others are undefined.
+
+    Example:
+        >>> from moectl.problem.schemes import FP8_ACT_TOKEN
+        >>> quantize_rows(torch.ones(2, 256, device="cuda"), FP8_ACT_TOKEN).scales.shape  # doctest: +SKIP
+        torch.Size([2])
+    """
+    rows, columns = x.shape
+    kind, dtype = scale_kind(form), code_dtype()
+    codes = x.new_empty(rows, columns, dtype=torch.uint8).view(dtype)
+    options = {"E": live.experts, "LIVE": live.kind, **launch_options()}
+    ids = codes if live.by is None else live.by
+    if kind == "block":
+        blocks = triton.cdiv(columns, BLOCK)
+        scales = x.new_empty(rows, blocks, dtype=torch.float32)
+        run = min(RUN, triton.next_power_of_2(blocks))
+        grid: tuple[int, ...] = (rows, triton.cdiv(blocks, run))
+        kernels._block_codes_kernel[grid](x, codes, scales, ids, columns, BLOCKS=run, **options)
+        return TokenCodes(codes, scales)
+    width = min(AT_ONCE, triton.next_power_of_2(columns))
+    if kind == "token":
+        scales = x.new_empty(rows, dtype=torch.float32)
+        kernels._token_codes_kernel[(rows,)](x, codes, scales, ids, columns, BK=width, **options)
+        return TokenCodes(codes, scales)
+    scales = x.new_empty(1, dtype=torch.float32) if scale is None else scale
+    programs = min(rows, LARGEST_PROGRAMS)
+    largest = scales
+    if scale is None:
+        largest = x.new_empty(programs, dtype=torch.float32)
+        kernels._largest_kernel[(programs,)](x, largest, ids, rows, columns, BK=width, **options)
+    kernels._tensor_codes_kernel[(rows, triton.cdiv(columns, width))](
+        x,
+        codes,
+        scales,
+        largest,
+        ids,
+        columns,
+        programs,
+        BK=width,
+        BP=LARGEST_PROGRAMS,
+        DYNAMIC=scale is None,
+        **options,
+    )
+    return TokenCodes(codes, scales)

@@ -1,0 +1,225 @@
+"""What kernels of weights in rows must do, wherever they run: in the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moectl.kernels.activation import activate
+from moectl.kernels.layer_inputs import LayerInputs
+from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.quantize_tokens import dequantize, quantize
+from moectl.kernels.tolerance import Tolerance, check, tolerance_for
+from moectl.kernels.triton.launches import Launch, Tile
+from moectl.kernels.triton.triton_runner import run_with
+from moectl.layer.experts import ExpertLayer
+from moectl.layer.random_layer import RandomLayer
+from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
+from moectl.problem.schemes import (
+    BF16,
+    FP8_ACT_GROUP_128,
+    FP8_ACT_TENSOR,
+    FP8_ACT_TENSOR_STATIC,
+    FP8_ACT_TOKEN,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    FULL,
+    Scheme,
+)
+from support.random_layers import inputs_of, skipping
+
+UE8M0_BLOCK = replace(FP8_BLOCK, scale_dtype="E8M0")
+BF16_CHANNEL = replace(FP8_CHANNEL, scale_dtype="BF16")
+
+SCHEMES: Mapping[str, Scheme] = {
+    "plain": Scheme(BF16),
+    "block": Scheme(FP8_BLOCK, FP8_ACT_GROUP_128),
+    "block, E8M0 scales": Scheme(UE8M0_BLOCK, FP8_ACT_GROUP_128),
+    "block, 16-bit tokens": Scheme(FP8_BLOCK),
+    "channel and token": Scheme(FP8_CHANNEL, FP8_ACT_TOKEN),
+    "channel, 16-bit tokens": Scheme(BF16_CHANNEL),
+    "tensor, static": Scheme(FP8_TENSOR, FP8_ACT_TENSOR_STATIC),
+    "tensor, dynamic": Scheme(FP8_TENSOR, FP8_ACT_TENSOR),
+    "tensor, 16-bit tokens": Scheme(FP8_TENSOR),
+    "channel, static": Scheme(FP8_CHANNEL, FP8_ACT_TENSOR_STATIC),
+    "tensor and token": Scheme(FP8_TENSOR, FP8_ACT_TOKEN),
+}
+
+LAUNCHES: Mapping[str, Launch] = {
+    "decode 16x64x128 split 4": Launch("decode", Tile(16, 64, 128, stages=2, warps=4, split=4)),
+    "decode 16x128x64": Launch("decode", Tile(16, 128, 64, stages=3, warps=4)),
+    "grouped 16x64x128": Launch("grouped", Tile(16, 64, 128, stages=2, warps=4)),
+    "grouped 64x128x64 tails": Launch("grouped", Tile(64, 128, 64, stages=3, warps=4, tails=2)),
+}
+
+
+@dataclass(frozen=True)
+class RowCase:
+    """A layer in rows and a call of it."""
+
+    scheme: str
+    launch: str
+    sizes: tuple[int, int] = (256, 128)
+    activation: Activation = SILU
+    spread: tuple[int, int] = (4, 2)
+    bias: bool = False
+    on_input: bool = False
+    rows: str = "concatenated"
+    tokens: int = 5
+    routing: str = "uniform"
+    dtype: str = "fp16"
+
+    @property
+    def problem(self) -> MoEProblem:
+        experts, top_k = self.spread
+        return MoEProblem(
+            Dims(*self.sizes),
+            experts,
+            top_k,
+            SCHEMES[self.scheme],
+            self.activation,
+            Routing(weight_on_input=self.on_input),
+            rows=self.rows,
+            bias=self.bias,
+            dtype=self.dtype,
+        )
+
+    def __str__(self) -> str:
+        more = ("bias" * self.bias, "on input" * self.on_input, self.rows, self.routing)
+        return " ".join(map(str, (self.scheme, self.launch, self.sizes, self.activation, self.tokens, *more)))
+
+
+RELU2 = Activation("relu2", gated=False)
+CASES: tuple[RowCase, ...] = (
+    *(RowCase(scheme, launch) for scheme in SCHEMES for launch in ("decode 16x128x64", "grouped 16x64x128")),
+    *(
+        RowCase(scheme, "grouped 64x128x64 tails", (160, 72), SWIGLU_OAI, (5, 3), True, rows="interleaved")
+        for scheme in ("plain", "block", "channel and token", "tensor, static", "block, 16-bit tokens")
+    ),
+    *(
+        RowCase(scheme, "decode 16x64x128 split 4", (392, 200), SILU, (3, 1), on_input=True, tokens=3)
+        for scheme in ("plain", "block", "channel and token", "tensor, dynamic", "tensor, 16-bit tokens")
+    ),
+    *(
+        RowCase(scheme, launch, (136, 264), RELU2, (6, 2), True, tokens=9, routing=routing)
+        for scheme, launch, routing in (
+            ("plain", "grouped 16x64x128", "skipping"),
+            ("block", "decode 16x128x64", "skipping"),
+            ("block, E8M0 scales", "grouped 64x128x64 tails", "crowded"),
+            ("tensor, dynamic", "grouped 16x64x128", "skipping"),
+            ("tensor, dynamic", "decode 16x64x128 split 4", "crowded"),
+            ("channel and token", "grouped 16x64x128", "skipping"),
+            ("tensor, static", "decode 16x128x64", "crowded"),
+        )
+    ),
+    RowCase("plain", "decode 16x64x128 split 4", (128, 64), Activation("gelu_tanh"), (24, 22), tokens=2),
+    RowCase("block", "grouped 16x64x128", (128, 128), Activation("silu", limit=0.75), (24, 22), tokens=2),
+)
+"""Every scheme by both families, and sizes that are no multiple of 64 or 128 with every other choice."""
+
+
+def layer_of(problem: MoEProblem, device: str) -> ExpertLayer:
+    """A random layer; one scale per tensor differs between gate and up."""
+    return RandomLayer(problem, torch.device(device)).experts
+
+
+def call_of(case: RowCase, device: str) -> LayerInputs:
+    """The inputs of a case."""
+    inputs = inputs_of(case.problem, case.tokens, device=device)
+    if case.routing == "skipping":
+        return skipping(inputs, every=3)
+    if case.routing == "crowded":
+        ids = torch.full_like(inputs.ids, -1)
+        ids[:, 0] = case.problem.experts - 1
+        return replace(inputs, ids=ids)
+    return inputs
+
+
+def rounded(x: Tensor, problem: MoEProblem, scale: Tensor | None, everything: Tensor) -> Tensor:
+    """``[rows, columns]`` fp64: `x` as it enters a GEMM, quantized as the reference does."""
+    act = problem.scheme.act
+    if act.bits == 16:
+        return x.double()
+    if act.block == (FULL, FULL):
+        form = replace(act, dynamic=False)
+        if scale is None:
+            largest = everything.float().abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+            scale = largest / torch.full_like(largest, 448)
+        return dequantize(quantize(x, form, scale), scale).double()
+    short = -x.shape[1] % 128
+    padded = torch.nn.functional.pad(x, (0, short))
+    return dequantize(quantize(padded, act)).double()[:, : x.shape[1]]
+
+
+def expected_of(layer: ExpertLayer, inputs: LayerInputs) -> Tensor:
+    """``[tokens, hidden]`` fp64 result with what enters each GEMM rounded as the kernels do."""
+    problem, act = layer.problem, layer.problem.scheme.act
+    ids, top_k, on_input = inputs.ids.flatten(), problem.top_k, problem.routing.weight_on_input
+    device = inputs.x.device
+    static: dict[str, Tensor | None] = {"w13": None, "w2": None}
+    if act.bits == 8 and not act.dynamic:
+        every = layer.canonical(range(problem.local_experts), device)
+        static = {role: every[f"{role}_input"].float().max() for role in static}
+    x = rounded(inputs.x, problem, static["w13"], inputs.x)
+    weights = inputs.weights.flatten().double()[:, None]
+    h = torch.zeros(len(ids), problem.dims.intermediate, dtype=inputs.x.dtype, device=device)
+    experts = [e for e in ids.unique().tolist() if 0 <= e < problem.local_experts]
+    dense = {e: layer.reference(e) for e in experts}
+    for e in experts:
+        rows = (ids == e).nonzero().flatten()
+        first = x[rows // top_k] @ dense[e].w13.to(device).double().T
+        first = first * weights[rows] if on_input else first
+        bias = dense[e].w13_bias
+        first = first if bias is None else first + bias.to(device).double()
+        h[rows] = activate(first, problem.activation, problem.rows).to(h.dtype)
+    live = (ids >= 0) & (ids < problem.local_experts)
+    entering = rounded(h, problem, static["w2"], h[live])
+    y = torch.zeros(inputs.x.shape, dtype=torch.float64, device=device)
+    for e in experts:
+        rows = (ids == e).nonzero().flatten()
+        out = entering[rows] @ dense[e].w2.to(device).double().T
+        bias = dense[e].w2_bias
+        out = out if bias is None else out + bias.to(device).double()
+        y.index_add_(0, rows // top_k, out if on_input else out * weights[rows])
+    return y
+
+
+def tight(problem: MoEProblem) -> Tolerance:
+    """The tolerance of results against `expected_of`: of plain weights, and some codes of the next value.
+
+    A number of `h` in the middle of two codes goes either way by the order of fp32 sums.
+    """
+    plain = tolerance_for(replace(problem, scheme=Scheme(BF16)))
+    return replace(plain, max=0.12, rms=1e-2) if problem.scheme.act.bits == 8 else plain
+
+
+def agrees(case: RowCase, device: str) -> None:
+    """The result is that of the same rounding of what enters the GEMMs, and on a GPU repeatable."""
+    problem = case.problem
+    layer = layer_of(problem, device)
+    prepared = layer.prepared("moectl", device)
+    inputs, launch = call_of(case, device), LAUNCHES[case.launch]
+    y = run_with(prepared, inputs.x, inputs.ids, inputs.weights, launch)
+    result = check(y, expected_of(layer, inputs), tight(problem))
+    assert result.ok, result
+    if device == "cuda":
+        again = run_with(prepared, inputs.x, inputs.ids, inputs.weights, launch)
+        assert torch.equal(y.view(torch.int16), again.view(torch.int16)), "not repeatable"
+
+
+def stays_in_its_row(scheme: str, launch: str, value: float, device: str) -> None:
+    """A token that is not finite spoils its own row alone, except by a scale that all tokens share."""
+    problem = RowCase(scheme, launch).problem
+    prepared: PreparedMoE = layer_of(problem, device).prepared("moectl", device)
+    inputs = inputs_of(problem, 6, device=device)
+    clean = run_with(prepared, inputs.x, inputs.ids, inputs.weights, LAUNCHES[launch])
+    x = inputs.x.clone()
+    x[2, 37] = value
+    y = run_with(prepared, x, inputs.ids, inputs.weights, LAUNCHES[launch])
+    assert not torch.isfinite(y[2]).any()
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(y[others], clean[others])
