@@ -18,7 +18,6 @@ from ..checkpoint.tensors.layer_index import LayerTensors
 from ..checkpoint.tensors.match_storage import StorageMatch, match_storage
 from ..checkpoint.tensors.shapes import parse_shape, shape_at
 from ..checkpoint.tensors.storage import Storage, format_sizes
-from ..dtypes import DTYPE_BITS
 from ..errors import UsageError
 from ..files.tensor_table import TensorInfo
 from ..problem.schemes import WeightFormat
@@ -247,9 +246,8 @@ class Resized:
     def _list(
         self, schema: TensorSchema, layer: int, shape: tuple[int, ...], tensors: dict[str, TensorInfo]
     ) -> None:
-        size = math.prod(shape) * DTYPE_BITS[schema.dtype] // 8
-        for name in schema.names(layer, self._sizes["experts"]):
-            tensors[name] = TensorInfo(name, schema.dtype, shape, "", 0, size)
+        run = schema.run(layer, self._sizes["experts"], shape)
+        tensors |= {name: run.info(name) for name in run.names()}
 
     def _group_shapes(
         self, group: LayerGroup, tensors: Mapping[str, TensorInfo]

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import difflib
 import gzip
-import math
-from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 from ...dtypes import DTYPE_BITS
 from ...errors import CheckpointError, Unavailable, UsageError
 from ...files.strict_json import parse_json_object, shown
-from ...files.tensor_table import TensorTable, TensorType
+from ...files.tensor_runs import TensorRun, TensorRuns
+from ...files.tensor_table import TensorType
 from ...problem.layer_ranges import ranges
 from ..config.declared_layers import declared_layers
 from ..tensors.shapes import AxisSize, parse_shape
@@ -51,14 +49,10 @@ class TensorSchema:
     shape: tuple[AxisSize, ...]
     layers: tuple[int, ...] | None = None
 
-    def names(self, layer: int, experts: int) -> Iterator[str]:
-        """The tensor's name in `layer`, once or for each expert."""
+    def run(self, layer: int, experts: int, shape: tuple[int, ...]) -> TensorRun:
+        """The tensor in `layer`, once or for each expert."""
         before, placeholder, after = self.name.replace("{layer}", str(layer)).partition("{expert}")
-        if not placeholder:
-            yield before
-            return
-        for expert in range(experts):
-            yield f"{before}{expert}{after}"
+        return TensorRun(TensorType(self.dtype, shape), before, after, experts if placeholder else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +99,7 @@ class CatalogueEntry:
             **format_sizes(problem.scheme),
         }
 
-    def listing(self, config: Mapping[str, Any] | None = None) -> TensorTable:
+    def listing(self, config: Mapping[str, Any] | None = None) -> TensorRuns:
         """Every MoE tensor of the checkpoint, layer by layer, without files and with offsets of 0.
 
         `config` replaces the published config; the entry must then be resizable.
@@ -120,24 +114,11 @@ class CatalogueEntry:
             for layer in own if "{layer}" in schema.name else (-1,):
                 rows.setdefault(layer, []).append(schema)
         shapes = {schema: tuple(axis.value(sizes) for axis in schema.shape) for schema in self.tensors}
-        names: list[str] = []
-        types: list[TensorType] = []
-        for layer in (*sorted(rows.keys() - {-1}), *(rows.keys() & {-1})):
-            for schema in rows[layer]:
-                names += schema.names(layer, experts)
-                types += repeat(TensorType(schema.dtype, shapes[schema]), len(names) - len(types))
-        return _without_files(names, types)
-
-
-def _without_files(names: list[str], types: list[TensorType]) -> TensorTable:
-    """A table of tensors that are in no file, all at offset 0."""
-    kind_of = {tensor_type: kind for kind, tensor_type in enumerate(dict.fromkeys(types))}
-    sizes = [math.prod(shape) * DTYPE_BITS[dtype] // 8 for dtype, shape in kind_of]
-    kinds = list(map(kind_of.__getitem__, types))
-    starts = array("q", bytes(8 * len(names)))
-    return TensorTable(
-        names, list(kind_of), kinds, starts, array("q", map(sizes.__getitem__, kinds)), [""], [0]
-    )
+        return TensorRuns(
+            schema.run(layer, experts, shapes[schema])
+            for layer in (*sorted(rows.keys() - {-1}), *(rows.keys() & {-1}))
+            for schema in rows[layer]
+        )
 
 
 @cache

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from ...errors import CheckpointError, MoectlError, Unavailable
 from ...files.strict_json import shown
-from ...files.tensor_table import TensorInfo, TensorTable
+from ...files.tensor_table import TensorInfo
 from ..checkpoint import Checkpoint, Origin
 from ..config.other_weights import blocked_matrices
 from ..config.user_assumptions import UserAssumptions
@@ -115,8 +115,8 @@ def _checkpoint(source: _OpenedSource, assumptions: UserAssumptions) -> Checkpoi
     return _described(source, assumptions)
 
 
-RECENT = 8
-"""Built-in models that are kept, since each is hundreds of thousands of names."""
+RECENT = 64
+"""Built-in models that are kept once they are read."""
 
 
 @lru_cache(maxsize=RECENT)
@@ -383,12 +383,7 @@ def _open_hub(repo: str, revision: str | None, token: str | None) -> _OpenedSour
 def _open_entry(entry: CatalogueEntry, note: str = "") -> _OpenedSource:
     note = "; ".join(part for part in (note, entry.note) if part)
     origin = Origin("catalogue", entry.name, entry.revision, note=note)
-    return _OpenedSource(entry.config, entry.documents, _listing(entry), origin, None, entry)
-
-
-@lru_cache(maxsize=RECENT)
-def _listing(entry: CatalogueEntry) -> TensorTable:
-    return entry.listing()
+    return _OpenedSource(entry.config, entry.documents, entry.listing(), origin, None, entry)
 
 
 def _converted(name: str) -> CheckpointError:

@@ -178,7 +178,9 @@ def _check_experts(layer: LayerTensors, fused: int, config_problem: MoEProblem) 
                 f"of {expected} experts {len(present)} are there.",
                 hint=FETCH_AGAIN,
             )
-        tensors = first if layer.uniform else layer.experts[expert]
+        if layer.uniform is not None:
+            continue
+        tensors = layer.experts[expert]
         if len(tensors) != len(leaves):
             leaf = min(leaves - tensors.keys())
             raise CheckpointError(

@@ -10,7 +10,8 @@ from itertools import compress
 
 from ...errors import CheckpointError
 from ...files.strict_json import shown
-from ...files.tensor_table import TensorInfo, TensorTable
+from ...files.tensor_runs import TensorRuns
+from ...files.tensor_table import TensorInfo, TensorTable, table_of
 from .storage import AUXILIARY, EXTRA_MODULES
 
 RENAME = "Store the tensors under the names that the model's reference code has, or ask for these to be read."
@@ -100,7 +101,7 @@ class _Indexer:
 
     def take_uniform(self, tensors: Mapping[str, TensorInfo]) -> Iterable[str]:
         """Adds the layers with uniform experts and returns the names of all other tensors."""
-        if not isinstance(tensors, TensorTable) or not tensors:
+        if not isinstance(tensors, TensorTable | TensorRuns) or not tensors:
             return tensors
         uniform, others = uniform_experts(tensors)
         for stem, experts in uniform.items():
@@ -230,13 +231,17 @@ class UniformExperts:
     leaves: list[str] = field(default_factory=list)
 
 
-def uniform_experts(tensors: TensorTable) -> tuple[Mapping[str, UniformExperts], list[str]]:
+def uniform_experts(
+    tensors: TensorTable | TensorRuns,
+) -> tuple[Mapping[str, UniformExperts], list[str]]:
     """Uniform experts by the prefix of their names, and the names of all other tensors.
 
-    Works on columns of names instead of single tensors, for speed. A prefix looks like
+    Works on columns or runs of names instead of single tensors, for speed. A prefix looks like
     ``model.layers.3.mlp.experts.``. Experts of a layer with any irregularity (a missing expert or tensor,
     differing dtypes or shapes, a number with a leading zero, an extra tensor) are among the others.
     """
+    if isinstance(tensors, TensorRuns):
+        return _uniform_runs(tensors) or uniform_experts(table_of(tensors.values()))
     of_experts = [_EXPERTS_MARK in name for name in tensors]
     columns = _columns(list(compress(tensors, of_experts)))
     if columns is None:
@@ -269,6 +274,29 @@ def uniform_experts(tensors: TensorTable) -> tuple[Mapping[str, UniformExperts],
         expert_names = compress(tensors, of_experts)
         others += [name for name, head in zip(expert_names, heads, strict=True) if head not in uniform_heads]
     return {head + _EXPERTS_MARK: layer for head, layer in uniform.items()}, others
+
+
+def _uniform_runs(
+    tensors: TensorRuns,
+) -> tuple[Mapping[str, UniformExperts], list[str]] | None:
+    """`uniform_experts` of runs that are all a tensor of each expert; None if a number is anywhere else."""
+    uniform: dict[str, UniformExperts] = {}
+    others: list[str] = []
+    for run in tensors.runs:
+        if run.numbers is None:
+            if _NUMBER.search(run.before):
+                return None
+            others.append(run.before)
+            continue
+        experts = uniform.setdefault(run.before, UniformExperts(run.numbers))
+        leaf = run.after[1:]
+        plain = run.before.endswith(_EXPERTS_MARK) and run.after.startswith(".")
+        if not plain or leaf in experts.leaves or experts.count != run.numbers:
+            return None
+        if _NUMBER.search(run.before + run.after):
+            return None
+        experts.leaves.append(leaf)
+    return uniform, others
 
 
 def _columns(names: list[str]) -> tuple[list[str], list[str], list[str]] | None:

@@ -124,7 +124,7 @@ def test_every_entry(model: str) -> None:
     assert entry.layers
     for layer in (entry.layers[0], entry.layers[-1]):
         own = [schema for schema in entry.tensors if schema.layers is None or layer in schema.layers]
-        names = [name for schema in own for name in schema.names(layer, entry.experts)]
+        names = [name for schema in own for name in schema.run(layer, entry.experts, ()).names()]
         assert any(".experts." in name or "_linear." in name for name in names)
         assert any("router" in name or "gate." in name for name in names)
         assert not {"{", "}"} & set("".join(names))

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from moectl.checkpoint import TensorInfo, layer_groups
-from moectl.checkpoint.source.catalogue import built_in
+from moectl.checkpoint.source.catalogue import built_in, model_names
 from moectl.checkpoint.tensors.layer_index import index_layers, uniform_experts
 from moectl.errors import CheckpointError
-from moectl.files.tensor_table import files_of, joined, table_of
+from moectl.files.tensor_runs import TensorRun, TensorRuns
+from moectl.files.tensor_table import TensorType, files_of, joined, table_of
 from moectl.synth import SynthSizes, resized
+from support.sampling import every_nth
 
 KIMI = "moonshotai/Kimi-K2-Thinking"
 Listing = dict[str, TensorInfo]
@@ -89,6 +91,31 @@ def test_uniform_experts_are_not_listed() -> None:
     places, others = uniform_experts(table_of(damaged.values()))
     assert list(places) == ["model.layers.1.mlp.experts."]
     assert set(others) == {name for name in damaged if "1.mlp.experts." not in name}
+
+
+FIRST = "model.layers.1.mlp.experts."
+TYPE = TensorType("BF16", (4, 8))
+GATE = TensorRun(TYPE, FIRST, ".gate_proj.weight", 3)
+RUNS = {
+    "all alike": [GATE, TensorRun(TYPE, FIRST, ".up_proj.weight", 3), TensorRun(TYPE, "norm.weight")],
+    "in one tensor": [TensorRun(TYPE, f"{FIRST}gate_up_proj"), TensorRun(TYPE, f"{FIRST}down_proj")],
+    "one more of one expert": [GATE, TensorRun(TYPE, f"{FIRST}1.up_proj.weight")],
+    "fewer of one tensor": [GATE, TensorRun(TYPE, FIRST, ".up_proj.weight", 2)],
+    "other numbers": [GATE, TensorRun(TYPE, "model.layers.", ".norm", 3)],
+    "experts in experts": [GATE, TensorRun(TYPE, f"{FIRST}2.experts.", ".up_proj.weight", 3)],
+}
+
+
+@pytest.mark.parametrize("runs", RUNS)
+def test_runs_and_columns_say_the_same(runs: str) -> None:
+    described = TensorRuns(RUNS[runs])
+    assert uniform_experts(described) == uniform_experts(table_of(described.values()))
+
+
+@pytest.mark.parametrize("model", every_nth(model_names(), 10))
+def test_runs_of_published_models_and_columns_say_the_same(model: str) -> None:
+    listing = built_in(model).listing()
+    assert uniform_experts(listing) == uniform_experts(table_of(listing.values()))
 
 
 def test_layers_with_experts_in_one_tensor_do_not_hide_the_others() -> None:
