@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,7 @@ class CacheFileKind:
 
     def path(self, device: Device, env: Mapping[str, str] | None = None) -> Path:
         """Path of the file for one device."""
-        name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{device.name} {device.arch} {device.sms}").strip("-")
-        return cache_folder(env) / self.folder / f"{name}.json"
+        return cache_folder(env) / _file_in(self.folder, device.name, device.arch, device.sms)
 
     def files(self, env: Mapping[str, str] | None = None) -> tuple[Path, ...]:
         """Every file of this kind, for all devices."""
@@ -49,6 +49,13 @@ class CacheFileKind:
     def head(self, device: Mapping[str, Any]) -> CacheDocument:
         """The header: a document without entries."""
         return {"format": f"moectl-{self.folder}", "version": self.version, "device": dict(device)}
+
+
+@lru_cache(maxsize=64)
+def _file_in(folder: str, *words: object) -> Path:
+    """The file of the device that `words` tell apart, in `folder` of the cache; servers ask again and again."""
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(map(str, words))).strip("-")
+    return Path(folder, f"{name}.json")
 
 
 def read(

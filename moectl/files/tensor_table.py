@@ -132,9 +132,8 @@ class _Values(ValuesView[TensorInfo]):
 
 def files_of(tensors: Mapping[str, TensorInfo]) -> set[str]:
     """The files that hold `tensors`."""
-    if isinstance(tensors, TensorTable):
-        return set(tensors.files)
-    return {info.file for info in tensors.values()}
+    files = getattr(tensors, "files", None)
+    return {info.file for info in tensors.values()} if files is None else set(files)
 
 
 def table_of(infos: Iterable[TensorInfo]) -> TensorTable:

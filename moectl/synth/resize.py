@@ -247,7 +247,7 @@ class Resized:
         self, schema: TensorSchema, layer: int, shape: tuple[int, ...], tensors: dict[str, TensorInfo]
     ) -> None:
         run = schema.run(layer, self._sizes["experts"], shape)
-        tensors |= {name: run.info(name) for name in run.names()}
+        tensors |= {info.name: info for info in run.infos()}
 
     def _group_shapes(
         self, group: LayerGroup, tensors: Mapping[str, TensorInfo]

@@ -14,8 +14,11 @@ from ..stream.pipeline import usable_cores
 from ..stream.source_reader import as_bytes
 from .conversion_plan import ConversionPlan
 
-SAMPLE_BYTES = 32 << 20
+SAMPLE_BYTES = 16 << 20
 """Bytes of experts converted for the estimate; at least one expert."""
+
+ENOUGH_SECONDS = 0.5
+"""The sample is converted up to three times, but not again after this time: a plan should not be waited for."""
 
 HASHED_BYTES = 8 << 20
 
@@ -65,9 +68,11 @@ def _sample(plan: ConversionPlan, threads: int) -> float:
     moved = nbytes + len(written)
     # Reading and writing copy every byte once, and the first touch of a page costs as much again.
     overlapped = moved * hash_seconds + 2 * _seconds(lambda: written.clone()) * moved / max(1, len(written))
-    converting = min(_seconds(work) for _ in range(3))
+    converting = [_seconds(work)]
+    while len(converting) < 3 and sum(converting) < ENOUGH_SECONDS:
+        converting.append(_seconds(work))
     # Conversion uses all threads; hashing and copying run one task per thread.
-    return nbytes / (converting + overlapped / threads)
+    return nbytes / (min(converting) + overlapped / threads)
 
 
 def _seconds(action: Callable[[], object]) -> float:

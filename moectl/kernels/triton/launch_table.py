@@ -13,8 +13,9 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
+from operator import itemgetter
 from typing import Any
 
 from ...cache.cache_file import CacheWarning
@@ -63,12 +64,6 @@ class TokenSpread:
             layer.active_experts * problem.local_experts / problem.experts, layer.tokens_per_expert
         )
 
-    def distance(self, other: TokenSpread) -> float:
-        """Distance in powers of two; active experts, which affect occupancy only, have half the weight."""
-        return abs(math.log2(self.tokens_per_expert / other.tokens_per_expert)) + 0.5 * abs(
-            math.log2(self.active_experts / other.active_experts)
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLaunch:
@@ -95,7 +90,7 @@ class LayerLaunches:
     def distance(self, problem: MoEProblem) -> float:
         """Distance of the measured layer from `problem`, 0 for the same layer.
 
-        Numbers of tokens are compared by `TokenSpread.distance`.
+        Numbers of tokens are compared by `_by_distance`.
         """
         dims, weight = problem.dims, problem.scheme.weight
         formats = 0.0 if self.weight == str(weight) else 1.0 if self.weight[:4] == str(weight)[:4] else 3.0
@@ -173,11 +168,35 @@ def _same_storage(weight: str, problem: MoEProblem) -> bool:
 
 
 def _by_distance(problem: MoEProblem, tokens: int, gpu: GpuModel) -> list[tuple[float, MeasuredLaunch]]:
-    """(distance, row) for every row of a GPU with this compute capability, nearest first."""
-    spread = TokenSpread.local(problem, tokens)
-    rows = []
-    for entry in entries():
-        if entry.gpu.capability == gpu.capability and _same_storage(entry.weight, problem):
-            layer_distance = entry.distance(problem) + abs(math.log2(entry.gpu.sms / gpu.sms))
-            rows += [(LAYER_WEIGHT * layer_distance + row.spread.distance(spread), row) for row in entry.rows]
-    return sorted(rows, key=lambda pair: pair[0])
+    """(distance, row) for every row of a GPU with this compute capability, nearest first.
+
+    Numbers of tokens are compared in powers of two; active experts, which affect occupancy only, have half
+    the weight.
+    """
+    spread, log2 = TokenSpread.local(problem, tokens), math.log2
+    active, per_expert = spread.active_experts, spread.tokens_per_expert
+    rows = [
+        (layer + (abs(log2(row_per_expert / per_expert)) + 0.5 * abs(log2(row_active / active))), row)
+        for layer, row_per_expert, row_active, row in _rows_of(problem, gpu)
+    ]
+    rows.sort(key=itemgetter(0))
+    return rows
+
+
+@lru_cache(maxsize=64)
+def _rows_of(problem: MoEProblem, gpu: GpuModel) -> tuple[tuple[float, float, float, MeasuredLaunch], ...]:
+    """The rows of `_by_distance`, each after what does not depend on the number of tokens.
+
+    That is the weighted distance of its layer and GPU, its tokens per expert and its active experts.
+    """
+    return tuple(
+        (
+            LAYER_WEIGHT * (entry.distance(problem) + abs(math.log2(entry.gpu.sms / gpu.sms))),
+            row.spread.tokens_per_expert,
+            row.spread.active_experts,
+            row,
+        )
+        for entry in entries()
+        if entry.gpu.capability == gpu.capability and _same_storage(entry.weight, problem)
+        for row in entry.rows
+    )

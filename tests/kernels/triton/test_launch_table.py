@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 
 import pytest
@@ -37,6 +38,14 @@ def _entry(weight: str, hidden: int, experts: int, top_k: int, name: str) -> Lay
         for tokens in (1, 16, 1024)
     )
     return LayerLaunches(H200, weight, hidden, hidden, experts, top_k, rows)
+
+
+@pytest.fixture(autouse=True)
+def no_rows_kept() -> Iterator[None]:
+    """Rows that are kept for a layer are those of the table in one test alone."""
+    launch_table._rows_of.cache_clear()
+    yield
+    launch_table._rows_of.cache_clear()
 
 
 @pytest.fixture
