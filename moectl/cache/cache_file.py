@@ -53,7 +53,7 @@ class CacheFileKind:
 
 @lru_cache(maxsize=64)
 def _file_in(folder: str, *words: object) -> Path:
-    """The file of the device that `words` tell apart, in `folder` of the cache; servers ask again and again."""
+    """The file of the device that `words` tell apart, in `folder` of the cache."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(map(str, words))).strip("-")
     return Path(folder, f"{name}.json")
 

@@ -18,7 +18,7 @@ SAMPLE_BYTES = 16 << 20
 """Bytes of experts converted for the estimate; at least one expert."""
 
 ENOUGH_SECONDS = 0.5
-"""The sample is converted up to three times, but not again after this time: a plan should not be waited for."""
+"""The sample is converted up to three times, but not again after this time: nobody waits long for a plan."""
 
 HASHED_BYTES = 8 << 20
 
