@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +66,8 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip slow tests unless asked for, and GPU tests where there is no GPU, each with its reason.
 
-    Files that take longest come first.
+    Of the cases of one function that are skipped for the same reason, one stays and says how many there are:
+    thousands of them would take a worker's time each. Files that take longest come first.
     """
     reasons = {}
     if not config.getoption("--slow"):
@@ -75,10 +77,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         if not torch.cuda.is_available():
             reasons["gpu"] = "needs a CUDA GPU, torch.cuda.is_available() is False"
+    skipped: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=reason))
+                skipped[item.nodeid.partition("[")[0], reason].append(item)
+                break
+    for (_, reason), (item, *more) in skipped.items():
+        item.add_marker(pytest.mark.skip(reason=f"{reason} ({1 + len(more)} cases)" if more else reason))
+    left_out = [item for _, *more in skipped.values() for item in more]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
     places = {config.rootpath / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 

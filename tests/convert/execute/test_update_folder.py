@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,14 +25,18 @@ from support.stream_checkpoints import nvfp4_checkpoint
 PREFIX = "model.layers.1.mlp.experts."
 
 
-@pytest.fixture
-def newer(tiny_gpt_oss: Path, tmp_path: Path) -> Path:
-    """The tiny checkpoint with other experts in layer 1, and another router in layer 0."""
-    folder = shutil.copytree(tiny_gpt_oss, tmp_path / "newer")
+def changed(source: Path, folder: Path) -> Path:
+    """A copy of the tiny checkpoint with other experts in layer 1, and another router in layer 0."""
+    shutil.copytree(source, folder)
     change(
         folder, f"{PREFIX}down_proj_blocks", f"{PREFIX}gate_up_proj_bias", "model.layers.0.mlp.router.bias"
     )
     return folder
+
+
+@pytest.fixture
+def newer(tiny_gpt_oss: Path, tmp_path: Path) -> Path:
+    return changed(tiny_gpt_oss, tmp_path / "newer")
 
 
 def change(folder: Path, *names: str) -> None:
@@ -125,19 +129,38 @@ PLACES = {
 }
 
 
+class Conversions(NamedTuple):
+    """A directory, the checkpoint that it is brought up to date with, and what it holds then."""
+
+    sizes: tuple[int, int]
+    out: Path
+    newer: Path
+    updated: dict[str, str]
+
+
+@pytest.fixture(scope="module", params=[(1, 1), (2, 1), (1, 2)], ids=["whole", "tp2", "ep2"])
+def conversions(
+    request: pytest.FixtureRequest, tiny_gpt_oss: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Conversions:
+    """Made once for all interrupts; a test that writes into `out` takes a copy."""
+    folder, sizes = tmp_path_factory.mktemp("conversions"), request.param
+    newer = changed(tiny_gpt_oss, folder / "newer")
+    out = converted(tiny_gpt_oss, folder / "out", sizes)
+    return Conversions(sizes, out, newer, contents(converted(newer, folder / "cold", sizes)))
+
+
 @pytest.mark.parametrize("after", [0, 1, 2])
 @pytest.mark.parametrize("at", PLACES)
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)], ids=["whole", "tp2", "ep2"])
 def test_an_interrupted_update_is_no_directory_until_it_is_completed(
-    sizes: tuple[int, int],
+    conversions: Conversions,
     at: str,
     after: int,
     tiny_gpt_oss: Path,
-    newer: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    out, cold = converted(tiny_gpt_oss, tmp_path / "out", sizes), converted(newer, tmp_path / "cold", sizes)
+    sizes, newer = conversions.sizes, conversions.newer
+    out = shutil.copytree(conversions.out, tmp_path / "out")
     place, name = PLACES[at]
     original, calls = getattr(place, name), [0]
 
@@ -171,7 +194,7 @@ def test_an_interrupted_update_is_no_directory_until_it_is_completed(
     elif untouched:
         assert verify(out, tiny_gpt_oss).ok
         command_update(out, newer)
-    assert contents(out) == contents(cold)
+    assert contents(out) == conversions.updated
 
 
 def command_update(out: Path, newer: Path) -> None:
