@@ -13,16 +13,9 @@ from moectl.checkpoint import LayerGroup, layer_groups
 from moectl.checkpoint.config.declared_layers import CONFIG_ONLY
 from moectl.checkpoint.source.shards import separate_quantization
 from moectl.errors import CheckpointError
-from support.written_configs import (
-    EXPERTS,
-    FAMILIES,
-    METHODS,
-    PLAIN,
-    TOP_K,
-    WrittenConfig,
-    WrittenFamily,
-    written_configs,
-)
+from support.written_configs import WrittenConfig, written_configs
+from support.written_families import EXPERTS, FAMILIES, PLAIN, TOP_K, WrittenFamily
+from support.written_methods import METHODS
 
 
 @cache
