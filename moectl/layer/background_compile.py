@@ -23,7 +23,6 @@ from ..errors import MoectlError, UsageError
 from ..files.records import from_json, to_json
 from ..kernels.prepared_layer import PreparedMoE
 from ..kernels.registry import runner_for
-from ..kernels.runner import ActivationFormat
 from ..kernels.triton.layer_binaries import (
     MOST_TOKENS,
     OWN,
@@ -108,8 +107,7 @@ class KernelLoad:
         runner = runner_for(bare.backend)
         if self.result is None:
             return binaries_of(bare, runner, device, self.request.tokens, self.request.forms)
-        calls = [(ActivationFormat(form), tokens) for form, tokens in self.result.calls]
-        return binaries_at(bare, runner, device, calls)
+        return binaries_at(bare, runner, device, self.result.calls)
 
     def _wait(self) -> None:
         process, self.process = self.process, None

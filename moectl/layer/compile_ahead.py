@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import starmap
 from pathlib import Path
 from typing import IO
 
@@ -36,7 +35,7 @@ from ..kernels.registry import runner_for
 from ..kernels.runner import ActivationFormat
 from ..kernels.triton.layer_binaries import MOST_TOKENS, OWN, Binary, binaries_of, is_cached
 from ..kernels.triton.offline_gpu import OfflineGpu, standing_in
-from ..problem.moe_problem import MoEProblem
+from ..problem.moe_problem import MoEProblem, Parallel
 from .experts import empty_layer
 
 WORKER_CODE = "from moectl.layer.compile_ahead import work; work()"
@@ -92,8 +91,7 @@ class CompileResult:
             were compiled.
         seconds: wall time.
         failed: a sentence for every binary that could not be compiled.
-        calls: activation formats and numbers of tokens of calls that launch all of the kernels.
-        binaries: name and key of every binary.
+        binaries: name and key of every binary, activation format and fewest tokens of calls that launch it.
         processes: workers that compiled; 0 for one process.
         note: why one process had to compile everything although more were wanted; empty if it had not.
     """
@@ -103,10 +101,15 @@ class CompileResult:
     compiled: int
     seconds: float
     failed: tuple[str, ...] = ()
-    calls: tuple[tuple[str, int], ...] = ()
-    binaries: tuple[tuple[str, str], ...] = ()
+    binaries: tuple[tuple[str, str, str, int], ...] = ()
     processes: int = 0
     note: str = ""
+
+    @property
+    def calls(self) -> tuple[tuple[ActivationFormat, int], ...]:
+        """Activation formats and numbers of tokens of calls that launch all of the kernels."""
+        calls = {(ActivationFormat(form), tokens) for *_, form, tokens in self.binaries}
+        return tuple(sorted(calls, key=lambda call: (call[0].value, call[1])))
 
     def __str__(self) -> str:
         """A line such as ``30 kernels, 28 from the cache, 2 compiled in 4.1 s``."""
@@ -176,8 +179,7 @@ def compile_binaries(
         compiled=len(missing) - len(failed),
         seconds=time.perf_counter() - start,
         failed=tuple(failed),
-        calls=tuple(sorted({(b.form.value, b.tokens) for b in binaries})),
-        binaries=tuple((b.name, b.key) for b in binaries),
+        binaries=tuple((b.name, b.key, b.form.value, b.tokens) for b in binaries),
         processes=workers,
         note=note,
     )
@@ -186,42 +188,66 @@ def compile_binaries(
 def compile_one_at_a_time(request: CompileRequest) -> CompileResult:
     """`compile_ahead`, after all other processes of this user that compile the same, such as other ranks'.
 
-    The result is kept for `remembered`.
+    The result is kept for `remembered`, which also answers where another process was first.
     """
-    record = _record(request)
     with ExitStack() as stack:
         with suppress(OSError):  # without a lock everything is compiled, perhaps twice
-            record.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(record.with_suffix(".lock").open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock = _record(request).with_suffix(".lock")
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(lock.open("w")), fcntl.LOCK_EX)
+        if known := remembered(request):
+            return known
         result = compile_ahead(request)
-        if not result.failed:
-            with suppress(OSError):
-                replace_file(record, json.dumps(to_json(result)).encode())
+        remember(request, result)
     return result
 
 
+def remember(request: CompileRequest, result: CompileResult) -> None:
+    """Keeps what compiling `request` came to for `remembered`, unless a binary failed or it is known.
+
+    A cache that cannot be written is left as it is.
+    """
+    if result.failed or not result.binaries or remembered(request) is not None:
+        return
+    record = _record(request)
+    with suppress(OSError):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        document = {"tokens": request.tokens, "result": to_json(result)}
+        replace_file(record, json.dumps(document).encode())
+
+
 def remembered(request: CompileRequest) -> CompileResult | None:
-    """The result of an earlier `compile_one_at_a_time`, if Triton's cache still holds all of its kernels."""
+    """What `request` needs, if all of it was compiled before and Triton's cache still holds it.
+
+    What was compiled for more tokens serves fewer: of its binaries those count that fewer tokens launch.
+    """
     try:
         data = json.loads(_record(request).read_bytes())
-        result = from_json(CompileResult, data, "record", UsageError)
-    except (OSError, ValueError, MoectlError):
+        tokens, result = data["tokens"], from_json(CompileResult, data["result"], "record", UsageError)
+        needed = tuple(binary for binary in result.binaries if binary[3] <= request.tokens)
+        known = CompileResult(len(needed), len(needed), 0, 0.0, binaries=needed)
+        if not known.calls or not isinstance(tokens, int) or tokens < request.tokens:
+            return None
+    except (OSError, ValueError, TypeError, KeyError, MoectlError):
         return None
-    if not result.binaries or not all(starmap(is_cached, result.binaries)):
-        return None
-    return replace(result, cached=result.kernels, compiled=0, seconds=0.0)
+    return known if all(is_cached(name, key) for name, key, *_ in needed) else None
 
 
 def _record(request: CompileRequest) -> Path:
-    """The file of `remembered`; another one after anything has changed on which launches depend."""
+    """The file of `remembered`, for any number of tokens.
+
+    It is another one after anything has changed on which launches depend. The GPU's name is not in it but
+    by the launches that were tuned on it, nor is what a deployment adds to one rank's sizes.
+    """
     gpu = request.gpu
     device = Device("cuda", f"sm{gpu.arch}", gpu.name, sms=gpu.sms)
     tuned = b""
     with suppress(OSError):
         tuned = KIND.path(device).read_bytes()
-    about = [to_json(request), built(), hashlib.sha256(tuned).hexdigest()]
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
+    problem = replace(request.problem, parallel=Parallel())
+    size = [gpu.arch, gpu.sms, gpu.shared]
+    about = [to_json(problem), request.backend, size, request.batched, built()]
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode() + tuned).hexdigest()[:24]
     return cache_folder() / "compiling" / f"{digest}.json"
 
 

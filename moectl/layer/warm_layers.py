@@ -8,20 +8,23 @@ from pathlib import Path
 
 import torch
 
+from ..convert.manifest.rank_directories import rank_numbers
+from ..convert.rank_slice import RankSlice, shard_of
 from ..environment import Device
 from ..kernels.registry import runner_for
 from ..kernels.triton.layer_binaries import OWN
 from ..kernels.triton.offline_gpu import OfflineGpu, standing_in
 from ..problem.layer_ranges import ranges
 from ..problem.moe_problem import MoEProblem, Parallel
-from .compile_ahead import CompileRequest, CompileResult, Report, compile_binaries
+from .compile_ahead import CompileRequest, CompileResult, Report, compile_binaries, remember
+from .converted_ranks import ConvertedRanks
 from .kernel_files import export_kernels, import_kernels
 from .layer_source import CheckpointLayers, ConvertedLayers, LayerSource
 
 
 @dataclass(frozen=True)
 class WarmLayer:
-    """Equal layers of a model: their numbers, and one rank's problem.
+    """Equal layers of a model: their numbers, and the problem of one rank or several.
 
     Attributes:
         layers: such as ``0-23``.
@@ -84,22 +87,32 @@ class WarmPlan:
 
 
 def warm_layers(source: LayerSource, parallel: Parallel) -> list[WarmLayer]:
-    """The different layers of a checkpoint or converted directory, on one rank of `parallel`.
+    """The different layers of a checkpoint or converted directory, on all ranks of `parallel`.
 
-    A converted directory has the rank's share already; `parallel` is not looked at. Raises UsageError when
+    A converted directory has the ranks' shares already; `parallel` is not looked at. Raises UsageError when
     the experts cannot be spread over the ranks.
     """
-    found: dict[tuple[MoEProblem, str], list[int]] = {}
-    if isinstance(source, ConvertedLayers):
+    found: dict[tuple[MoEProblem, str], set[int]] = {}
+    for layers, problem, layout in _shares(source, parallel):
+        found.setdefault((problem, layout), set()).update(layers)
+    return [WarmLayer(ranges(sorted(layers)), *key) for key, layers in found.items()]
+
+
+def _shares(source: LayerSource, parallel: Parallel) -> Iterator[tuple[Sequence[int], MoEProblem, str]]:
+    """Layers, the problem that a rank has of them, as a server's ranks find it, and their layout."""
+    if isinstance(source, CheckpointLayers):
+        for part in source.checkpoint.groups:
+            for rank in range(parallel.ranks):
+                shard = shard_of(rank, parallel.tp_size, parallel.ep_size)
+                yield part.layers, RankSlice(part.problem, shard).problem, ""
+    elif isinstance(source, ConvertedRanks):
+        for rank in rank_numbers(source.folder):
+            yield from _shares(source.rank(rank), parallel)
+    elif isinstance(source, ConvertedLayers):
         from ..convert.manifest.manifest_records import unpadded
 
         for group in source.manifest.record.groups:
-            key = unpadded(group.problem), source.manifest.record.layout.name
-            found.setdefault(key, []).extend(group.layers)
-    elif isinstance(source, CheckpointLayers):
-        for part in source.checkpoint.groups:
-            found.setdefault((part.problem.on(parallel), ""), []).extend(part.layers)
-    return [WarmLayer(ranges(sorted(layers)), *key) for key, layers in found.items()]
+            yield group.layers, unpadded(group.problem), source.manifest.record.layout.name
 
 
 def warm(layers: Sequence[WarmLayer], plan: WarmPlan, report: Report | None = None) -> Iterator[WarmOutcome]:
@@ -119,5 +132,6 @@ def warm(layers: Sequence[WarmLayer], plan: WarmPlan, report: Report | None = No
             binaries = request.binaries()
             taken = import_kernels(binaries, plan.source) if plan.source else 0
             result = compile_binaries(request, binaries, plan.jobs, report)
+            remember(request, result)
             written = export_kernels(binaries, plan.target) if plan.target else 0
         yield WarmOutcome(layer, backend, "", result, taken, written)

@@ -3,11 +3,19 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 import moectl as library
-from moectl.layer import warm_layers
-from moectl.layer.compile_ahead import CompileResult
+from moectl.convert.rank_slice import RankShard
+from moectl.environment import find_device
+from moectl.integrations.model_experts import open_experts
+from moectl.kernels.triton.offline_gpu import OfflineGpu, standing_in
+from moectl.layer import background_compile, warm_layers
+from moectl.layer.compile_ahead import CompileRequest, CompileResult, remembered
 from moectl.layer.kernel_files import INDEX
+from moectl.layer.layer_source import CheckpointLayers
+from moectl.problem.moe_problem import Parallel
+from moectl.run.layer_variants import problem_in_dtype
 from support.invoking import moectl
 
 GPT = "openai/gpt-oss-20b"
@@ -59,6 +67,9 @@ def test_each_different_layer_of_a_rank_is_compiled(requests, tmp_path):
     assert (spread.tokens, jobs, spread.batched, spread.gpu.arch) == (8192, 7, False, 90) and kernels > 15
     assert (sliced.problem.local_experts, sliced.problem.dims.intermediate) == (128, 1440)
     assert (sliced.gpu.arch, sliced.batched) == (120, True)
+    # Whole blocks of 32 channels: 12 for seven of eight ranks, 6 for the last.
+    moectl("warm", "openai/gpt-oss-120b", "--gpu", "h200", "--tp", "8", "-m", "16")
+    assert [request.problem.dims.intermediate for request, *_ in requests[2:]] == [384, 192]
 
 
 def test_converted_directories_are_read_by_their_own_kernels(requests, tiny_kimi, tmp_path):
@@ -71,6 +82,51 @@ def test_converted_directories_are_read_by_their_own_kernels(requests, tiny_kimi
     assert len({replace(request, backend="") for request, *_ in requests}) == 1
     error = moectl("warm", str(tmp_path / "moectl"), "--gpu", "h200", "--tp", "2", code=2).stderr
     assert "whose manifest settles --tp" in error
+
+
+def test_all_ranks_of_a_directory_are_warmed(requests, tiny_gpt_oss, tmp_path):
+    library.convert(tiny_gpt_oss, tmp_path / "ranks", "moectl", tp_size=3)
+    moectl("warm", str(tmp_path / "ranks"), "--gpu", "h200", "-m", "16")
+    moectl("warm", tiny_gpt_oss, "--gpu", "h200", "-m", "16", "--tp", "3")
+    directory, checkpoint = requests[:1], requests[1:]
+    assert directory == checkpoint and directory[0][0].problem.dims.intermediate == 64
+
+
+@pytest.mark.parametrize("deployment", [{}, {"tp": 2}, {"tp": 2, "ep": True}])
+def test_a_server_that_starts_after_it_starts_no_process(deployment, tiny_gpt_oss, tmp_path, monkeypatch):
+    """Of a checkpoint that was warmed for a named GPU: the first start for it, in a server's words."""
+    gpu = OfflineGpu.of(find_device("a100"))
+    ep = deployment.get("ep", False)
+    sizes = {"ep_size": 2} if ep else {"tp_size": deployment.get("tp", 1)}
+    options = [f"--{key}{'' if value is True else f'={value}'}" for key, value in deployment.items()]
+    moectl("warm", tiny_gpt_oss, "--gpu", "a100", "-m", "8", "-j", "1", *options)
+    library.convert(tiny_gpt_oss, tmp_path / "prepared", "moectl", **sizes)
+
+    def refused(*arguments):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(background_compile, "python_process", refused)
+    shard = RankShard(**sizes)
+    loads = []
+    for folder in (tiny_gpt_oss, tmp_path / "prepared"):
+        problem = problem_in_dtype(open_experts(folder).problem_of(1, shard), "bf16")
+        monkeypatch.setattr(background_compile, "_loads", {})
+        with standing_in(replace(gpu, name="A100 as the driver may call it")):
+            loads.append(background_compile.start(problem, "moectl", torch.device("cuda"), 6))
+    published, prepared = (load.result for load in loads)
+    assert published == prepared and published.kernels == published.cached >= 3
+
+
+def test_records_are_written_where_kernels_are_taken_over(tmp_path, monkeypatch):
+    words = ("warm", GPT, "--gpu", "a100", "-m", "1", "-j", "1", "--offline")
+    moectl(*words, "--to", str(tmp_path / "kernels"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
+    monkeypatch.setenv("MOECTL_CACHE", str(tmp_path / "records"))
+    (layer,) = warm_layers.warm_layers(CheckpointLayers(library.open_checkpoint(GPT)), Parallel())
+    request = CompileRequest(layer.problem, "moectl", OfflineGpu.of(find_device("a100")), 1)
+    assert remembered(request) is None
+    moectl(*words, "--from", str(tmp_path / "kernels"))
+    assert remembered(request).kernels == 3
 
 
 def test_failures_are_said(monkeypatch, requests):
@@ -89,7 +145,8 @@ def test_failures_are_said(monkeypatch, requests):
         (["--gpu", "v100"], "moectl has no kernels for"),
         (["--gpu", "h200", "--backend", "marlin"], "moectl_marlin"),
         (["--gpu", "h200", "--from", "nowhere"], "has no kernels.json"),
-        (["--gpu", "h200", "--tp", "7"], "cannot be sliced over 7"),
+        (["--gpu", "h200", "--tp", "31"], "would leave the last with none"),
+        (["--gpu", "h200", "--tp", "33", "--ep"], "cannot be spread over 33 ranks"),
     ],
 )
 def test_what_cannot_be_done_is_refused_first(options, said, requests):

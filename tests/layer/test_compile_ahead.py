@@ -16,9 +16,11 @@ import triton
 from moectl.environment import find_device
 from moectl.errors import CheckpointError, MoectlError, NoBackend, UsageError
 from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.registry import runner_for
+from moectl.kernels.runner import ActivationFormat
 from moectl.kernels.triton.expert_batches import CHOSEN_FOR
 from moectl.kernels.triton.kernel_family import layer_of
-from moectl.kernels.triton.layer_binaries import counting
+from moectl.kernels.triton.layer_binaries import binaries_at, counting
 from moectl.kernels.triton.offline_gpu import OfflineGpu, standing_in
 from moectl.kernels.triton.triton_runner import launch_on, run_with
 from moectl.layer import background_compile, compile_ahead
@@ -27,7 +29,7 @@ from moectl.layer.compile_ahead import CompileRequest, CompileResult, cache_dire
 from moectl.layer.experts import empty_layer
 from moectl.layer.kernel_files import INDEX, differences, export_kernels, import_kernels
 from moectl.layer.refit import refit
-from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
 from moectl.problem.schemes import MXFP4, Scheme
 from support.random_layers import canonical_roles
 from support.random_layers import layer_of as layer_of_roles
@@ -191,7 +193,7 @@ def test_a_server_has_its_kernels_before_the_first_call(cache: Path, forgetful: 
         said = load.ready(bare_layer())
         assert said.startswith("3 kernels, 3 from the cache, 0 compiled in ")
         assert "; 3 were compiled by " in said and load.ready(bare_layer()) == ""
-    assert load.result is not None and load.result.calls == (("compute", 1),)
+    assert load.result is not None and load.result.calls == ((ActivationFormat.STANDARD, 1),)
     with counting() as count:
         launch(1)
         launch(2)
@@ -204,11 +206,70 @@ def test_a_server_has_its_kernels_before_the_first_call(cache: Path, forgetful: 
     with standing_in(A100):
         assert again.ready(bare_layer()).startswith("3 kernels, 3 from the cache, 0 compiled in ")
     assert compile_ahead.remembered(replace(REQUEST, tokens=3)) is None
+    assert compile_ahead.remembered(replace(REQUEST, batched=True)) is None
     next(cache.glob("*/*.json")).unlink()
     assert compile_ahead.remembered(REQUEST) is None
     for record in (cache.parent / "moectl" / "compiling").glob("*.json"):
-        record.write_text('{"kernels": 3}')
-    assert compile_ahead.remembered(REQUEST) is None
+        for text in ('{"kernels": 3}', "[1]", '{"tokens": 2, "result": {"binaries": 3}}'):
+            record.write_text(text)
+            assert compile_ahead.remembered(REQUEST) is None
+
+
+def test_what_was_compiled_for_more_tokens_serves_fewer(cache: Path) -> None:
+    h200 = OfflineGpu.of(find_device("h200"))
+    most = CompileRequest(replace(PROBLEM, dims=Dims(2880, 2880)), "moectl", h200, tokens=4096)
+
+    def recorded(request: CompileRequest) -> CompileResult:
+        with standing_in(h200):
+            binaries = request.binaries()
+        return CompileResult(
+            len(binaries),
+            0,
+            0,
+            0.0,
+            binaries=tuple((b.name, b.key, b.form.value, b.tokens) for b in binaries),
+        )
+
+    def hold(result: CompileResult) -> None:
+        for name, key, *_ in result.binaries:
+            (cache / key).mkdir(parents=True, exist_ok=True)
+            for file in (f"{name}.json", f"__grp__{name}.json"):
+                (cache / key / file).write_text("{}")
+
+    everything = recorded(most)
+    hold(everything)
+    compile_ahead.remember(most, everything)
+    for tokens in (1, 2, 31, 32, 33, 700, 1000, 4095, 4096):
+        wanted = recorded(replace(most, tokens=tokens))
+        known = compile_ahead.remembered(replace(most, tokens=tokens))
+        assert known is not None and known.cached == known.kernels == wanted.kernels
+        assert {key for _, key, *_ in known.binaries} == {key for _, key, *_ in wanted.binaries}
+        # The calls that a server makes to find its kernels launch all of them.
+        layer = empty_layer(most.problem, "moectl")
+        with standing_in(h200):
+            found = binaries_at(layer, runner_for("moectl"), torch.device("cuda"), known.calls)
+        assert {binary.key for binary in found} == {key for _, key, *_ in wanted.binaries}
+    assert known is not None and known.kernels > compile_ahead.remembered(replace(most, tokens=1)).kernels  # type: ignore[union-attr]
+    # What only more tokens need may be missing, and a later record for fewer replaces none for more.
+    last = next(key for _, key, _, tokens in everything.binaries if tokens > 64)
+    (cache / last / "gone").parent.rename(cache / "gone")
+    assert compile_ahead.remembered(most) is None
+    few = replace(most, tokens=64)
+    assert compile_ahead.remembered(few) is not None
+    compile_ahead.remember(few, recorded(few))
+    (cache / "gone").rename(cache / last)
+    assert compile_ahead.remembered(most) is not None
+    # A deployment is no property of a rank's kernels, nor is the GPU's name while nothing is tuned for it.
+    rank = replace(most.problem, parallel=Parallel(8, ep=True))
+    assert compile_ahead.remembered(replace(most, problem=rank, gpu=replace(h200, name="X"))) is not None
+    assert compile_ahead.remembered(replace(most, gpu=replace(h200, sms=114))) is None
+
+
+def test_one_process_compiles_for_all_that_wait(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compile_ahead.compile_one_at_a_time(REQUEST)
+    monkeypatch.setattr(compile_ahead, "compile_ahead", lambda request: pytest.fail("it compiles again"))
+    second = compile_ahead.compile_one_at_a_time(REQUEST)
+    assert (first.compiled, second.compiled, second.cached) == (3, 0, 3)
 
 
 def test_refits_keep_to_the_ranges_of_kernels_that_were_compiled_ahead(
@@ -286,7 +347,7 @@ def test_requests_of_equal_layers_share_a_load(monkeypatch: pytest.MonkeyPatch) 
 def test_results_travel_as_json() -> None:
     from moectl.files.records import from_json, to_json
 
-    result = CompileResult(3, 1, 1, 0.5, ("no",), (("compute", 1), ("batched", 8)), (("k", "A"),), 2, "note")
+    result = CompileResult(3, 1, 1, 0.5, ("no",), (("k", "A", "compute", 1),), 2, "note")
     for value in (result, REQUEST):
         assert from_json(type(value), json.loads(json.dumps(to_json(value))), "it", MoectlError) == value
     assert str(result) == "3 kernels, 1 from the cache, 1 compiled in 0.5 s, 1 failed"
@@ -297,7 +358,7 @@ def test_a_layer_without_weights_takes_no_slow_import() -> None:
 import sys, torch
 from moectl.kernels.triton.layer_binaries import without_weights
 from moectl.layer.experts import empty_layer
-from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
 from moectl.problem.schemes import MXFP4, Scheme
 layer = empty_layer(MoEProblem(Dims(512, 256), 8, 2, Scheme(MXFP4)), "moectl", "cpu")
 for t in layer.weights.values():

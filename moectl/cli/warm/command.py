@@ -28,7 +28,7 @@ MORE = (
 
 @dataclass(frozen=True)
 class WarmedLayerOptions:
-    """Options for the layers, and one rank's share of them."""
+    """Options for the layers, and the ranks' shares of them."""
 
     tp: Annotated[int, option("--tp", own=True, help="Tensor-parallel ranks.", min=1)] = 1
     ep: Annotated[bool, option("--ep", own=True, help="Distribute whole experts over the ranks.")] = False
@@ -40,6 +40,8 @@ class WarmedLayerOptions:
         from ...checkpoint import open_checkpoint
         from ...checkpoint.config.user_assumptions import parse_assumptions
         from ...checkpoint.source.open_checkpoint import MANIFEST
+        from ...convert.manifest.rank_directories import rank_numbers
+        from ...layer.converted_ranks import ConvertedRanks
         from ...layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
         from ...layer.warm_layers import warm_layers
         from ...problem.moe_problem import Parallel
@@ -51,7 +53,9 @@ class WarmedLayerOptions:
                     f"{checkpoint} is a converted directory, whose manifest settles --tp, --ep, --activation",
                     hint="leave them out",
                 )
-            source = ConvertedLayers(Path(checkpoint), check=False)
+            folder = Path(checkpoint)
+            ranks = bool(rank_numbers(folder))
+            source = ConvertedRanks(folder, check=False) if ranks else ConvertedLayers(folder, check=False)
         else:
             assumptions = parse_assumptions(self.activation, None)
             source = CheckpointLayers(

@@ -52,7 +52,7 @@ class Binary:
     Attributes:
         name: the kernel's function.
         key: name of its directory in Triton's cache, a hash of source, constants, options, GPU and Triton.
-        form, tokens: activation format and number of tokens of a call that launches it.
+        form, tokens: activation format of calls that launch it, and the fewest tokens of one.
         compile: compiles it, or takes it from Triton's cache, and keeps it for launches of this process;
             returns Triton's kernel.
     """
@@ -200,7 +200,7 @@ def _found(walks: Iterable[_Walk]) -> tuple[Binary, ...]:
     for walk in walks:
         for tokens in sorted(walk.seen):
             for launch in walk.seen[tokens]:
-                found.setdefault(walk.binaries[launch].key, walk.binaries[launch])
+                found.setdefault(walk.binaries[launch].key, replace(walk.binaries[launch], tokens=tokens))
     return tuple(found.values())
 
 
