@@ -1,6 +1,7 @@
 """The plug-in for vLLM, against stand-ins for its classes."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -41,20 +42,20 @@ def opened(folder):
 
 def built(quantization, number=0, **parallel):
     """One layer as vLLM builds it: method, weights, loading, what follows loading."""
-    moe = FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, ParallelConfig(**parallel))
-    layer = RoutedExperts(moe)
-    if moe.moe_parallel_config.ep_size > 1:
-        half = EXPERTS // 2
-        first = half * moe.moe_parallel_config.ep_rank
-        layer.expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
-        layer.expert_map[first : first + half] = torch.arange(half, dtype=torch.int32)
+    return built_on(quantization, ParallelConfig(**parallel), number)
+
+
+def built_on(quantization, parallel, number=0):
+    moe = FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, parallel)
+    layer = RoutedExperts(moe, parallel.expert_map(EXPERTS))
     method = quantization.get_quant_method(layer, f"model.layers.{number}.mlp.experts")
     sizes = method.maybe_roundup_sizes(HIDDEN, 192, torch.bfloat16, None)
     assert sizes == (HIDDEN, 192)
     method.create_weights(layer, EXPERTS, *sizes, torch.bfloat16, weight_loader=None)
     assert sum(parameter.numel() for parameter in layer.parameters()) == 0
     method.process_weights_after_loading(layer)
-    assert all(parameter.numel() for parameter in layer.parameters())
+    local = EXPERTS if layer.expert_map is None else int((layer.expert_map >= 0).sum())
+    assert {parameter.shape[0] for parameter in layer.parameters()} == {local}
     return lambda x, weights, ids: method.apply(layer, x, weights, ids, None, None)
 
 
@@ -87,6 +88,37 @@ def test_ranks_add_up(tiny_gpt_oss, converted, kind):
             for rank in (0, 1)
         ]
         assert (sum(part.float() for part in parts) - want).norm() < 0.01 * want.norm()
+
+
+@pytest.mark.parametrize(("tp", "dp", "ep"), [(1, 2, True), (2, 2, True), (1, 3, True), (1, 3, False)])
+def test_each_data_parallel_rank_has_its_own_directory_and_experts(tiny_gpt_oss, tmp_path, tp, dp, ep):
+    """With experts over all devices (three of them: 3, 3 and 2 experts), or slices of each."""
+    whole, ranks = wanted(tiny_gpt_oss).float(), tp * dp
+    out = tmp_path / "ranks"
+    moectl.convert(tiny_gpt_oss, out, "marlin", **{"ep_size" if ep else "tp_size": ranks})
+    folders = sorted(folder.name for folder in out.glob("rank-*"))
+    parts, maps = [], []
+    for rank, mine in enumerate(folders):
+        # The host of this rank has no other's directory.
+        own = tmp_path / f"host {rank}"
+        shutil.copytree(out, own, ignore=shutil.ignore_patterns(*(f for f in folders if f != mine)))
+        parallel = ParallelConfig.make(rank, tp, dp, ep)
+        parts.append(built_on(opened(own), parallel)(*inputs()).float())
+        maps.append(parallel.expert_map(EXPERTS))
+        others = ParallelConfig.make((rank + 1) % ranks, tp, dp, ep)
+        with pytest.raises(MoectlError, match=r"lacks|has no"):
+            built_on(opened(own), others)
+    assert len(parts) == ranks and (sum(parts) - whole).norm() < 0.01 * whole.norm()
+    if ep:
+        # Every expert is on one rank, in consecutive numbers.
+        assert sum((where >= 0).int() for where in maps).tolist() == [1] * EXPERTS
+        assert all(part.norm() > 0 for part in parts)
+    # Another placement of the same number of experts is not this directory's.
+    if ep:
+        layer = RoutedExperts(FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, parallel), maps[-1].flip(0))
+        method = opened(own).get_quant_method(layer, "model.layers.0.mlp.experts")
+        with pytest.raises(MoectlError, match="otherwise than in consecutive ranges"):
+            method.process_weights_after_loading(layer)
 
 
 def test_a_directory_of_another_deployment_is_refused(converted):

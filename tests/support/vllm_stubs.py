@@ -93,6 +93,29 @@ class ParallelConfig:
     enable_eplb: bool = False
     use_batched_activation_format: bool = False
     use_all2all_kernels: bool = False
+    dp_size: int = 1
+    dp_rank: int = 0
+
+    @staticmethod
+    def make(rank: int, tp: int, dp: int, ep: bool) -> ParallelConfig:
+        """What vLLM makes on a device of TP and DP sizes: experts over all devices, or slices of each."""
+        among = {"dp_size": dp, "dp_rank": rank // tp, "use_all2all_kernels": dp > 1 and ep}
+        return (
+            ParallelConfig(ep_size=tp * dp, ep_rank=rank, **among)
+            if ep
+            else ParallelConfig(tp_size=tp * dp, tp_rank=rank, **among)
+        )
+
+    def expert_map(self, experts: int) -> torch.Tensor | None:
+        """vLLM's map from an expert's number to its number on this rank, -1 elsewhere; None for all."""
+        if self.ep_size == 1:
+            return None
+        each, more = divmod(experts, self.ep_size)
+        first = self.ep_rank * each + min(self.ep_rank, more)
+        local = each + (self.ep_rank < more)
+        found = torch.full((experts,), -1, dtype=torch.int32)
+        found[first : first + local] = torch.arange(local, dtype=torch.int32)
+        return found
 
 
 @dataclass
