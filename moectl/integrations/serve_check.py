@@ -16,6 +16,7 @@ from ..environment import Device, Packages
 from ..environment.cache_folder import cache_folder
 from ..environment.installed_packages import distribution_version
 from ..errors import MoectlError, UsageError, install_hint
+from ..kernels.registry import RUNNERS
 from ..layer.layer_source import CheckpointLayers, ConvertedLayers
 from ..oracle.machine_packages import packages_from
 from ..oracle.registry import policy_named
@@ -70,6 +71,7 @@ def check_serving(request: ServeRequest) -> ServeReport:
     engine, findings = request.engine, list(_engine_findings(request))
     findings += _option_findings(request)
     findings += _device_findings(request)
+    findings += _backend_findings(request)
     layers: tuple[ServedLayers, ...] = ()
     converted: bool | None = None
     served, shards = request.checkpoint, engine.shards(request.tp, request.ep, request.options)
@@ -183,6 +185,31 @@ def _device_findings(request: ServeRequest) -> Iterator[ServeFinding]:
         yield ServeFinding("disk", WARNING, says, "free some, or set XDG_CACHE_HOME")
 
 
+def _asked(request: ServeRequest) -> str:
+    """The backend of every layer that `BACKEND` names, or the engine's word for its own; else empty."""
+    name = _named(request)
+    return name if name in RUNNERS or name == request.engine.own_kernels else ""
+
+
+def _named(request: ServeRequest) -> str:
+    # Where a program imports moectl itself, it also names the backend.
+    return os.environ.get(BACKEND, "") if request.engine.group else ""
+
+
+def _backend_findings(request: ServeRequest) -> Iterator[ServeFinding]:
+    name = _named(request)
+    if name and not _asked(request):
+        own = request.engine.own_kernels
+        known = ", ".join([*([own] if own else []), *OWN])
+        says = f"{BACKEND}={name} names no backend in {request.engine.title}"
+        yield ServeFinding("backend", REFUSED, says, f"unset it, or choose from {known}")
+
+
+def _forced(request: ServeRequest) -> bool:
+    """Whether `BACKEND` leaves all experts to the engine's own kernels."""
+    return bool(request.engine.own_kernels) and _asked(request) == request.engine.own_kernels
+
+
 def _existing(folder: Path) -> Path:
     return next(place for place in (folder, *folder.parents) if place.exists())
 
@@ -246,8 +273,9 @@ def _layers(request: ServeRequest, experts: ModelExperts, shard: RankShard) -> I
     for number in sorted(experts.layers):
         numbers.setdefault(experts.problem_of(number, shard), []).append(number)
     for problem, found in numbers.items():
-        engines = bool(_engine_layout(request, experts, shard))
-        name = "" if engines else os.environ.get(BACKEND, "") or _backend(request, problem, packages)
+        asked = _asked(request)
+        engines = _forced(request) or (not asked and bool(_engine_layout(request, experts, shard)))
+        name = "" if engines else asked or _backend(request, problem, packages)
         yield ServedLayers(tuple(found), str(problem.scheme), name)
 
 
@@ -287,6 +315,17 @@ def _layer_findings(
                 f"{which}: {layout} is for {', '.join(takes)}, {request.device.name} is {request.device.arch}"
             )
             yield ServeFinding("kernels", REFUSED, says, "convert for this GPU")
+        elif _forced(request):
+            asked = f"{BACKEND}={engine.own_kernels}"
+            if experts.converted:
+                says = (
+                    f"{which}: {asked} asks for {engine.title}'s own kernels, none of which takes "
+                    f"{experts.layout_of(shard)} as it is"
+                )
+                yield ServeFinding("kernels", REFUSED, says, f"unset {BACKEND}, or convert to another layout")
+            else:
+                says = f"{which}: left to {engine.title} by {asked}"
+                yield ServeFinding("kernels", WARNING, says, f"unset {BACKEND} for moectl's kernels")
         elif experts.converted or not engine.own_only:
             says = f"{which}: moectl has no kernel for them on {request.device.name}"
             yield ServeFinding("kernels", REFUSED, says, "serve the published checkpoint without moectl")

@@ -38,6 +38,8 @@ class ServedEngine:
         shards: the ranks that share a layer's experts, for TP and EP sizes and options; a sentence for sizes
             that it does not take.
         program: what loads a path, converted or published, where no command serves it.
+        own_kernels: the value of MOECTL_BACKEND that leaves experts to the engine's own kernels; empty if
+            there is none.
     """
 
     name: str
@@ -51,6 +53,7 @@ class ServedEngine:
     refusals: Callable[[Options], tuple[Limit, ...]]
     shards: Callable[[int, int, Options], tuple[RankShard, ...] | str]
     program: Callable[[str, bool], str] | None = None
+    own_kernels: str = ""
 
     def has_adapter(self, release: str) -> bool:
         """Whether there is an adapter for a version.
@@ -142,6 +145,7 @@ _ENGINES = (
         own_only=True,
         refusals=vllm_limits.refusals,
         shards=_vllm_shards,
+        own_kernels=vllm.OWN_KERNELS,
     ),
     ServedEngine(
         name=_SGLANG,

@@ -144,6 +144,38 @@ def test_a_directory_for_the_engines_own_kernels_needs_their_gpu(tiny_gpt_oss, t
     assert checked(tmp_path / "marlin", "sglang")["layers"][0]["backend"] == "moectl"
 
 
+def kernels(document):
+    (finding,) = (finding for finding in document["findings"] if finding["about"] == "kernels")
+    return finding["level"], finding["says"]
+
+
+def test_the_backend_that_is_named_is_the_plug_ins(tiny_gpt_oss, folders, tmp_path, monkeypatch):
+    marlin = tmp_path / "marlin"
+    package.convert(tiny_gpt_oss, marlin, "marlin")
+    monkeypatch.setenv("MOECTL_BACKEND", "vllm")
+    level, says = kernels(checked(marlin, "vllm"))
+    assert level == "fine" and says.endswith("vLLM's own kernels, on marlin-mxfp4 as it is")
+    level, says = kernels(checked(tiny_gpt_oss, "vllm"))
+    assert level == "warning" and says.endswith("left to vLLM by MOECTL_BACKEND=vllm")
+    level, says = kernels(checked(folders / "whole", "vllm", code=1))
+    assert level == "refused" and "none of which takes moectl-mtile64 as it is" in says
+    # It means nothing to another engine.
+    says = refused(checked(folders / "whole", "sglang", code=1))["backend"]
+    assert says["says"] == "MOECTL_BACKEND=vllm names no backend in SGLang" and "unset it" in says["do"]
+    # A backend of moectl's takes a directory for vLLM's own kernels, too: it lays it out anew.
+    monkeypatch.setenv("MOECTL_BACKEND", "moectl")
+    assert kernels(checked(marlin, "vllm")) == (
+        "fine",
+        "layers 0-1 (mxfp4 group 32, a16 activations): moectl's backend moectl",
+    )
+    monkeypatch.setenv("MOECTL_BACKEND", "moectle")
+    document = checked(marlin, "vllm", code=1)
+    assert "names no backend in vLLM" in refused(document)["backend"]["says"]
+    assert "choose from vllm, moectl, moectl_marlin" in refused(document)["backend"]["do"]
+    # A program that imports moectl names the backend itself.
+    assert checked(folders / "whole", "transformers")["layers"][0]["backend"] == "moectl"
+
+
 def test_damage_is_found(folders, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folders / "whole", copy)

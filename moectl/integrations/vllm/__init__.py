@@ -10,6 +10,9 @@ from ...errors import NoBackend
 
 METHOD = "moectl"
 
+OWN_KERNELS = "vllm"
+"""The value of MOECTL_BACKEND that leaves all experts to vLLM's own kernels."""
+
 ADAPTERS = {"0.33": "v0_33"}
 """Modules of adapters, by the first two numbers of vLLM's version."""
 

@@ -22,6 +22,7 @@ from ....kernels.modular.fused_moe_kernel import FusedMoEKernel, layer_kernel
 from ....kernels.prepared_layer import PreparedMoE
 from ....kernels.registry import runner_for
 from ...model_experts import BACKEND, DTYPES, OWN, ModelExperts, default_device, hold_nothing
+from .. import OWN_KERNELS
 from .compile_at_load import begin, take
 from .deployment import check_map, dummy, refuse, shard_of
 from .engine_kernels import KERNELS, engine_method
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from ....layer.background_compile import KernelLoad
 
 logger = init_logger(__name__)
-
-ENGINE = "vllm"
-"""The value of `BACKEND` that leaves all experts to vLLM's own kernels."""
 
 
 def experts_method(
@@ -61,9 +59,9 @@ def experts_method(
         experts = replace(experts, random=True)
     asked = os.environ.get(BACKEND, "")
     layout = experts.layout_of(shard)
-    if experts.converted and (asked == ENGINE or (not asked and layout in KERNELS)):
+    if experts.converted and (asked == OWN_KERNELS or (not asked and layout in KERNELS)):
         return engine_method(experts, layer, number, prefix, published)
-    if asked == ENGINE:
+    if asked == OWN_KERNELS:
         return None
     names = (asked,) if asked else experts.backends(problem, default_device())
     if asked or names[0] in OWN:
