@@ -12,6 +12,7 @@ from .output import Output, count
 EXAMPLES = (
     "moectl parity ./marlin ./layer-3.safetensors",
     "moectl parity ./gpt-oss-20b ./layer-3.safetensors --to marlin --layer 3",
+    "moectl parity ./gpt-oss-20b ./marlin-tp4 --to marlin",
 )
 MORE = ["moectl.dump_parameters(module, PATH) writes what an engine holds: docs/refit.md."]
 
@@ -24,6 +25,9 @@ def parity(
     to: Annotated[str | None, option("--to", help="Layout in which a CKPT is compared.")] = None,
     arch: Annotated[str | None, option("--arch", help="As of convert.")] = None,
     act: Annotated[str | None, option("--act", help=f"As of convert: {', '.join(ACTS)}.")] = None,
+    tp_size: Annotated[int | None, option("--tp-size", own=True, help="As of convert.", min=1)] = None,
+    ep_size: Annotated[int | None, option("--ep-size", own=True, help="As of convert.", min=1)] = None,
+    rank: Annotated[int | None, option("--rank", own=True, help="This rank alone.", min=0)] = None,
     layer: Annotated[int | None, option("--layer", help="This layer alone.", min=0)] = None,
     offline: Offline = False,
     out: Output,
@@ -31,10 +35,11 @@ def parity(
     """Compare parameters byte by byte: an engine's with a layout's.
 
     Names are matched by layer and role (w13_weight_packed is w13). Exit status 1 if any expert's
-    parameter differs or has no counterpart.
+    parameter differs or has no counterpart. Of several ranks, which a directory says or --tp-size and
+    --ep-size, all are compared, one after the other.
     """
     from ..parity.compare_parameters import compared
-    from ..parity.parameter_sets import ParameterSource
+    from ..parity.parameter_sets import ParameterSource, ranks_compared
     from .convert.planner import target_named
 
     layout = None if to is None else target_named(to)
@@ -45,32 +50,36 @@ def parity(
         raise UsageError(f"there is no layer {layer} to compare", hint="leave --layer out for all layers")
     wanted = sorted(set.union(*numbers)) if numbers else [None]
     wanted = wanted if layer is None or not numbers else [layer]
-    parameters = []
-    for side in sides:
-        together: dict[str, Any] = {}
-        for number in wanted if side.layers is not None else [None]:
-            if side.layers is None or number in side.layers:
-                together.update(side.parameters(number))
-        parameters.append(together)
-    if layer is not None:
-        parameters = [_of_layer(side, layer) for side in parameters]
-    pairs = compared(*parameters)
+    shards = ranks_compared(sides, tp_size, ep_size, rank)
+    by_rank = []
+    for shard in shards:
+        parameters = []
+        for side in sides:
+            together: dict[str, Any] = {}
+            for number in wanted if side.layers is not None else [None]:
+                if side.layers is None or number in side.layers:
+                    together.update(side.parameters(number, shard))
+            parameters.append(together if layer is None else _of_layer(together, layer))
+        by_rank += [(shard.rank, pair) for pair in compared(*parameters)]
+    pairs = [pair for _, pair in by_rank]
     wrong = [p for p in pairs if p.status == "differs" or (p.status != "equal" and p.expert)]
     compared_any = any(p.status in ("equal", "differs") for p in pairs)
     ok = compared_any and not wrong
 
     def draw(console: Any) -> None:
-        for pair in pairs:
+        for number, pair in by_rank:
             name = pair.a or pair.b
             also = f" = {pair.b}" if pair.a and pair.b and pair.a != pair.b else ""
             what = f": {'; '.join(pair.differences)}" if pair.differences else ""
-            console.print(f"{pair.status:8} {name}{also}{what}", markup=False)
+            of = f"rank {number}: " if len(shards) > 1 else ""
+            console.print(f"{pair.status:8} {of}{name}{also}{what}", markup=False)
         equal = sum(p.status == "equal" for p in pairs)
         text = f"{count(equal, 'parameter')} equal" if compared_any else "nothing to compare: no names match"
         console.print(f"{text}, {len(wrong)} not" if wrong else text, markup=False)
 
     rows = [
         {
+            "rank": number,
             "a": p.a,
             "b": p.b,
             "status": p.status,
@@ -80,7 +89,7 @@ def parity(
             "count": p.count,
             "sha256": list(p.sha256),
         }
-        for p in pairs
+        for number, p in by_rank
     ]
     document = {"a": a, "b": b, "ok": ok, "parameters": rows}
     out.result(document, draw, "equal" if ok else [p.a or p.b for p in wrong])

@@ -28,8 +28,9 @@ from ..layer.experts import ExpertLayer, layout_recipe
 from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
 from ..layer.layers_ahead import LayerRequest, LayersAhead
 from ..layer.random_layer import RandomLayer
+from ..layer.rank_share import rank_share
 from ..problem.moe_problem import MoEProblem, expert_range
-from ..run.layer_variants import in_dtype, rank_share
+from ..run.layer_variants import in_dtype
 from ..run.run_machine import RunMachine, choose_backends
 from ..run.run_machine import this_machine as look_at_machine
 

@@ -13,8 +13,8 @@ from ..checkpoint import open_checkpoint
 from ..checkpoint.source.open_checkpoint import MANIFEST
 from ..checkpoint.source.shards import CONFIG
 from ..convert.layouts.registry import WeightLayout, layout_for
-from ..convert.manifest.manifest import Manifest, load_manifest
-from ..convert.rank_slice import RankSlice
+from ..convert.manifest.manifest import Deployment, Manifest, load_directory
+from ..convert.rank_slice import RankShard, RankSlice, shard_of
 from ..convert.recipe.recipe import SIDE
 from ..convert.sources import output_name, output_prefix
 from ..convert.stream.source_reader import FolderReader, as_bytes
@@ -25,6 +25,7 @@ from ..files.strict_json import parse_json_object
 from ..files.tensor_table import TensorInfo
 from ..layer.experts import layout_recipe
 from ..layer.layer_source import CheckpointLayers
+from ..layer.rank_share import rank_share
 from .parameter_dump import PLACES, ParameterRecord
 
 LayerParameters = Mapping[str, ParameterRecord]
@@ -110,9 +111,14 @@ def converted(manifest: Manifest, layer: int) -> LayerParameters:
     }
 
 
-def laid_out(source: CheckpointLayers, layout: WeightLayout, layer: int) -> LayerParameters:
-    """One layer of a checkpoint in `layout`, under the names of a converted directory."""
-    experts = source.layer(layer)
+def laid_out(
+    source: CheckpointLayers, layout: WeightLayout, layer: int, shard: RankShard = RankShard()
+) -> LayerParameters:
+    """Rank `shard`'s share of one layer of a checkpoint in `layout`, under names of a converted directory.
+
+    Raises UsageError if the layer cannot be sharded so.
+    """
+    experts = rank_share(source.layer(layer), shard)
     share = experts.rank_slice or RankSlice(experts.problem)
     recipe = layout_recipe(layout.name, share, experts.recipe.shapes)
     tensors = experts.repack(recipe, torch.device("cpu"))
@@ -138,8 +144,11 @@ class ParameterSource:
     """What a user names as one side of a comparison: its parameters, a layer at a time where it has layers.
 
     Attributes:
-        ref: a converted directory, a checkpoint, or a dump.
+        ref: a converted directory, that of several ranks, a checkpoint, or a dump.
         layers: numbers of its layers; None for a dump, which has no numbers but those in names.
+        shard: the rank that it is of: of a directory of several ranks the first; None for a checkpoint, which
+            has every rank's share, and for a dump, which does not say.
+        every_rank: whether it has all ranks of its deployment.
     """
 
     def __init__(
@@ -154,12 +163,18 @@ class ParameterSource:
         path = Path(ref)
         self.ref = ref
         self.layers: tuple[int, ...] | None = None
-        self._manifest: Manifest | None = None
+        self.shard: RankShard | None = None
+        self.every_rank = False
+        self._directory: Manifest | Deployment | None = None
         self._checkpoint: CheckpointLayers | None = None
         is_folder = path.is_dir() and not (path / CONFIG).exists()
         if (path / MANIFEST).exists():
-            self._manifest = load_manifest(path)
-            self.layers = self._manifest.layers
+            found = load_directory(path)
+            self._directory, self.every_rank = found, isinstance(found, Deployment)
+            if isinstance(found, Deployment):
+                self.layers, self.shard = found.record.layers, found.record.shard(0)
+            else:
+                self.layers, self.shard = found.layers, found.record.shard
         elif path.suffix != ".safetensors" and not is_folder:
             checkpoint = open_checkpoint(ref, offline=offline)
             if layout is None:
@@ -169,16 +184,43 @@ class ParameterSource:
                 )
             if not checkpoint.groups:
                 raise CheckpointError(f"{ref} has no MoE layers")
-            self._checkpoint = CheckpointLayers(checkpoint)
+            self._checkpoint, self.every_rank = CheckpointLayers(checkpoint), True
             self._layout = layout_for(layout, checkpoint.groups[0].problem.scheme.weight, arch, act)
             self.layers = tuple(self._checkpoint.layers())
 
-    def parameters(self, layer: int | None) -> LayerParameters:
-        """Those of one layer; of a dump, all of them."""
-        if self._manifest is not None:
+    def parameters(self, layer: int | None, shard: RankShard = RankShard()) -> LayerParameters:
+        """Those that rank `shard` has of one layer; of a dump, all of them."""
+        if self._directory is not None:
             assert layer is not None
-            return converted(self._manifest, layer)
+            found = self._directory
+            return converted(found.rank(shard.rank) if isinstance(found, Deployment) else found, layer)
         if self._checkpoint is not None:
             assert layer is not None
-            return laid_out(self._checkpoint, self._layout, layer)
+            return laid_out(self._checkpoint, self._layout, layer, shard)
         return dumped(Path(self.ref))
+
+
+def ranks_compared(
+    sides: Sequence[ParameterSource], tp_size: int | None, ep_size: int | None, rank: int | None
+) -> tuple[RankShard, ...]:
+    """The ranks that are compared: the one that is named or a side is of, else all of the deployment.
+
+    The deployment's sizes are those that are given, else a side's. Raises UsageError if sides and sizes
+    contradict each other, or a dump, which is of one rank, stands beside several.
+    """
+    sizes = {side.ref: (side.shard.tp_size, side.shard.ep_size) for side in sides if side.shard is not None}
+    if tp_size is not None or ep_size is not None:
+        sizes["--tp-size and --ep-size"] = tp_size or 1, ep_size or 1
+    if len(set(sizes.values())) > 1:
+        said = ", ".join(f"{of}: tp {tp}, ep {ep}" for of, (tp, ep) in sizes.items())
+        raise UsageError(f"these are of different deployments: {said}", hint="compare those of one")
+    tp, ep = next(iter(sizes.values()), (1, 1))
+    fixed = {side.shard.rank: side for side in sides if side.shard is not None and not side.every_rank}
+    numbers = {*fixed, *(() if rank is None else (rank,))}
+    if len(numbers) > 1:
+        said = ", ".join(f"{side.ref} is of rank {number}" for number, side in fixed.items())
+        raise UsageError(f"two ranks cannot be compared: {said}", hint="compare what is of one rank")
+    if not numbers and tp * ep > 1 and not all(side.every_rank for side in sides):
+        dump = next(side for side in sides if not side.every_rank)
+        raise UsageError(f"{dump.ref} is of one of {tp * ep} ranks", hint="say which with --rank")
+    return tuple(shard_of(number, tp, ep) for number in (numbers or range(tp * ep)))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..convert.canonical import padded, scale_dtype
-from ..convert.rank_slice import RankShard, RankSlice, shard_of
+from ..convert.rank_slice import RankSlice, shard_of
 from ..convert.recipe.chain import Chain
-from ..convert.recipe.recipe import Recipe, StoredOutput
-from ..convert.steps.value_steps import Shapes
 from ..dtypes import MODEL_DTYPES
 from ..errors import UsageError
 from ..files.tensor_table import TensorType
-from ..kernels.prepared_layer import CANONICAL, DenseExpert, PreparedMoE
+from ..kernels.prepared_layer import DenseExpert, PreparedMoE
 from ..kernels.registry import runner_for
-from ..layer.experts import ExpertLayer, Ids, LoadExperts, decode
+from ..layer.experts import ExpertLayer, Ids, decode
+from ..layer.rank_share import canonical_layer, rank_share, subset
 from ..problem.moe_problem import Dims, MoEProblem
 from ..problem.padding import pad
 from ..torch_dtypes import TORCH_DTYPES
@@ -59,7 +58,7 @@ def in_dtype(layer: ExpertLayer, dtype: str) -> ExpertLayer:
     }
     part, new = layer.rank_slice, problem_in_dtype(old, dtype)
     rank_slice = part and replace(part, whole=problem_in_dtype(part.whole, dtype))
-    return _canonical_layer(replace(layer, problem=new, rank_slice=rank_slice), shapes, canonical)
+    return canonical_layer(replace(layer, problem=new, rank_slice=rank_slice), shapes, canonical)
 
 
 def problem_in_dtype(problem: MoEProblem, dtype: str) -> MoEProblem:
@@ -95,26 +94,6 @@ def expert_shard(layer: ExpertLayer, ranks: int, rank: int) -> ExpertLayer:
     return rank_share(layer, shard_of(rank, tp_size=1, ep_size=ranks))
 
 
-def rank_share(layer: ExpertLayer, shard: RankShard) -> ExpertLayer:
-    """What the rank `shard` holds of the unsharded `layer`: some experts, or slices of each.
-
-    Raises UsageError if the layer cannot be sharded so.
-    """
-    if shard.ranks == 1:
-        return layer
-    rank_slice = RankSlice(layer.problem, shard)
-    first, last = rank_slice.experts
-    if not rank_slice.sliced:
-        return _subset(layer, rank_slice, range(first, last))
-
-    def canonical(ids: Ids, device: torch.device | None = None) -> dict[str, Tensor]:
-        return dict(rank_slice.slice(layer.canonical([first + int(i) for i in ids], device)))
-
-    whole = {role: form.with_first_axis(last - first) for role, form in layer.recipe.shapes.items()}
-    share = replace(layer, problem=rank_slice.problem, rank_slice=rank_slice, whole=layer)
-    return _canonical_layer(share, rank_slice.shapes(whole), canonical)
-
-
 def every_second(layer: ExpertLayer) -> tuple[ExpertLayer, Tensor]:
     """Experts 1, 3, 5 and so on of the unsharded `layer`, and the map to them.
 
@@ -127,19 +106,7 @@ def every_second(layer: ExpertLayer) -> tuple[ExpertLayer, Tensor]:
     table[list(numbers)] = torch.arange(len(numbers), dtype=torch.int32)
     # The last of two ranks has as many experts; the map selects which ones they are.
     rank_slice = RankSlice(layer.problem, shard_of(1, tp_size=1, ep_size=2))
-    return _subset(layer, rank_slice, numbers), table
-
-
-def _subset(layer: ExpertLayer, rank_slice: RankSlice, numbers: Sequence[int]) -> ExpertLayer:
-    """The experts `numbers` of `layer`, described by `rank_slice`."""
-
-    def canonical(ids: Ids, device: torch.device | None = None) -> dict[str, Tensor]:
-        return dict(layer.canonical([numbers[int(i)] for i in ids], device))
-
-    count = rank_slice.problem.local_experts
-    shapes = {role: tensor_type.with_first_axis(count) for role, tensor_type in layer.recipe.shapes.items()}
-    subset = replace(layer, problem=rank_slice.problem, rank_slice=rank_slice, whole=layer)
-    return _canonical_layer(subset, shapes, canonical)
+    return subset(layer, rank_slice, numbers), table
 
 
 def poisoned_padding(layer: ExpertLayer, backend: str, device: torch.device) -> PreparedMoE | None:
@@ -169,18 +136,8 @@ def poisoned_padding(layer: ExpertLayer, backend: str, device: torch.device) -> 
     }
     # A rank's experts as a whole layer: layouts do not depend on how experts are sharded.
     whole = replace(old, dims=sizes, experts=old.local_experts)
-    larger = _canonical_layer(replace(layer, problem=whole, rank_slice=None), shapes, canonical)
+    larger = canonical_layer(replace(layer, problem=whole, rank_slice=None), shapes, canonical)
     prepared = larger.prepared(backend, device)
     poisoned = replace(prepared, problem=old, first_expert=layer.first_expert, derived={})
     runner.ready(poisoned)
     return poisoned
-
-
-def _canonical_layer(layer: ExpertLayer, shapes: Shapes, canonical: LoadExperts) -> ExpertLayer:
-    """`layer` stored as canonical tensors of `shapes`, which `canonical` returns."""
-
-    def stored(device: torch.device) -> Mapping[str, Tensor]:
-        return canonical(range(layer.problem.local_experts), device)
-
-    recipe = Recipe(shapes, {role: StoredOutput(role) for role in shapes})
-    return replace(layer, layout=CANONICAL, recipe=recipe, canonical=canonical, stored=stored)

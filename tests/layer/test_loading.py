@@ -24,7 +24,8 @@ from moectl.integrations.model_experts import open_experts
 from moectl.layer import experts
 from moectl.layer.experts import ExpertLayer
 from moectl.layer.prepare import checkpoint_layer, converted_layer
-from moectl.run.layer_variants import every_second, in_dtype, rank_share
+from moectl.layer.rank_share import rank_share
+from moectl.run.layer_variants import every_second, in_dtype
 from moectl.synth import synthesize
 
 SIZES = {"layers": 1, "experts": 6, "hidden": 256, "intermediate": 256, "top_k": 2}

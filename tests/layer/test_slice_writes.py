@@ -18,8 +18,8 @@ from moectl.convert.sources import LayerMapping
 from moectl.errors import CheckpointError, UsageError
 from moectl.kernels.prepared_layer import CANONICAL, PreparedMoE
 from moectl.layer.experts import ExpertLayer, LayerOrigin
+from moectl.layer.rank_share import rank_share
 from moectl.layer.refit import refit
-from moectl.run.layer_variants import rank_share
 from support.layout_cases import as_bytes
 from support.one_thread import one_thread  # noqa: F401
 from support.refit_cases import random_slice

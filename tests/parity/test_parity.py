@@ -151,6 +151,56 @@ def test_what_cannot_be_compared_is_said(marlin: Path, tiny_gpt_oss: Path, tmp_p
     assert "nothing to compare" in command("parity", a, b, code=1).stdout
 
 
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"ep_size": 2}, {"tp_size": 2, "ep_size": 2}])
+def test_ranks_are_compared_with_a_checkpoints_shares(
+    sizes: dict[str, int], tiny_gpt_oss: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "ranks"
+    moectl.convert(tiny_gpt_oss, out, "marlin", **sizes)
+    ranks = sorted(out.glob("rank-*"))
+    # A deployment says its sizes itself; every rank's parameters are those that it laid out.
+    document = command("parity", tiny_gpt_oss, out, "--to", "marlin", "--json").document
+    assert document["ok"] and {row["status"] for row in document["parameters"]} == {"equal"}
+    assert [row["rank"] for row in document["parameters"]] == [
+        n for n in range(len(ranks)) for _ in range(12)
+    ]
+    last = len(ranks) - 1
+    says = command("parity", out, out, "--layer", 1).stdout
+    assert f"equal    rank {last}: model.layers.1." in says and f"{6 * len(ranks)} parameters equal" in says
+    # One rank's directory is compared with its own share, not another's.
+    document = command("parity", ranks[last], tiny_gpt_oss, "--to", "marlin", "--json").document
+    assert document["ok"] and {row["rank"] for row in document["parameters"]} == {last}
+    document = command("parity", out, tiny_gpt_oss, "--to", "marlin", "--rank", "0", "--json").document
+    assert document["ok"] and len(document["parameters"]) == 12
+    # What an engine's process of rank 1 holds, by the sizes that are given.
+    dump = moectl.dump_parameters(engine(ranks[1]), tmp_path / "rank-1.safetensors")
+    given = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+    about = ("--to", "marlin", "--layer", "0", *given)
+    assert command("parity", tiny_gpt_oss, dump, *about, "--rank", "1").stdout.endswith(
+        "6 parameters equal\n"
+    )
+    assert "is of one of" in command("parity", tiny_gpt_oss, dump, *about, code=2).stderr
+    wrong = command("parity", tiny_gpt_oss, dump, *about, "--rank", "0", "--json", code=1).document
+    assert any(row["status"] == "differs" for row in wrong["parameters"])
+
+
+def test_ranks_of_different_deployments_are_not_compared(tiny_gpt_oss: Path, tmp_path: Path) -> None:
+    moectl.convert(tiny_gpt_oss, tmp_path / "tp", "marlin", tp_size=2)
+    moectl.convert(tiny_gpt_oss, tmp_path / "whole", "marlin")
+    said = command("parity", tmp_path / "tp", tmp_path / "whole", code=2).stderr
+    assert "different deployments" in said and "tp 2, ep 1" in said and "tp 1, ep 1" in said
+    said = command("parity", tmp_path / "tp", tiny_gpt_oss, "--to", "marlin", "--ep-size", "2", code=2).stderr
+    assert "--tp-size and --ep-size: tp 1, ep 2" in said
+    pair = (tmp_path / "tp" / "rank-00", tmp_path / "tp" / "rank-01")
+    assert "two ranks cannot be compared" in command("parity", *pair, code=2).stderr
+    assert "two ranks cannot be" in command("parity", pair[0], pair[0], "--rank", "1", code=2).stderr
+    assert (
+        "there is no rank 2" in command("parity", tmp_path / "tp", pair[0].parent, "--rank", 2, code=2).stderr
+    )
+    words = ("--to", "marlin", "--tp-size", "4")
+    assert "would leave the last with none" in command("parity", *[tiny_gpt_oss] * 2, *words, code=2).stderr
+
+
 @pytest.mark.parametrize(
     ("name", "role"),
     [

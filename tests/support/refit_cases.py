@@ -15,10 +15,10 @@ from moectl.convert.recipe.recipe import Recipe, StoredOutput
 from moectl.errors import CheckpointError, MoectlError, NoBackend, UsageError
 from moectl.kernels.prepared_layer import CANONICAL, PreparedMoE
 from moectl.layer.experts import ExpertLayer, LayerOrigin, layout_recipe
+from moectl.layer.rank_share import rank_share
 from moectl.layer.refit import LayerRefit, refit
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.schemes import WeightFormat
-from moectl.run.layer_variants import rank_share
 from support.layout_cases import (
     ROWS,
     as_bytes,

@@ -132,6 +132,7 @@ def refit() -> Schema:
 def parity() -> Schema:
     """Every parameter of both sides."""
     row = {
+        "rank": said(INTEGER, "The rank of which both are; 0 of one."),
         "a": said(STRING, "Its name in A; empty if it has none there."),
         "b": STRING,
         "status": one_of("equal", "differs", "only a", "only b"),
