@@ -60,6 +60,9 @@ VLLM = {
     "moectl-mtile64",
     *("marlin-mxfp4", "marlin-int4", "marlin-int8"),
     *("triton-hopper", "triton-blackwell", "cutlass-sm90", "trtllm-mxfp4"),
+    *("humming-int4", "humming-int4-e0m3", "humming-int8", "humming-int8-e0m7"),
+    *(f"humming-{name}{of}" for name in ("mxfp4", "nvfp4", "fp8", "mxfp8") for of in ("", "-sm100")),
+    "humming-nvfp4-rows",
 }
 """Layouts whose directories vLLM loads."""
 

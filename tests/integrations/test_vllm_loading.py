@@ -1,5 +1,6 @@
 """What the plug-in for vLLM loads, when, and into what, against stand-ins for vLLM's classes."""
 
+import dataclasses
 import importlib
 import json
 from types import SimpleNamespace
@@ -14,6 +15,19 @@ from moectl.errors import MoectlError
 from moectl.integrations import vllm as plugin
 from moectl.integrations.vllm.limits import LIMITS, refusals
 from moectl.problem.layouts import FOLDER_READERS
+from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.schemes import (
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    FULL,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    NVFP4_ACT,
+    Scheme,
+    int_format,
+)
 from support import vllm_stubs
 from support.vllm_stubs import METHODS, FusedMoEConfig, ParallelConfig, RoutedExperts, engine_config, install
 
@@ -33,6 +47,7 @@ def converted(tiny_gpt_oss, tmp_path_factory):
     moectl.convert(tiny_gpt_oss, out / "marlin", "marlin")
     moectl.convert(tiny_gpt_oss, out / "moectl", "moectl")
     moectl.convert(tiny_gpt_oss, out / "cutlass", "cutlass-sm90")
+    moectl.convert(tiny_gpt_oss, out / "humming", "humming")
     return out
 
 
@@ -77,6 +92,79 @@ def test_a_directory_for_marlin_gets_vllms_method_and_its_own_bytes(converted):
         assert torch.equal(parameter.view(torch.uint8), tensor.view(torch.uint8))
     assert type(method.moe_kernel.fused_experts).__name__ == "MarlinExperts"
     assert method.moe_kernel.fused_experts.quant_config["w2_weight_scale"] is layer.w2_weight_scale
+
+
+def test_a_directory_for_humming_gets_its_parameters_and_what_describes_them(converted):
+    folder = converted / "humming"
+    method, layer = loaded(opened(folder))
+    assert layer.moe_config.moe_backend == "humming" and method.moe_kernel is not None
+    stored = load_layer(load_manifest(folder), 0)
+    assert len(stored) == len(dict(layer.named_parameters())) == 6
+    for role, tensor in stored.items():
+        matrix, _, kind = role.partition("_")
+        parameter = getattr(layer, f"{matrix}_{ {'': 'weight', 'scale': 'weight_scale'}.get(kind, kind) }")
+        assert parameter.dtype == (torch.float8_e8m0fnu if kind == "scale" else tensor.dtype)
+        assert torch.equal(parameter.view(torch.uint8), tensor.view(torch.uint8))
+    sizes = {matrix: (config.shape_n, config.shape_k) for matrix, config in layer.humming_configs.items()}
+    assert sizes == {"w13": (2 * 192, HIDDEN), "w2": (HIDDEN, 192)}
+    for config in layer.humming_configs.values():
+        assert (config.num_experts, config.has_bias, config.torch_dtype) == (EXPERTS, True, torch.bfloat16)
+        # As vLLM pads in it, to what the layout has.
+        assert (config.pad_n_to_multiple, config.pad_k_to_multiple) == (256, 128)
+    assert {(s.b_dtype, s.bs_dtype, s.weight_scale_group_size) for s in layer.weight_schemas.values()} == {
+        ("float4e2m1", "float8e8m0", 32)
+    }
+
+
+def test_humming_is_refused_where_it_would_read_something_else(converted, monkeypatch):
+    vllm_stubs.HUMMING.native = True
+    with pytest.raises(MoectlError, match=r"reads codes of .*in another order than humming-mxfp4 has here"):
+        loaded(opened(converted / "humming"))
+    vllm_stubs.HUMMING.native = False
+    refusal = "humming-mxfp4 is for 16-bit tokens, and vLLM was told to quantize them"
+    vllm_stubs.HUMMING.override = "fp8"
+    with pytest.raises(MoectlError, match=refusal):
+        loaded(opened(converted / "humming"))
+    vllm_stubs.HUMMING.override = None
+    vllm_stubs.HUMMING.asked = {"VLLM_HUMMING_INPUT_QUANT_CONFIG": {"dtype": "float8e4m3"}}
+    with pytest.raises(MoectlError, match=refusal):
+        loaded(opened(converted / "humming"))
+
+
+@pytest.mark.parametrize(
+    ("problem", "magnitude", "said"),
+    [
+        (int_format(4, 128), False, ("uint4", "torch.bfloat16", 128, None, "none", False)),
+        (int_format(4, FULL, zero_point=True), False, ("uint4", "torch.bfloat16", 0, None, "none", True)),
+        (int_format(4, 32), True, ("e0m3", "torch.bfloat16", 32, None, "none", False)),
+        (int_format(8, 64), True, ("e0m7", "torch.bfloat16", 64, None, "none", False)),
+        (MXFP8, False, ("float8e4m3", "float8e8m0", 32, None, "none", False)),
+        (NVFP4, False, ("float4e2m1", "float8e4m3", 16, None, "tensor", False)),
+        (FP8_BLOCK, False, ("float8e4m3", "torch.bfloat16", 128, None, "none", False)),
+        (FP8_CHANNEL, False, ("float8e4m3", "torch.bfloat16", 0, None, "none", False)),
+        (FP8_TENSOR, False, ("float8e4m3", "float32", 0, "tensor", "none", False)),
+    ],
+)
+def test_humming_is_told_what_codes_and_scales_are(problem, magnitude, said):
+    parameters = importlib.import_module("moectl.integrations.vllm.v0_33.engine_parameters")
+    layer = MoEProblem(Dims(256, 256), 8, 2, Scheme(problem))
+    weights = {"w13_global": torch.ones(8)}
+    made = parameters._humming_schema(layer, weights, "w13", torch.bfloat16, magnitude)
+    assert dataclasses.astuple(made) == said
+    if problem == NVFP4:
+        weights["w13_global"] = torch.ones(8, 512)
+        made = parameters._humming_schema(layer, weights, "w13", torch.bfloat16, magnitude)
+        assert made.weight_scale_2_type == "channel"
+
+
+def test_only_what_was_compared_is_taken_by_vllms_kernels():
+    kernels = importlib.import_module("moectl.integrations.vllm.v0_33.engine_kernels").KERNELS
+    fp8, tokens = kernels["humming-fp8"], NVFP4_ACT
+    assert fp8.takes(Scheme(FP8_BLOCK)) and not fp8.takes(Scheme(FP8_TENSOR))
+    # Humming leaves tokens in 16 bits where a checkpoint asks for less, the others do not compute such.
+    assert kernels["humming-nvfp4"].takes(Scheme(NVFP4, tokens))
+    assert not kernels["humming-mxfp4"].takes(Scheme(MXFP4, tokens))
+    assert not kernels["marlin-mxfp4"].takes(Scheme(MXFP4, tokens))
 
 
 def test_moectl_backend_chooses_between_moectl_and_vllm(converted, monkeypatch):

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,16 @@ def reference_flashinfer() -> None:
                 setattr(module, name, getattr(flashinfer_reference, name))
 
 
+def reference_humming(capability: tuple[int, int]) -> None:
+    """Have Humming's Python run on a CPU, with references for its operators."""
+    import vllm.utils.humming
+
+    from support import humming_reference
+
+    humming_reference.install(capability)
+    vllm.utils.humming.num_compute_units = lambda *device: 132
+
+
 def config_of(backend: str) -> Any:
     """vLLM's config of a model without anything but experts."""
     from vllm.config import VllmConfig
@@ -183,6 +194,8 @@ def load(layer: Any, tensors: dict[str, torch.Tensor], number: int) -> None:
         elif parts[2] not in ("g_idx", "bias"):
             expert, shard = int(parts[0]), SHARDS[parts[1]]
             own = f"{'w2' if shard == 'w2' else 'w13'}_{parts[2]}"
+            if not hasattr(layer, own):
+                own = own.removesuffix("_inv")  # as the model's own mapper of names does
             parameter = getattr(layer, own)
             parameter.weight_loader(parameter, tensor, own, shard_id=shard, expert_id=expert)
 
@@ -196,6 +209,11 @@ def values(layer: Any) -> dict[str, torch.Tensor]:
     unread = UNREAD if layer.quant_method.moe_quant_config.w1_zp is None else UNREAD[:1]
     parameters = layer.named_parameters(recurse=False)
     found = {name: tensor.data for name, tensor in parameters if not name.endswith(unread)}
+    for name in ("humming_configs", "weight_schemas", "input_schemas"):
+        for half, made in getattr(layer, name, {}).items():
+            # Some loaders leave out the dtype of scales, which the config has.
+            told = replace(made, bs_dtype=None) if name == "weight_schemas" else made
+            found[f"{half} of {name}"] = torch.tensor(list(repr(told).encode()), dtype=torch.uint8)
     for half in ("w13", "w2"):
         weight = getattr(layer, f"{half}_weight")
         if isinstance(weight, torch.Tensor):
@@ -226,6 +244,8 @@ def main(checkpoint: Path, directory: Path, capability: str, backend: str) -> No
     kept = pretend((int(capability[:-1]), int(capability[-1])))
     if "flashinfer" in backend:
         reference_flashinfer()
+    if backend == "humming":
+        reference_humming((int(capability[:-1]), int(capability[-1])))
     from safetensors.torch import load_file
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel

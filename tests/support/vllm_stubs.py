@@ -69,7 +69,7 @@ class PublishedConfig(QuantizationConfig):
         return GptOssMxfp4MoEMethod(layer.moe_config)
 
 
-RUNS_HERE = {"marlin"}
+RUNS_HERE = {"marlin", "humming"}
 """Values of ``--moe-backend`` that vLLM's kernels take on the GPU that tests pretend to have."""
 
 
@@ -127,6 +127,11 @@ class FusedMoEConfig:
     in_dtype: torch.dtype = torch.bfloat16
     is_lora_enabled: bool = False
     moe_backend: str = "auto"
+    has_bias: bool = True
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts // self.moe_parallel_config.ep_size
 
 
 def engine_config(model: str = "", **options: Any) -> SimpleNamespace:
@@ -160,6 +165,7 @@ class RoutedExperts(torch.nn.Module):
         self.activation, self.global_num_experts = "silu", moe_config.num_experts
         self.apply_router_weight_on_input = False
         self.hidden_size = moe_config.hidden_dim
+        self.params_dtype = moe_config.in_dtype
 
     def _expert_routing_tables(self) -> None:
         return None
@@ -200,6 +206,34 @@ class GptOssMxfp4MoEMethod(FusedMoEMethodBase):
         return {name: getattr(layer, name) for name in ("w13_weight_scale", "w2_weight_scale")}
 
 
+@dataclass
+class HummingSchema:
+    """Humming's description of a matrix; its enumerations and dtypes are words here."""
+
+    b_dtype: Any = None
+    bs_dtype: Any = None
+    weight_scale_group_size: int = 0
+    weight_scale_type: Any = None
+    weight_scale_2_type: Any = None
+    has_zero_point: bool = False
+
+
+HUMMING = SimpleNamespace(asked={}, override=None, native=False)
+"""What vLLM was told of tokens for Humming, and whether Humming's codes have their own order here."""
+
+
+def humming_config(shape_n: int, shape_k: int, **others: Any) -> SimpleNamespace:
+    """Humming's config of a layer's matrix."""
+    return SimpleNamespace(shape_n=shape_n, shape_k=shape_k, use_native_dequant=HUMMING.native, **others)
+
+
+HUMMING_DTYPES = SimpleNamespace(
+    DataType=SimpleNamespace(from_torch_dtype=str, from_str=str),
+    FloatingPointType=lambda num_bits, exponent_bits, mantissa_bits: f"e{exponent_bits}m{mantissa_bits}",
+    **{name: name for name in ("float4e2m1", "float8e4m3", "float8e8m0", "float32")},
+)
+
+
 class FusedMoEExpertsModular:
     def __init__(self, moe_config: FusedMoEConfig, quant_config: Any) -> None:
         self.moe_config, self.quant_config = moe_config, quant_config
@@ -227,6 +261,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
     """Make ``import vllm`` find the stand-ins; each test gets moectl's adapter anew."""
     METHODS.clear()
     CURRENT[0] = None
+    HUMMING.asked, HUMMING.override, HUMMING.native = {}, None, False
 
     def register(name: str) -> Any:
         def registered(cls: Any) -> Any:
@@ -244,6 +279,20 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
             "VllmConfig": object,
             "get_current_vllm_config": lambda: CONFIG,
             "get_current_vllm_config_or_none": lambda: CURRENT[0],
+        },
+        "vllm.envs": {"__getattr__": lambda name: HUMMING.asked.get(name)},
+        "vllm.utils": {},
+        "vllm.utils.humming": {
+            "HummingInputSchema": SimpleNamespace,
+            "HummingWeightSchema": HummingSchema,
+            "dtypes": HUMMING_DTYPES,
+        },
+        "humming": {},
+        "humming.transform": {"prepare_layer_config": humming_config},
+        "humming.config": {},
+        "humming.config.enum": {
+            "WeightScaleType": SimpleNamespace(TENSOR="tensor"),
+            "WeightScale2Type": SimpleNamespace(NONE="none", TENSOR="tensor", CHANNEL="channel"),
         },
         "vllm.logger": {"init_logger": lambda name: LOGGER},
         "vllm.model_executor": {},
@@ -268,6 +317,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
             "QuantizeMethodBase": object,
         },
         moe: {"FusedMoEMethodBase": FusedMoEMethodBase, "RoutedExperts": RoutedExperts},
+        f"{moe}.oracle.mxfp4": {"_user_moe_activation_override": lambda: HUMMING.override},
         f"{moe}.all2all_utils": {"maybe_make_prepare_finalize": lambda *words, **named: "around"},
         f"{moe}.config": {"FUSED_MOE_UNQUANTIZED_CONFIG": "unquantized", "FusedMoEConfig": FusedMoEConfig},
         f"{moe}.modular_kernel": {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -14,10 +13,8 @@ from moectl.convert.steps.recode import DistanceBytes, FusedCodes, FusedGlobal, 
 from moectl.convert.steps.value_steps import VALUE_STEPS
 from moectl.errors import CheckpointError, UsageError
 from moectl.problem.schemes import FP8_BLOCK, FP8_CHANNEL, FULL, MXFP4, MXFP8, NVFP4, int_format
+from support.humming_reference import repacked
 from support.layout_cases import canonical_tensors, problem_for, same, stored, tensors_for
-
-LANES, MINI = 32, 8
-"""Threads of a block of 64 rows by 64 columns, and rows of the tiles that they share."""
 
 
 def codes_of(t: torch.Tensor, bits: int) -> np.ndarray:
@@ -32,67 +29,6 @@ def rounded_up(codes: np.ndarray, fill: int = 0) -> np.ndarray:
     full = np.full((e, -(-n // 256) * 256, -(-k // 128) * 128), fill, dtype=np.uint64)
     full[:, :n, :k] = codes
     return full
-
-
-def repacked(codes, bits, act_bits, *, plain=False, packed_k=False, fused=False) -> np.ndarray:
-    """``[e, rows, words]`` of ``[e, n, k]`` codes: what every thread of every block collects and stores.
-
-    `plain`: codes in their own order in a word. `packed_k`: 64 columns to a row of the result. `fused`: then
-    without the exchange of rows and columns within a word, and with only signs interleaved.
-    """
-    e, n, k = codes.shape
-    row_columns = 64 if packed_k else 256 // act_bits
-    out = np.zeros((e, k // row_columns, n * row_columns * bits // 32), dtype=np.uint64)
-    for nb in range(n // 64):
-        for kb in range(k // 64):
-            for lane in range(LANES):
-                rows, columns = collected(lane, act_bits, packed_k and not fused)
-                block = codes[:, 64 * nb : 64 * nb + 64, 64 * kb : 64 * kb + 64]
-                words = in_words(block[:, rows, columns], bits, act_bits, plain, fused)
-                per_row = 16 * bits // act_bits
-                for i, word in enumerate(np.moveaxis(words, -1, 0)):
-                    part, (region, s) = i // per_row, divmod(i % per_row, bits)
-                    if packed_k:
-                        row, half = kb, bits // 2
-                        at = (
-                            (nb * 4 + region * 2 + s // half) * 32 * bits
-                            + lane * bits
-                            + part * half
-                            + s % half
-                        )
-                    else:
-                        row = kb * 64 // row_columns + part
-                        at = nb * 64 * row_columns * bits // 32 + region * 32 * bits + lane * bits + s
-                    out[:, row, at] = word
-    return out
-
-
-@cache
-def collected(lane: int, act_bits: int, swap: bool) -> tuple[list[int], list[int]]:
-    """Rows and columns in a block of the 128 codes of a thread, in the order in which it packs them."""
-    per_step, rows_of_warp = 32 // act_bits, act_bits * 4
-    order = []
-    for tile in range(64 // MINI):
-        for step in range(act_bits // 2):
-            for j in range(per_step):
-                column = step * (128 // act_bits) + lane % 4 * per_step + j
-                inner = (step % 2, tile % 2) if swap else (tile % 2, step % 2)
-                key = (step // 2, tile * 8 // rows_of_warp, tile * 8 % rows_of_warp // 16, *inner, j)
-                order.append((key, tile * MINI + lane // 4, column))
-    order.sort()
-    return [row for _, row, _ in order], [column for _, _, column in order]
-
-
-def in_words(values, bits, act_bits, plain, fused) -> np.ndarray:
-    """Codes of a thread as words, in the order in which registers are filled from them."""
-    per, stride = 32 // bits, 32 // act_bits
-    group = per // stride
-    spread = [i if plain else i % group * stride + i // group for i in range(per)]
-    sign = np.uint64(1 << (bits - 1))
-    words = values.reshape(*values.shape[:-1], -1, per)
-    low = (words if fused else words[..., spread]) & (sign - np.uint64(1))
-    shifts = np.uint64(bits) * np.arange(per, dtype=np.uint64)
-    return ((low | words[..., spread] & sign) << shifts).sum(-1, dtype=np.uint64)
 
 
 def words_of(t: torch.Tensor) -> np.ndarray:

@@ -6,11 +6,9 @@ have left them, and the method's kernel is built on them. What depends on a rele
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +20,15 @@ from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepar
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from ....errors import NoBackend
+from ....problem.layouts import LAYOUTS
 from ....problem.moe_problem import MoEProblem
 from ....problem.padding import pad
-from ....problem.schemes import A16
+from ....problem.schemes import A16, FP8_BLOCK, Scheme, WeightFormat
 from ...model_experts import DTYPES, ModelExperts, default_device
 from .deployment import check_map, shard_of
+from .engine_parameters import ParameterNames, Place, in_humming, register, wrapped
 
 logger = init_logger(__name__)
-
-Weights = Mapping[str, Tensor]
-Place = Callable[[FusedMoEMethodBase, RoutedExperts, Weights, MoEProblem], None]
-"""Puts a layer's tensors by role where vLLM's method and kernel look for them."""
 
 
 @dataclass(frozen=True)
@@ -43,30 +39,19 @@ class EngineKernel:
         backend: the value of ``--moe-backend`` that selects it.
         scales: the dtype by which it tells formats apart; None if that of the files.
         place: puts the tensors in place; None for parameters of the method's own names.
+        quantizes: whether the published checkpoint may ask for quantized tokens, which it leaves in 16 bits.
+        weight: the only weights of the layout that were compared with vLLM's own loading; None for all.
     """
 
     backend: str
     scales: torch.dtype | None = None
     place: Place | None = None
+    quantizes: bool = False
+    weight: WeightFormat | None = None
 
-
-@dataclass(frozen=True)
-class ParameterNames:
-    """The names of a method's parameters, without ``w13_`` and ``w2_``.
-
-    Attributes:
-        aliased: whether the kernel reads the weights as ``w13_weight`` and ``w2_weight`` too.
-    """
-
-    weight: str = "weight"
-    scale: str = "weight_scale"
-    zero: str = "weight_zero_point"
-    aliased: bool = False
-
-    def of(self, role: str) -> str:
-        """The parameter's name for a role such as ``w13_scale``."""
-        matrix, _, kind = role.partition("_")
-        return f"{matrix}_{ {'': self.weight, 'scale': self.scale, 'zero': self.zero}.get(kind, kind) }"
+    def takes(self, scheme: Scheme) -> bool:
+        """Whether it computes layers of `scheme`."""
+        return (self.quantizes or scheme.act == A16) and self.weight in (None, scheme.weight)
 
 
 _OF_INTEGERS = ParameterNames("qweight", "scales", "qzeros", aliased=True)
@@ -77,64 +62,22 @@ PARAMETERS: Mapping[str, ParameterNames] = {
     "CompressedTensorsWNA16MoEMethod": ParameterNames("weight_packed", aliased=True),
     "AutoGPTQMoEMethod": _OF_INTEGERS,
     "AutoAWQMoEMethod": _OF_INTEGERS,
+    "CompressedTensorsW4A4Nvfp4MoEMethod": ParameterNames(),
+    "Fp8MoEMethod": ParameterNames(),
+    "ModelOptMxFp8FusedMoE": ParameterNames(),
 }
 """By the class of vLLM's method."""
 
 
-@cache
-def _triton_kernels() -> tuple[ModuleType, ...]:
-    """vLLM's triton_kernels: its modules of matrix products, tensors and numerics.
-
-    Swizzles one small matrix with vLLM's own function, which also sets the package's options for this GPU.
-    """
-    from vllm.model_executor.layers.quantization.utils import mxfp4_utils
-
-    codes, scales = (
-        torch.zeros(1, 256, width, dtype=torch.uint8, device=default_device()) for width in (128, 8)
-    )
-    mxfp4_utils._swizzle_mxfp4(codes, scales)
-    return tuple(import_module(f"triton_kernels.{name}") for name in ("matmul_ogs", "tensor", "numerics"))
+_TRITON = EngineKernel("triton", place=wrapped)
 
 
-def _wrapped(method: Any, layer: RoutedExperts, weights: Weights, problem: MoEProblem) -> None:
-    """Weights and scales in tensors of triton_kernels, as `_swizzle_mxfp4` returns them."""
-    from vllm.model_executor.layers.quantization.utils.mxfp4_utils import mx_scale_kwargs
-
-    matmul, tensor, numerics = _triton_kernels()
-    layout = import_module("triton_kernels.tensor_details.layout")
-    value_layout, value_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
-    scale_layout, scale_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
-    hopper = scale_layout is layout.HopperMXScaleLayout
-    dims, experts = problem.dims, problem.local_experts
-    inner, hidden = dims.padded_intermediate, dims.padded_hidden
-    for role, n, k in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
-        groups = -(-k // 128) * 4 if hopper else k // 32
-        codes, scales = weights[role].mT, weights[f"{role}_scale"]
-        scales = scales.mT if hopper else scales.view(1, -1, *scales.shape[2:])
-        value = tensor.Tensor(
-            tensor.Storage(codes, value_layout([experts, k // 2, n], **value_options)),
-            dtype=tensor.FP4,
-            shape=[experts, k, n],
-        )
-        scale = tensor.Tensor(
-            tensor.Storage(scales, scale_layout([experts, groups, n], **scale_options)),
-            dtype=torch.uint8,
-            shape=[experts, groups, n],
-        )
-        setattr(layer, f"{role}_weight", value)
-        precision = matmul.PrecisionConfig(
-            **mx_scale_kwargs(scale), flex_ctx=matmul.FlexCtx(rhs_data=numerics.InFlexData())
-        )
-        setattr(method, f"{role}_precision_config", precision)
-        if f"{role}_bias" in weights:
-            _register(layer, f"{role}_bias", weights[f"{role}_bias"])
+def _humming(layout: str, scales: torch.dtype | None = None, **others: Any) -> EngineKernel:
+    place = partial(in_humming, layout=layout, magnitude="-e0m" in layout)
+    return EngineKernel("humming", scales, place, **others)
 
 
-def _register(layer: RoutedExperts, name: str, tensor: Tensor) -> None:
-    layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
-
-
-_TRITON = EngineKernel("triton", place=_wrapped)
+_E8M0, _E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 
 KERNELS: Mapping[str, EngineKernel] = {
     "marlin-mxfp4": EngineKernel("marlin", scales=torch.float8_e8m0fnu),
@@ -144,8 +87,23 @@ KERNELS: Mapping[str, EngineKernel] = {
     "triton-blackwell": _TRITON,
     "cutlass-sm90": EngineKernel("flashinfer_cutlass"),
     "trtllm-mxfp4": EngineKernel("flashinfer_trtllm", scales=torch.float8_e4m3fn),
+    **{name: _humming(name) for name in ("humming-int4", "humming-int8")},
+    **{name: _humming(name) for name in ("humming-int4-e0m3", "humming-int8-e0m7")},
+    **{name: _humming(name, _E8M0) for name in ("humming-mxfp4", "humming-mxfp4-sm100")},
+    **{name: _humming(name, _E8M0, quantizes=True) for name in ("humming-mxfp8", "humming-mxfp8-sm100")},
+    **{
+        name: _humming(name, _E4M3, quantizes=True)
+        for name in ("humming-nvfp4", "humming-nvfp4-rows", "humming-nvfp4-sm100")
+    },
+    **{
+        name: _humming(name, quantizes=True, weight=FP8_BLOCK)
+        for name in ("humming-fp8", "humming-fp8-sm100")
+    },
 }
 """By the layout of the directory. A layout's row is all that another kernel of vLLM's needs."""
+
+TARGETS = frozenset(LAYOUTS[name].target for name in KERNELS)
+"""What ``convert --to`` calls these layouts."""
 
 
 def engine_method(
@@ -162,11 +120,11 @@ def engine_method(
     moe, shard = layer.moe_config, shard_of(layer.moe_config)
     layout, problem = experts.layout_of(shard), experts.problem_of(number, shard)
     kernel = KERNELS.get(layout)
-    if kernel is None or published is None or problem.scheme.act != A16:
+    if kernel is None or published is None or not kernel.takes(problem.scheme):
         raise NoBackend(
             f"layer {number} is in a converted directory of the layout {layout} ({problem.scheme.words}), "
             f"which neither moectl's kernels nor vLLM's take as it is",
-            hint=f"convert to one of {', '.join(KERNELS)} or moectl-mtile64, or serve the checkpoint",
+            hint=f"convert it --to moectl or {', '.join(sorted(TARGETS))}, or serve the checkpoint",
         )
     moe.moe_backend = kernel.backend
     try:
@@ -239,7 +197,7 @@ class _Loading:
             self.kernel.place(method, layer, weights, padded)
         else:
             for role, tensor in weights.items():
-                _register(layer, self.names.of(role), tensor)
+                register(layer, self.names.of(role), tensor)
             if self.names.aliased:
                 for matrix in ("w13", "w2"):
                     setattr(layer, f"{matrix}_weight", getattr(layer, self.names.of(matrix)))
