@@ -18,7 +18,7 @@ Routed experts are loaded and computed by moectl, all other modules by transform
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,6 +116,42 @@ class MoectlExperts(nn.Module):
         return "no weights" if self.layer is None else repr(self.layer)
 
 
+def refuse_offloading(places: Iterable[str], device_map: Mapping[str, Any]) -> None:
+    """UsageError if `device_map` offloads the layer of one of the experts `places`.
+
+    That is: puts it on disk or on ``meta``, or on the CPU beside layers that are on a GPU.
+    """
+    away = {"disk", "meta"}
+    if not {str(place) for place in device_map.values()} <= {"cpu", *away}:
+        away.add("cpu")
+    for name in places:
+        parts = name.split(".")
+        above = (".".join(parts[:depth]) for depth in range(len(parts), -1, -1))
+        place = str(next((device_map[prefix] for prefix in above if prefix in device_map), ""))
+        if place in away:
+            raise UsageError(
+                f"device_map offloads {name} to {place}, and moectl's experts are computed where they are",
+                hint="give every layer with experts a device of those that compute",
+            )
+
+
+def device_beside(model: nn.Module, name: str) -> torch.device:
+    """The device of the module that holds the experts `name`, or of the nearest above it with parameters.
+
+    Raises UsageError for one without a device.
+    """
+    above = name.rpartition(".")[0]
+    found = next(model.get_submodule(above).parameters(), None)
+    if found is None and above:
+        return device_beside(model, above)
+    if found is None or found.is_meta:
+        raise UsageError(
+            f"the layer of {name} has no weights on any device",
+            hint="load the model with from_pretrained, without offloading",
+        )
+    return found.device
+
+
 @register_quantizer(METHOD)
 class MoectlQuantizer(HfQuantizer):
     """Replaces experts before weights are loaded, and gives them moectl's afterwards.
@@ -135,11 +171,6 @@ class MoectlQuantizer(HfQuantizer):
         self.dtype = torch.bfloat16
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        device_map = kwargs.get("device_map")
-        if isinstance(device_map, Mapping) and "disk" in device_map.values():
-            raise UsageError(
-                "moectl's experts cannot be offloaded to disk", hint="leave disk out of device_map"
-            )
         self.options = kwargs
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -161,6 +192,9 @@ class MoectlQuantizer(HfQuantizer):
             if found and int(found[1]) in experts.layers and not isinstance(module, MoectlExperts):
                 self.places[name] = int(found[1])
                 model.set_submodule(name, MoectlExperts(name))
+        given = self.options.get("device_map")
+        if isinstance(given, Mapping):
+            refuse_offloading(self.places, given)
         missing = experts.layers - set(self.places.values())
         if missing:
             raise CheckpointError(
@@ -193,10 +227,9 @@ class MoectlQuantizer(HfQuantizer):
         assert self.experts is not None
         asked = self.quantization_config.backend
         loads: list[tuple[KernelLoad, PreparedMoE]] = []
-        devices = {
-            name: next(model.get_submodule(name.rpartition(".")[0]).parameters()).device
-            for name in self.places
-        }
+        # What "auto" came to is known once the model is on its devices.
+        refuse_offloading(self.places, getattr(model, "hf_device_map", {}))
+        devices = {name: device_beside(model, name) for name in self.places}
         for name, layer in self.places.items():
             self.experts.expect(layer, devices[name], DTYPES[self.dtype], asked)
         for name, layer in self.places.items():

@@ -12,7 +12,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import moectl  # noqa: E402
 from moectl.errors import CheckpointError, UsageError  # noqa: E402
-from moectl.integrations.transformers import MoectlExperts, moectl_config  # noqa: E402
+from moectl.integrations.model_experts import ModelExperts  # noqa: E402
+from moectl.integrations.transformers import MoectlExperts, moectl_config, refuse_offloading  # noqa: E402
 
 SMALL = {
     "num_hidden_layers": 2,
@@ -168,6 +169,84 @@ def test_what_does_not_work_is_refused(folders, tmp_path, caplog):
     assert load(prepared).dtype == torch.bfloat16
     wide = transformers.AutoModelForCausalLM.from_pretrained(prepared, dtype=torch.float32)
     assert wide.dtype == torch.bfloat16
+
+
+LAYERS = ("model.layers.0", "model.layers.1")
+ELSEWHERE = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "rest", "said"),
+    [
+        ("disk", "cpu", "cpu", r"offloads model.layers.0.mlp.experts to disk"),
+        ("cpu", "meta", "cpu", r"offloads model.layers.1.mlp.experts to meta"),
+        (0, "cpu", 0, r"offloads model.layers.1.mlp.experts to cpu"),
+    ],
+)
+def test_offloaded_layers_are_refused_before_anything_is_read(folders, first, second, rest, said):
+    pytest.importorskip("accelerate", reason="accelerate is not installed, and device_map needs it")
+    device_map = dict(zip(LAYERS, (first, second), strict=True)) | dict.fromkeys(ELSEWHERE, rest)
+    with pytest.raises(UsageError, match=said):
+        load(folders["gpt-oss"][2], device_map=device_map)
+
+
+def test_a_device_map_of_one_device_is_that_of_no_map(folders):
+    pytest.importorskip("accelerate", reason="accelerate is not installed, and device_map needs it")
+    prepared = folders["gpt-oss"][2]
+    want = logits(load(prepared))
+    for given in ("cpu", "auto", {"": "cpu"}, dict.fromkeys((*LAYERS, *ELSEWHERE), "cpu")):
+        assert torch.equal(logits(load(prepared, device_map=given)), want)
+
+
+def test_what_is_offloaded_where_it_counts():
+    name = "model.layers.3.mlp.experts"
+    for device_map in ({}, {"": 0}, {"": "cpu"}, {"model.layers.3": 1, "model.layers.4": "cpu"}):
+        refuse_offloading([name], device_map)
+    # The nearest entry above counts, a prefix of another layer's number does not.
+    refuse_offloading([name], {"": "disk", "model.layers.3.mlp": "cuda:1", "model.layers.30": "disk"})
+    for device_map in ({"": "disk"}, {"": 0, "model.layers": "cpu"}, {"model": "cuda:0", name: "meta"}):
+        with pytest.raises(UsageError, match="computed where they are"):
+            refuse_offloading([name], device_map)
+
+
+class OnDevice(torch.nn.Parameter):
+    """A parameter that says that it is on another device than it is: there is no second one here."""
+
+    place = torch.device("cpu")
+
+    @property
+    def device(self):
+        return self.place
+
+
+def test_experts_are_prepared_on_the_device_of_their_layer(folders, monkeypatch):
+    """Two layers are on two GPUs, as transformers and accelerate place them: for where moectl then asks."""
+    model = load(folders["gpt-oss"][2])
+    quantizer, asked = model.hf_quantizer, []
+    places = {f"{layer}.mlp.experts": torch.device("cuda", 1 - n) for n, layer in enumerate(LAYERS)}
+    for name, place in places.items():
+        router = model.get_submodule(name.replace("experts", "router"))
+        router.weight = OnDevice(router.weight.data, requires_grad=False)
+        router.weight.place = place
+    prepared = ModelExperts.prepared
+
+    def on_cpu(self, layer, device, *others):
+        asked.append((layer, device))
+        return prepared(self, layer, torch.device("cpu"), *others)
+
+    monkeypatch.setattr(ModelExperts, "prepared", on_cpu)
+    expected = []
+    monkeypatch.setattr(
+        ModelExperts, "expect", lambda self, layer, device, *rest: expected.append((layer, device))
+    )
+    want = logits(model)
+    quantizer._process_model_after_weight_loading(model)
+    assert asked == expected == [(0, torch.device("cuda", 1)), (1, torch.device("cuda", 0))]
+    assert torch.equal(logits(model), want)
+    # A layer that accelerate has offloaded all the same has nothing to compute with.
+    model.model.layers[1].mlp.router.to("meta")
+    with pytest.raises(UsageError, match=r"layer of model.layers.1.mlp.experts has no weights on any device"):
+        quantizer._process_model_after_weight_loading(model)
 
 
 def test_examples_of_the_page_run(tmp_path, monkeypatch):
