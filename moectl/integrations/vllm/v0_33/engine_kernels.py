@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepar
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from ....errors import NoBackend
+from ....problem.layouts import OWN_LAYOUTS
 from ....problem.moe_problem import MoEProblem
 from ....problem.padding import pad
 from ....problem.schemes import A16
@@ -166,7 +167,7 @@ def engine_method(
         raise NoBackend(
             f"layer {number} is in a converted directory of the layout {layout} ({problem.scheme.words}), "
             f"which neither moectl's kernels nor vLLM's take as it is",
-            hint=f"convert to one of {', '.join(KERNELS)} or moectl-mtile64, or serve the checkpoint",
+            hint=f"convert to one of {', '.join((*KERNELS, *OWN_LAYOUTS))}, or serve the checkpoint",
         )
     moe.moe_backend = kernel.backend
     try:
