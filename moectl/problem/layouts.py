@@ -249,6 +249,10 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
 """Facts by layout name."""
 
 
+OWN_LAYOUTS = tuple(name for name, facts in LAYOUTS.items() if facts.target == "moectl")
+"""Layouts of moectl's own kernels, which run in engines too."""
+
+
 @dataclass(frozen=True, slots=True)
 class DirectoryReader:
     """Who loads directories that were converted to a kernel layout.
@@ -303,7 +307,7 @@ FOLDER_READERS: tuple[DirectoryReader, ...] = (
         "vLLM",
         ("0.33 with moectl[vllm]",),
         (
-            "moectl-mtile64",
+            *OWN_LAYOUTS,
             *("marlin-mxfp4", "marlin-int4", "marlin-int8"),
             *("triton-hopper", "triton-blackwell", "cutlass-sm90", "trtllm-mxfp4"),
             *("humming-int4", "humming-int4-e0m3", "humming-int8", "humming-int8-e0m7"),
@@ -318,7 +322,7 @@ FOLDER_READERS: tuple[DirectoryReader, ...] = (
     DirectoryReader(
         "SGLang",
         ("0.5.23 with moectl[sglang]",),
-        ("moectl-mtile64",),
+        OWN_LAYOUTS,
         "sglang serve --model-path {}",
         "--tp-size {}",
         "--ep-size {}",

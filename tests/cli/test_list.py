@@ -57,7 +57,7 @@ def test_variables_are_listed_with_what_replaced_them():
 
 
 VLLM = {
-    "moectl-mtile64",
+    *("moectl-mtile64", "moectl-bf16", "moectl-fp8"),
     *("marlin-mxfp4", "marlin-int4", "marlin-int8"),
     *("triton-hopper", "triton-blackwell", "cutlass-sm90", "trtllm-mxfp4"),
     *("humming-int4", "humming-int4-e0m3", "humming-int8", "humming-int8-e0m7"),
@@ -72,7 +72,7 @@ def test_formats_and_layouts_name_only_who_loads_them():
     gpt_oss = {(row["name"], row["container"]) for row in rows if not row["not_for"]}
     assert gpt_oss == {("mxfp4", "native"), ("bf16", "native")}
     for row in moectl("list", "layouts", "--json").document["layouts"]:
-        own = "; SGLang 0.5.23 with moectl[sglang]" if row["name"] == "moectl-mtile64" else ""
+        own = "; SGLang 0.5.23 with moectl[sglang]" if row["name"].startswith("moectl-") else ""
         served = f"; vLLM 0.33 with moectl[vllm]{own}" if row["name"] in VLLM else ""
         library = "; transformers moectl.integrations.transformers"
         assert row["loaded_by"] == f"moectl run, bench, load_prepared{library}{served}" and row["kernels"]

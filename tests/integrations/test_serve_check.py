@@ -122,7 +122,7 @@ def test_all_reasons_are_said_at_once(folders):
 
 def test_layers_without_a_kernel_are_the_engines_or_an_error(tmp_path, folders):
     source = synthesize(
-        "amd/Kimi-K2.5-MXFP4", tmp_path / "w4a4", layers=1, experts=8, hidden=256, intermediate=128
+        "moonshotai/Kimi-K3", tmp_path / "situ", layers=1, experts=8, hidden=256, intermediate=128
     )
     document = checked(source, "vllm")
     assert document["works"] and document["layers"][0]["backend"] == ""

@@ -14,7 +14,7 @@ from moectl.convert.sources import output_name
 from moectl.errors import MoectlError
 from moectl.integrations import vllm as plugin
 from moectl.integrations.vllm.limits import LIMITS, refusals
-from moectl.problem.layouts import FOLDER_READERS
+from moectl.problem.layouts import FOLDER_READERS, OWN_LAYOUTS
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.schemes import (
     FP8_BLOCK,
@@ -295,4 +295,4 @@ def test_every_limit_is_asked_of_vllm():
 def test_directories_that_vllm_loads_are_listed():
     kernels = importlib.import_module("moectl.integrations.vllm.v0_33.engine_kernels")
     listed = {layout for reader in FOLDER_READERS if reader.program == "vLLM" for layout in reader.layouts}
-    assert listed == kernels.KERNELS.keys() | {"moectl-mtile64"}
+    assert listed == kernels.KERNELS.keys() | {*OWN_LAYOUTS}

@@ -14,6 +14,7 @@ from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.quantize_tokens import dequantize, quantize
 from moectl.kernels.tolerance import Tolerance, check, tolerance_for
 from moectl.kernels.triton.launches import Launch, Tile
+from moectl.kernels.triton.token_codes import LiveRows, quantize_rows
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.layer.experts import ExpertLayer
 from moectl.layer.random_layer import RandomLayer
@@ -28,6 +29,7 @@ from moectl.problem.schemes import (
     FP8_CHANNEL,
     FP8_TENSOR,
     FULL,
+    ActFormat,
     Scheme,
 )
 from support.random_layers import inputs_of, skipping
@@ -223,3 +225,49 @@ def stays_in_its_row(scheme: str, launch: str, value: float, device: str) -> Non
     assert not torch.isfinite(y[2]).any()
     others = [0, 1, 3, 4, 5]
     assert torch.equal(y[others], clean[others])
+
+
+def rows_of_every_size(columns: int) -> torch.Tensor:
+    """Numbers of all magnitudes, zeros, middles of two codes, rows and blocks of zeros."""
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn(40, columns, generator=generator)
+    x *= torch.exp2(torch.randint(-14, 14, (40, 1), generator=generator).float())
+    x[1], x[2, :128], x[3] = 0, 0, (torch.arange(columns) % 97).float() / 8
+    x[4, ::2] *= 2.0**-9
+    x[5] = torch.arange(columns).float() * 2.0**-10
+    x[5, 0] = 448
+    return x
+
+
+def quantizes_bit_for_bit(form: ActFormat, columns: int, dtype: torch.dtype, device: str) -> None:
+    """Codes and scales of tokens, or of their blocks, are those of the reference."""
+    x = rows_of_every_size(columns).to(dtype)
+    made, right = quantize_rows(x.to(device), form), quantize(x, form)
+    assert torch.equal(made.codes.view(torch.uint8).cpu(), right.values.view(torch.uint8))
+    assert torch.equal(made.scales.view(right.scales.shape).cpu(), right.scales)
+
+
+def quantizes_by_a_static_scale(scale: float, device: str) -> None:
+    """Codes by a given scale are those of the reference, and saturate."""
+    x, given = rows_of_every_size(384).half(), torch.tensor([scale])
+    made = quantize_rows(x.to(device), FP8_ACT_TENSOR_STATIC, given.to(device))
+    right = quantize(x, FP8_ACT_TENSOR_STATIC, given).values.view(torch.uint8)
+    assert torch.equal(made.codes.view(torch.uint8).cpu(), right)
+
+
+def one_scale_of_those_that_live(kind: str, device: str) -> None:
+    """The scale of everything is that of rows with tokens, and no other row is read."""
+    x = rows_of_every_size(200).half()
+    live, by = torch.ones(40, dtype=torch.bool), None
+    if kind == "sorted":
+        live, by = torch.arange(40) < 31, torch.tensor([0, 7, 31], dtype=torch.int32)
+    elif kind == "slots":
+        by = torch.arange(40, dtype=torch.int32) % 4 - 1
+        live = (by >= 0) & (by < 2)
+    x[~live] = float("inf")
+    rows = LiveRows(kind, None if by is None else by.to(device), 2)
+    made = quantize_rows(x.to(device), FP8_ACT_TENSOR, None, rows)
+    scale = x[live].float().abs().amax() / torch.tensor(448.0)
+    assert torch.equal(made.scales.cpu(), scale.view(1))
+    right = quantize(x[live], FP8_ACT_TENSOR_STATIC, scale.view(1)).values.view(torch.uint8)
+    assert torch.equal(made.codes.view(torch.uint8).cpu()[live], right)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ...problem.moe_problem import MoEProblem
-from .row_matrix import in_rows
+from .row_matrix import in_rows, token_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,13 @@ FP8_GROUPED: tuple[tuple[float, Tile], ...] = (
 """`GROUPED` for FP8 weights: sums of 128 columns take registers of their own. Not measured."""
 
 
+FP8_GROUPED_A16: tuple[tuple[float, Tile], ...] = (
+    *FP8_GROUPED[:2],
+    (float("inf"), Tile(64, 128, 64, stages=4, warps=8, tails=2)),
+)
+"""`FP8_GROUPED` for 16-bit tokens: codes are decoded in registers. Not measured."""
+
+
 def two_sums(problem: MoEProblem) -> bool:
     """Whether kernels need two accumulators: MXFP4 scales exceed fp16's range and multiply group sums."""
     return problem.scheme.weight.name == "mxfp4" and problem.dtype == "fp16"
@@ -109,7 +116,9 @@ def two_sums(problem: MoEProblem) -> bool:
 def grouped_for(problem: MoEProblem) -> tuple[tuple[float, Tile], ...]:
     """`GROUPED`, or its variant for the layer's format."""
     if in_rows(problem):
-        return FP8_GROUPED if problem.scheme.weight.bits == 8 else ROWS_GROUPED
+        if problem.scheme.weight.bits == 16:
+            return ROWS_GROUPED
+        return FP8_GROUPED if token_format(problem) else FP8_GROUPED_A16
     return GROUPED_TWO_SUMS if two_sums(problem) else GROUPED
 
 

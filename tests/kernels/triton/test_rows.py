@@ -1,0 +1,144 @@
+"""What surrounds kernels of layers in rows: matrices, launches, refusals, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
+from triton.runtime.jit import JITFunction
+
+from moectl.errors import UsageError
+from moectl.kernels.registry import runner_for
+from moectl.kernels.runner import ActivationFormat
+from moectl.kernels.tolerance import DECLARED
+from moectl.kernels.triton import launch_table
+from moectl.kernels.triton.kernel_family import KernelLayer, layer_of
+from moectl.kernels.triton.launch_table import GpuModel, LayerLaunches, MeasuredLaunch, TokenSpread, nearest
+from moectl.kernels.triton.launches import Tile, launch_for
+from moectl.kernels.triton.row_matrix import RowLayer, token_format
+from moectl.kernels.triton.triton_runner import FAMILIES
+from moectl.kernels.triton.workspace import SMALLEST
+from moectl.layer.experts import empty_layer
+from moectl.problem.moe_problem import SILU, Dims, MoEProblem
+from moectl.problem.schemes import Scheme, int_format
+from support import row_cases as cases
+from support.asked_memory import asked_for
+from support.random_layers import KIMI, random_layer
+
+
+def problem_of(scheme: str) -> MoEProblem:
+    return MoEProblem(Dims(2048, 768), 128, 8, cases.SCHEMES[scheme], SILU)
+
+
+@pytest.mark.parametrize("scheme", cases.SCHEMES)
+def test_a_layer_in_rows_has_matrices_in_rows(scheme: str) -> None:
+    problem = replace(problem_of(scheme), dims=Dims(160, 200), experts=3, local_experts=3, top_k=1, bias=True)
+    layer = layer_of(cases.layer_of(problem, "cpu").prepared("moectl", "cpu"))
+    assert isinstance(layer, RowLayer)
+    assert (layer.w13.n, layer.w13.k, layer.w2.n, layer.w2.k) == (400, 160, 160, 200)
+    fp8 = problem.scheme.weight.bits == 8
+    assert layer.w13.weights.dtype == (torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    shapes = {"block": ((4, 2), (2, 2)), "channel": ((400, 1), (160, 1)), "tensor": ((2, 1), (1, 1))}
+    kind = next((shape for name, shape in shapes.items() if scheme.startswith(name)), None)
+    for m, shape in zip((layer.w13, layer.w2), kind or (None, None), strict=True):
+        assert (m.scales is None) == (shape is None) == (not fp8)
+        assert m.scales is None or (m.scales.dtype, tuple(m.scales.shape[1:])) == (torch.float32, shape)
+        assert (m.token_scale is not None) == ("static" in scheme) and m.bias is not None
+    quantized = "16-bit" not in scheme and scheme != "plain"
+    assert (token_format(problem) is not None) == quantized
+    assert runner_for("moectl").accumulation_of(problem) == (DECLARED if quantized else "fp32")
+
+
+def test_layers_in_tiles_stay_what_they_were() -> None:
+    prepared = random_layer(KIMI).prepared("moectl", "cpu")
+    assert isinstance(layer_of(prepared), KernelLayer) and prepared.layout == "moectl-mtile64"
+    assert runner_for("moectl").accumulation_of(KIMI) == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("role", "change", "message"),
+    [
+        ("w2", lambda t: t[:, :, :8], r"w2 must be torch.uint8 \[128, 2048, 768\], contiguous, got"),
+        ("w13_scale", lambda t: t.half(), r"w13_scale must be torch.float32 \[128, 12, 16\], contiguous"),
+        ("w2", lambda t: t.transpose(1, 2), "w2 must be"),
+    ],
+)
+def test_tensors_of_other_shapes_are_refused(role: str, change: object, message: str) -> None:
+    prepared = empty_layer(problem_of("block"), "moectl")
+    weights = {**prepared.weights, role: change(prepared.weights[role])}  # type: ignore[operator]
+    with pytest.raises(UsageError, match=message):
+        layer_of(replace(prepared, weights=weights, derived={}))
+
+
+@pytest.mark.parametrize("scheme", cases.SCHEMES)
+def test_only_families_that_read_rows_take_them(scheme: str) -> None:
+    problem = problem_of(scheme)
+    tiles = {name: family.candidates(KIMI) for name, family in FAMILIES.items()}
+    fitting = {name for name, made in tiles.items() if any(not FAMILIES[name].fits(problem, t) for t in made)}
+    assert fitting == {"decode", "grouped"}
+    for tokens in (1, 7, 40, 300, 5000):
+        launch = launch_for(problem, tokens)
+        assert not FAMILIES[launch.family].fits(problem, launch.tile)
+        used = launch.tile
+        bits = problem.scheme.weight.bits
+        columns = bits * used.rows + (8 if token_format(problem) else 16) * used.tokens
+        assert used.depth * columns // 8 * used.stages <= 96 << 10
+
+
+def test_steps_of_fp8_products_are_never_longer_than_a_block() -> None:
+    why = FAMILIES["grouped"].fits(problem_of("block"), Tile(16, 64, 256, stages=2, warps=4))
+    assert "adds up more than 128 columns of FP8 products at once" in why
+
+
+def test_measured_launches_are_used_for_the_same_storage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = MeasuredLaunch(TokenSpread.of(128, 8, 16), "grouped", {}, 1.0)
+    gpu = GpuModel((9, 0), 132)
+    measured = [
+        LayerLaunches(gpu, weight, 2048, 768, 128, 8, (replace(row, us=us),))
+        for us, weight in enumerate(("int4 group 128", "mxfp4 group 32", "fp8 block 128x128", "bf16"))
+    ]
+    monkeypatch.setattr(launch_table, "entries", lambda: tuple(measured))
+    found = {
+        name: [row.us for row in nearest(replace(problem_of("plain"), scheme=scheme), 16, gpu)]
+        for name, scheme in {**cases.SCHEMES, "int4": Scheme(int_format(4, 32))}.items()
+    }
+    assert found["plain"] == [3] and sorted(found["int4"]) == [0, 1]
+    assert found["block"] == found["channel and token"] == [2]
+
+
+@pytest.fixture
+def launching_nothing() -> Iterator[None]:
+    with compiling_for(OFFLINE_GPUS[90]), patch.object(JITFunction, "run", lambda *args, **options: None):
+        yield
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 700])
+@pytest.mark.parametrize("form", [ActivationFormat.STANDARD, ActivationFormat.BATCHED], ids=lambda f: f.name)
+@pytest.mark.parametrize("scheme", ["plain", "block", "tensor, dynamic", "channel, 16-bit tokens"])
+def test_calls_take_the_memory_that_is_said(
+    scheme: str, form: ActivationFormat, tokens: int, launching_nothing: None
+) -> None:
+    problem = replace(problem_of(scheme), dims=Dims(512, 384), experts=16, local_experts=16)
+    prepared, runner = empty_layer(problem, "moectl"), runner_for("moectl")
+    compute = runner.in_form(form)
+    assert compute is not None and runner.workspace is not None
+    if form is ActivationFormat.BATCHED:
+        tokens = min(tokens, 40)
+        given = (
+            torch.empty(16, tokens, 512, dtype=torch.bfloat16, device="meta"),
+            torch.empty(16, dtype=torch.int32, device="meta"),
+        )
+    else:
+        given = (
+            torch.empty(tokens, 512, dtype=torch.bfloat16, device="meta"),
+            torch.empty(tokens, 8, dtype=torch.int32, device="meta"),
+            torch.empty(tokens, 8, dtype=torch.float32, device="meta"),
+        )
+    compute(prepared, *given)
+    took = asked_for(lambda: compute(prepared, *given), *given, *prepared.weights.values())
+    said = runner.workspace(prepared, tokens, form)
+    assert took <= said <= 1.25 * took + SMALLEST + 1024 * problem.local_experts, (took, said)
