@@ -166,12 +166,14 @@ class MidSchedule:
         slots: the sorted assignments.
         tiles: ``[bound, 4]``: expert, first position in `slots`, tokens, 0.
         count: ``[1]``: number of tiles.
+        offsets: the first position of each expert in `slots`, ``[experts + 1]``.
     """
 
     slots: Tensor
     tiles: Tensor
     count: Tensor
     bound: int
+    offsets: Tensor
 
 
 def schedule(call: KernelCall, experts: int, tokens: int) -> MidSchedule:
@@ -189,7 +191,7 @@ def schedule(call: KernelCall, experts: int, tokens: int) -> MidSchedule:
         BLOCK=16,
         launch_pdl=True,
     )
-    return MidSchedule(slots, tiles, count, bound)
+    return MidSchedule(slots, tiles, count, bound, offsets)
 
 
 def gemm(
