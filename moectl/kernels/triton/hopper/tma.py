@@ -122,7 +122,7 @@ def registers(tile: TmaTile) -> tuple[int, int]:
     """Registers per thread of a worker and of a loader."""
     producers = math.ceil((tile.loaders + 1) / 4)
     at_first = launch_registers(tile)
-    loader = min(at_first, 56 if tile.tokens * tile.blocks_m > 256 else 72)
+    loader = min(at_first, 72)
     worker = (at_first * (tile.workers + producers) - loader * producers) // tile.workers // 8 * 8
     return min(240, worker), loader
 
@@ -292,22 +292,32 @@ PROMISING: tuple[dict[str, Any], ...] = (
     {"tokens": 64, "workers": 2, "blocks_m": 1},
     {"tokens": 96, "workers": 2, "blocks_m": 2},
     {"tokens": 128, "workers": 2, "blocks_m": 2, "group_m": 4},
-    {"tokens": 192, "workers": 2, "blocks_m": 2, "group_m": 4},
+    {"tokens": 192, "workers": 2, "blocks_m": 1, "group_m": 4},
     {"tokens": 256, "workers": 2, "blocks_m": 1, "group_m": 4},
 )
 """Tiles that are worth measuring, but for the stages."""
 
+RULES: tuple[tuple[float, int], ...] = ((2, 0), (6, 3), (14, 5), (40, 7), (72, 9), (math.inf, 10))
+"""(most tokens per expert, index in `PROMISING`): the tile that runs if nothing was measured."""
+
 STAGES = (12, 10, 8, 7, 6, 5, 4, 3)
 
 
+def _with_stages(problem: MoEProblem, index: int) -> TmaTile | None:
+    """A tile of `PROMISING` with as many stages as fit, which hide more latency; None if it does not fit."""
+    tile = TmaTile(stages=2, **PROMISING[index])
+    rings = (replace(tile, stages=stages) for stages in STAGES)
+    return next((tile for tile in rings if not _fits(problem, tile)), None)
+
+
 def _candidates(problem: MoEProblem) -> Sequence[TmaTile]:
-    """Each of `PROMISING` with as many stages as fit: more stages hide more latency."""
-    candidates = []
-    for fields in PROMISING:
-        tile = TmaTile(stages=2, **fields)
-        rings = (replace(tile, stages=stages) for stages in STAGES)
-        candidates += [tile for tile in rings if not _fits(problem, tile)][:1]
-    return candidates
+    tiles = (_with_stages(problem, index) for index in range(len(PROMISING)))
+    return [tile for tile in tiles if tile is not None]
+
+
+def tile_for(problem: MoEProblem, tokens_per_expert: float) -> TmaTile | None:
+    """The tile of `RULES` for a number of tokens per active expert; None if it does not fit the layer."""
+    return _with_stages(problem, next(index for most, index in RULES if tokens_per_expert <= most))
 
 
 TMA_FAMILY = KernelFamily(TmaTile, _run, _fits, capability=((9, 0), (9, 0)), candidates=_candidates)
