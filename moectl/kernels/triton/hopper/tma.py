@@ -82,6 +82,7 @@ class TmaVariant:
         scales: what has a scale in the weights: ``none``, a ``block``, a ``channel``, or the ``tensor``.
         token_scales: what has one in the tokens: ``none``, a ``block``, a ``token``, or the ``tensor``.
         weighted: whether the router's weights are applied in this GEMM.
+        experts: the number of experts if tiles are a single token's ids, otherwise 0.
         even: whether every stage of the ring ends within the tokens' columns.
         wide: whether offsets (slots times columns) need more than 32 bits.
         registers: registers per thread of a worker and of a loader.
@@ -94,6 +95,7 @@ class TmaVariant:
     bias: bool
     weighted: bool
     top_k: int
+    experts: int
     even: bool
     wide: bool
     activation: str
@@ -127,7 +129,7 @@ def registers(tile: TmaTile) -> tuple[int, int]:
     return min(240, worker), loader
 
 
-def _variant(layer: RowLayer, stage: int, assignments: int, tile: TmaTile) -> TmaVariant:
+def _variant(layer: RowLayer, stage: int, plan: MidSchedule, tile: TmaTile) -> TmaVariant:
     p, act = layer.problem, layer.problem.activation
     m = layer.w13 if stage == 1 else layer.w2
     form = token_format(p)
@@ -139,8 +141,9 @@ def _variant(layer: RowLayer, stage: int, assignments: int, tile: TmaTile) -> Tm
         bias=m.bias is not None,
         weighted=p.routing.weight_on_input == (stage == 1),
         top_k=p.top_k,
+        experts=p.local_experts if plan.tiles.ndim == 1 else 0,
         even=_row_bytes(m) % (LINE * tile.depth) == 0,
-        wide=assignments * p.dims.hidden * 2 >= 2**31,
+        wide=len(plan.slots) * p.dims.hidden * 2 >= 2**31,
         activation=act.name,
         gated=act.gated,
         widths=WIDTHS[tile.tokens],
@@ -215,22 +218,30 @@ def gemm(
         NX=y.shape[1],
         row_tiles=row_tiles,
         group_m=tile.group_m,
+        bound=plan.bound,
         **activation_numbers(p.activation),
-        HOW=_variant(layer, stage, call.assignments, tile),
+        HOW=_variant(layer, stage, plan, tile),
         num_warps=4,
         maxnreg=launch_registers(tile),
         launch_pdl=True,
     )
 
 
+def one_token(call: KernelCall, experts: int) -> MidSchedule | None:
+    """The schedule of a call of one token, whose ids are its tiles: there is nothing to sort. Else None."""
+    if len(call.x) != 1 or call.order is not None:
+        return None
+    return MidSchedule(call.ids, call.ids, call.ids, call.assignments, LiveRows("slots", call.ids, experts))
+
+
 def _run(layer: RowLayer, call: KernelCall, tile: TmaTile) -> None:
     p, t = layer.problem, call.assignments
-    plan = schedule(call, p.local_experts, tile.tokens)
+    plan = one_token(call, p.local_experts) or schedule(call, p.local_experts, tile.tokens)
     x, scales = _quantized(p, call.x, layer.w13, ALL_ROWS)
     h = call.x.new_empty(t, p.dims.intermediate)
     parts = call.parts()
     gemm(layer, 1, call, plan, x, scales, h, tile)
-    h, scales = _quantized(p, h, layer.w2, LiveRows("sorted", plan.offsets, p.local_experts))
+    h, scales = _quantized(p, h, layer.w2, plan.live)
     gemm(layer, 2, call, plan, h, scales, parts, tile)
     finish(call, parts, p.local_experts)
 

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_compat import reinterpret
-from .mid_epilogue import _note, _store
+from .mid_epilogue import _store
 from .mid_loader import _cached, _next, _width
 from .mixed_width_wgmma import joined
 from .prefill_tiles import _mma
@@ -32,6 +32,7 @@ from .tma_loader import (
     piece_bytes,
     scale_count,
     scale_rows,
+    slots_of,
     stored_rows,
     tile_of,
     token_bytes,
@@ -184,6 +185,20 @@ def _row_scales(S, expert, block, N, HOW: gl.constexpr):
 
 
 @gluon.jit
+def _note(notes, WEIGHTS, SORTED, first, tokens, HOW: gl.constexpr):
+    """Loads a tile's slots and router weights into shared memory early, so its epilogue does not wait."""
+    slots, weights, _scales = notes
+    if HOW.stage == 2 or HOW.weighted:
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        place = gl.arange(0, slots.shape[0], layout=L)
+        live = place < tokens
+        slot = slots_of(SORTED, first, place, live, HOW)
+        slots.store(slot)
+        if HOW.weighted:
+            weights.store(gl.load(WEIGHTS + slot, mask=live, other=0.0, cache_modifier=_cached(HOW)))
+
+
+@gluon.jit
 def _note_scales(note, XS, SORTED, first, tokens, HOW: gl.constexpr):
     """Loads the scales of a tile's tokens into shared memory, if they are by token or tensor."""
     if _scaled_at_end(HOW):
@@ -239,7 +254,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
         expert, first, tokens, nt = tile_of(TILES, tile, count, row_tiles, group_m, HOW)
         block = (nt * HOW.workers + ME) * HOW.blocks_m
-        _note(own[:2], SORTED, WEIGHTS, first, tokens, HOW)
+        _note(own, WEIGHTS, SORTED, first, tokens, HOW)
         biases = ()
         factors = ()
         for b in gl.static_range(BLOCKS):
@@ -263,9 +278,10 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["row_tiles", "group_m", "steps"])
+@gluon.jit(do_not_specialize=["row_tiles", "group_m", "steps", "bound"])
 def _rows_gemm_kernel(
-    X, XS, ROWS, S, B, Y, SORTED, TILES, COUNT, WEIGHTS, N, steps, KX, NX, row_tiles, group_m, alpha, limit,
+    X, XS, ROWS, S, B, Y, SORTED, TILES, COUNT, WEIGHTS,
+    N, steps, KX, NX, row_tiles, group_m, bound, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
     """Y ``[T, NX]``: activations by position (stage 1), or by slot, times router weights if weighted."""
@@ -280,7 +296,9 @@ def _rows_gemm_kernel(
     NOTES: gl.constexpr = notes_of(HOW)
     BATCH: gl.constexpr = batch_rows(HOW)
     PLACES: gl.constexpr = PIECES * (64 * BLOCKS + TOKENS) // BATCH
-    count = gl.load(COUNT, cache_modifier=_cached(HOW))
+    count = bound
+    if not HOW.experts:
+        count = gl.load(COUNT, cache_modifier=_cached(HOW))
     # The largest array is at the start of shared memory, from where products address it: first the weight
     # rows of all stages, then the tokens.
     tokens = gl.allocate_shared_memory(gl.uint8, [PLACES, BATCH, 128], gl.NVMMASharedLayout(128, 8, 2))

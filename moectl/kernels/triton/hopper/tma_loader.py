@@ -98,13 +98,23 @@ def scale_count(N, HOW: gl.constexpr):
 
 @gluon.jit
 def tile_of(TILES, tile, count, row_tiles, group_m, HOW: gl.constexpr):
-    """(expert, first position, tokens, row tile) of tile number `tile`; no tokens past the last one."""
+    """(expert, first position, tokens, row tile) of tile number `tile`.
+
+    TILES are tiles ``[count, 4]``, or for one token the ids of its experts, of which those out of range have
+    no tokens.
+    """
     CACHE: gl.constexpr = _cached(HOW)
     mt, nt = _placed(tile, count, row_tiles, group_m)
-    there = tile < count * row_tiles
-    expert = gl.load(TILES + mt * 4, mask=there, other=0, cache_modifier=CACHE)
-    first = gl.load(TILES + mt * 4 + 1, mask=there, other=0, cache_modifier=CACHE)
-    tokens = gl.load(TILES + mt * 4 + 2, mask=there, other=0, cache_modifier=CACHE)
+    if HOW.experts:
+        named = gl.load(TILES + mt, cache_modifier=CACHE)
+        known = (named >= 0) & (named < HOW.experts)
+        expert = gl.where(known, named, 0)
+        first = mt
+        tokens = gl.where(known, 1, 0)
+    else:
+        expert = gl.load(TILES + mt * 4, cache_modifier=CACHE)
+        first = gl.load(TILES + mt * 4 + 1, cache_modifier=CACHE)
+        tokens = gl.load(TILES + mt * 4 + 2, cache_modifier=CACHE)
     return expert, first, tokens, nt
 
 
@@ -119,8 +129,8 @@ def weight_loader(work, HOW: gl.constexpr):
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
-        expert, _first, _count, nt = tile_of(TILES, tile, count, row_tiles, group_m, HOW)
-        for k in range(steps):
+        expert, _first, tokens, nt = tile_of(TILES, tile, count, row_tiles, group_m, HOW)
+        for k in range(gl.where(tokens > 0, steps, 0)):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), BYTES)
             for d in gl.static_range(DEPTH):
@@ -132,11 +142,19 @@ def weight_loader(work, HOW: gl.constexpr):
 @gluon.jit
 def token_rows(SORTED, first, place, live, HOW: gl.constexpr):
     """The rows of the GEMM's input that are at places of a tile."""
+    row = first + place
     if HOW.stage == 1:
-        row = gl.load(SORTED + first + place, mask=live, other=0) // HOW.top_k
-    else:
-        row = first + place
+        row = slots_of(SORTED, first, place, live, HOW) // HOW.top_k
     return row
+
+
+@gluon.jit
+def slots_of(SORTED, first, place, live, HOW: gl.constexpr):
+    """The slots of a tile's tokens: for one token they are the positions."""
+    slot = gl.where(live, first + place, 0)
+    if not HOW.experts:
+        slot = gl.load(SORTED + first + place, mask=live, other=0, cache_modifier=_cached(HOW))
+    return slot
 
 
 @gluon.jit
@@ -192,7 +210,7 @@ def token_loader(work, HOW: gl.constexpr):
         sources = ()
         for b in gl.static_range(COUNT):
             sources += (_sources(SORTED, first, tokens, KX, b * ROWS, ROWS, HOW),)
-        for k in range(steps):
+        for k in range(gl.where(tokens > 0, steps, 0)):
             mbarrier.wait(empty.index(stage), phase)
             for d in gl.static_range(DEPTH):
                 if in_blocks(HOW):
