@@ -237,7 +237,9 @@ def one_token(call: KernelCall, experts: int) -> MidSchedule | None:
 def _run(layer: RowLayer, call: KernelCall, tile: TmaTile) -> None:
     p, t = layer.problem, call.assignments
     plan = one_token(call, p.local_experts) or schedule(call, p.local_experts, tile.tokens)
-    x, scales = _quantized(p, call.x, layer.w13, ALL_ROWS)
+    # Rows of a batch that hold no token may hold anything.
+    filled = ALL_ROWS if call.order is None else LiveRows("slots", call.ids, p.local_experts)
+    x, scales = _quantized(p, call.x, layer.w13, filled)
     h = call.x.new_empty(t, p.dims.intermediate)
     parts = call.parts()
     gemm(layer, 1, call, plan, x, scales, h, tile)
@@ -331,4 +333,11 @@ def tile_for(problem: MoEProblem, tokens_per_expert: float) -> TmaTile | None:
     return _with_stages(problem, next(index for most, index in RULES if tokens_per_expert <= most))
 
 
-TMA_FAMILY = KernelFamily(TmaTile, _run, _fits, capability=((9, 0), (9, 0)), candidates=_candidates)
+def _suits(tile: TmaTile, tokens_per_expert: float) -> bool:
+    """Neither do most experts need several tiles where one could do, nor are tiles mostly empty."""
+    return 0.7 * min(tokens_per_expert, 128) <= tile.tokens <= max(16, 8 * tokens_per_expert)
+
+
+TMA_FAMILY = KernelFamily(
+    TmaTile, _run, _fits, capability=((9, 0), (9, 0)), candidates=_candidates, suits=_suits
+)

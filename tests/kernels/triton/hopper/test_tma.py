@@ -104,3 +104,9 @@ def test_sizes_that_are_no_multiples_of_16_run_with_the_portable_kernels() -> No
     odd = replace(QWEN, dims=Dims(200, 72))
     with compiling_for(OFFLINE_GPUS[90]):
         assert choose_shipped(odd, 4096, torch.device("cuda")).family == "grouped"
+
+
+def test_tuning_measures_tiles_of_about_the_tokens_of_an_expert() -> None:
+    tiles = TMA_FAMILY.candidates(QWEN)
+    for per_expert, widths in ((1, {8, 16}), (8, {8, 16, 32, 64}), (64, {64, 96, 128, 192, 256})):
+        assert {tile.tokens for tile in tiles if TMA_FAMILY.suits(tile, per_expert)} == widths
