@@ -201,9 +201,10 @@ def token_loader(work, HOW: gl.constexpr):
             row = nt * ROW_COUNT + gl.arange(0, ROW_COUNT, layout=LINE)
             scale_row, exists = scale_rows(row, N, HOW)
             blocks = (KX + 127) // 128
-            of_rows = S + expert.to(gl.int64) * (scale_count(N, HOW) * blocks) + scale_row * blocks
+            of_expert = S + expert.to(gl.int64) * (scale_count(N, HOW) * blocks)
+            of_rows = scale_row * blocks
             place = gl.arange(0, NOTES, layout=LINE)
-            of_tokens = XS + token_rows(SORTED, first, place, place < tokens, HOW).to(gl.int64) * blocks
+            of_tokens = token_rows(SORTED, first, place, place < tokens, HOW) * blocks
         base = X
         if HOW.stage == 2:
             base = X + first.to(gl.int64) * KX
@@ -217,9 +218,9 @@ def token_loader(work, HOW: gl.constexpr):
                     column_block = k * DEPTH + d
                     inside = column_block < blocks
                     to = scales[0].index(stage * DEPTH + d)
-                    async_load(to, of_rows + column_block, mask=exists & inside)
+                    async_load(to, of_expert + column_block + of_rows, mask=exists & inside)
                     to = scales[1].index(stage * DEPTH + d)
-                    async_load(to, of_tokens + column_block, mask=(place < tokens) & inside)
+                    async_load(to, XS + column_block + of_tokens, mask=(place < tokens) & inside)
                 start = (k * DEPTH + d) * 128
                 for b in gl.static_range(COUNT):
                     # Rows past the tile's tokens become zero, or keep what they hold: columns of the product
