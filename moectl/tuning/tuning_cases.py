@@ -40,8 +40,12 @@ def candidates(cell: TuningCase, families: Iterable[str], device: torch.device) 
         kernel_family = FAMILIES[name]
         fewest, most = kernel_family.tokens_per_expert
         if kernel_family.runs_on(device) and fewest <= cell.tokens_per_expert <= most:
-            tiles = kernel_family.candidates(cell.problem)
-            launches += [Launch(name, tile) for tile in tiles if not kernel_family.fits(cell.problem, tile)]
+            launches += [
+                Launch(name, tile)
+                for tile in kernel_family.candidates(cell.problem)
+                if kernel_family.suits(tile, cell.tokens_per_expert)
+                and not kernel_family.fits(cell.problem, tile)
+            ]
     return launches
 
 

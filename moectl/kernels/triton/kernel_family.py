@@ -319,6 +319,7 @@ class KernelFamily:
         interpreted: True if Triton's interpreter can run it.
         candidates: tiles that are worth measuring for a problem.
         tokens_per_expert: range of tokens per active expert in which they are worth measuring.
+        suits: whether one of the candidates is worth measuring at a number of tokens per active expert.
     """
 
     tile: type
@@ -328,6 +329,7 @@ class KernelFamily:
     interpreted: bool = False
     candidates: Callable[[MoEProblem], Sequence[Any]] = lambda problem: ()
     tokens_per_expert: tuple[float, float] = (0.0, math.inf)
+    suits: Callable[[Any, float], bool] = lambda tile, tokens_per_expert: True
 
     def runs_on(self, device: torch.device) -> bool:
         """Whether the kernels support `device`."""

@@ -29,6 +29,7 @@ from .expert_batches import CHOSEN_FOR, compute_batch, layer_one_each, one_each
 from .hopper.mid import MID_FAMILY
 from .hopper.prefill import PREFILL_FAMILY
 from .hopper.stream import STREAM_FAMILY
+from .hopper.tma import TMA_FAMILY, tile_for
 from .kernel_family import KernelCall, KernelFamily, accept_scales, layer_of, multiprocessors, scale_name
 from .launch_table import GpuModel, MeasuredLaunch, TokenSpread, nearest, tuned
 from .launches import Launch, launch_for
@@ -44,6 +45,7 @@ FAMILIES: dict[str, KernelFamily] = {
     "stream": STREAM_FAMILY,
     "mid": MID_FAMILY,
     "prefill": PREFILL_FAMILY,
+    "tma": TMA_FAMILY,
     "warpwise": WARPWISE_FAMILY,
 }
 """Every kernel family, by `Launch.family`."""
@@ -114,7 +116,10 @@ def choose(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
 
 
 def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
-    """The nearest shipped launch that supports `device` and `problem`, else the portable kernels' launch."""
+    """The nearest shipped launch that supports `device` and `problem`, else one by rules.
+
+    Rules are those of `tma` for weights that it reads, and of the portable kernels.
+    """
     if device.type == "cuda" and tokens:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         per_expert = TokenSpread.local(problem, tokens).tokens_per_expert
@@ -125,6 +130,9 @@ def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> La
                 launch = Launch(row.family, tile)
                 if is_runnable(launch, problem, device):
                     return launch
+        tile = tile_for(problem, per_expert)
+        if tile is not None and TMA_FAMILY.runs_on(device):
+            return Launch("tma", tile)
     return launch_for(problem, tokens)
 
 

@@ -28,6 +28,9 @@ MODELS = (
 )
 """Built-in models and timed layers that are examined by default."""
 
+IN_ROWS = ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-FP8")
+"""Built-in models whose weights are read in rows, for the kernels that only they take."""
+
 BACKEND = "moectl"
 
 

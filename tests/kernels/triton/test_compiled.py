@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS
-from devtools.inspection.published_kernels import MODELS, Inspected, layer_without_weights
+from devtools.inspection.published_kernels import IN_ROWS, MODELS, Inspected, layer_without_weights
 from devtools.inspection.shipped_kernels import candidates, inspect, inspect_run, shipped
 
 from moectl.kernels.registry import runner_for
@@ -62,15 +62,16 @@ def call_of(model: str, arch: int, family: str, *, place: int) -> Inspected | No
 
 @pytest.mark.parametrize(
     "family",
-    # hopper/test_compiled_mid and hopper/test_compiled_prefill compile those two for checks of their own.
+    # hopper/test_compiled_* compile these for checks of their own.
     [
-        pytest.param(family, marks=pytest.mark.slow if family in ("mid", "prefill") else ())
+        pytest.param(family, marks=pytest.mark.slow if family in ("mid", "prefill", "tma") else ())
         for family in families(90)
     ],
 )
 def test_on_sm90_wgmma_from_registers_without_faults(family: str) -> None:
     # Formats take turns; all of them are compiled in the slow tests.
-    model = ("openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking")[families(90).index(family) % 2]
+    models = IN_ROWS if family == "tma" else ("openai/gpt-oss-120b", "moonshotai/Kimi-K2-Thinking")
+    model = models[families(90).index(family) % 2]
     call = call_of(model, 90, family, place=-1)
     assert call is not None, f"the {family} kernels do not fit {model}"
     check(call)
@@ -80,7 +81,7 @@ def test_on_sm90_wgmma_from_registers_without_faults(family: str) -> None:
 @pytest.mark.parametrize("family", families(90))
 def test_every_family_is_somebodys_launch(family: str) -> None:
     """What no model takes on any GPU, nothing here examines; the portable ones serve GPUs without rows."""
-    layers = map(layer_without_weights, MODELS)
+    layers = map(layer_without_weights, (*MODELS, *IN_ROWS))
     places = (OFFLINE_GPUS[arch] for arch in (90, 80))
     assert any(
         it.launch.family == family for layer, gpu in product(layers, places) for it in shipped(layer, gpu)

@@ -25,8 +25,10 @@ from ..kernel_family import (
 )
 from ..launches import token_tiles
 from ..sort_and_combine import finish, order_of
+from ..token_codes import LiveRows
 from . import mid_kernels as kernels
 from . import mid_loader as ring
+from .few_token_tiles import MOST, few_tiles
 from .gemm_spec import SHARED_MEMORY, GemmSpec, dtype_refusal, operand, spec_fields
 
 WIDTHS: dict[int, tuple[int, ...]] = {
@@ -165,19 +167,24 @@ class MidSchedule:
     Attributes:
         slots: the sorted assignments.
         tiles: ``[bound, 4]``: expert, first position in `slots`, tokens, 0.
-        count: ``[1]``: number of tiles.
+        count: the first number is that of tiles.
+        live: the positions in `slots`.
     """
 
     slots: Tensor
     tiles: Tensor
     count: Tensor
     bound: int
+    live: LiveRows
 
 
 def schedule(call: KernelCall, experts: int, tokens: int) -> MidSchedule:
     """Sorts a call's assignments by expert and splits them into tiles of up to `tokens`."""
-    slots, offsets = order_of(call, experts)
     bound = token_tiles(call.assignments, experts, tokens)
+    if call.order is None and call.assignments <= MOST:
+        slots, tiles, count = few_tiles(call.ids, experts, tokens, bound)
+        return MidSchedule(slots, tiles, count, bound, LiveRows("sorted", count, 1))
+    slots, offsets = order_of(call, experts)
     tiles, count = call.ids.new_empty(bound, 4), call.ids.new_empty(1)
     kernels._token_tiles_kernel[(triton.cdiv(bound, 16),)](
         offsets,
@@ -189,7 +196,7 @@ def schedule(call: KernelCall, experts: int, tokens: int) -> MidSchedule:
         BLOCK=16,
         launch_pdl=True,
     )
-    return MidSchedule(slots, tiles, count, bound)
+    return MidSchedule(slots, tiles, count, bound, LiveRows("sorted", offsets, experts))
 
 
 def gemm(

@@ -1,0 +1,346 @@
+# mypy: ignore-errors
+"""Device code of the kernel family `tma`: warp-specialized grouped GEMMs on weights stored row by row.
+
+Programs are persistent. A tile is 64 or 128 weight rows per worker by the tokens of one expert. Two producer
+partitions fill a ring in shared memory, one with weight rows (by TMA), one with token rows (gathered by
+cp.async); the workers (consumer warpgroups) multiply them where they are, both operands of wgmma in shared
+memory. TMA brings gate and up rows in the order that the epilogue needs, eight and eight, and zeros past the
+end of a matrix in rows and columns.
+
+A tile has as many token columns as its tokens need: one of ``HOW.widths``, each a branch of the kernel.
+
+``N`` are the rows of a weight matrix, ``steps`` the steps of the ring over its columns, ``KX`` the bytes of a
+token, ``NX`` the columns of the output. `HOW` is a `tma.TmaVariant`, which has all compile-time parameters.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .gluon_compat import reinterpret
+from .mid_epilogue import _store
+from .mid_loader import _cached, _next, _width
+from .mixed_width_wgmma import joined
+from .prefill_tiles import _mma
+from .shared_wgmma import await_all_but_last, step_issued, step_zeros, steps_finished, unit_of, units_of
+from .tma_loader import (
+    batch_rows,
+    in_blocks,
+    notes_of,
+    piece_bytes,
+    scale_count,
+    scale_rows,
+    slots_of,
+    stored_rows,
+    tile_of,
+    token_bytes,
+    token_loader,
+    token_rows,
+    weight_loader,
+)
+
+
+@gluon.jit
+def _product(ring, stage, phase, steps, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr):
+    """Accumulators of a tile's one or two row blocks over all columns, and the ring position after it.
+
+    A step's products are in flight while the next step is awaited and issued.
+    """
+    PIECE: gl.constexpr = piece_bytes(HOW)
+    TOKENS: gl.constexpr = token_bytes(HOW)
+    OWN: gl.constexpr = ME * HOW.blocks_m * 64 * 128
+    FIRST: gl.constexpr = HOW.stages * HOW.depth * PIECE
+    BLOCKS: gl.constexpr = HOW.blocks_m
+    DEPTH: gl.constexpr = HOW.depth
+    KIND: gl.constexpr = HOW.kind
+    _rows, _tokens, _scales, full, empty = ring
+    acc = step_zeros(WIDTH, BLOCKS)
+    before = stage
+    for step in range(steps):
+        _await(full, stage, phase)
+        rows = stage * (DEPTH * PIECE) + OWN
+        tokens = stage * (DEPTH * TOKENS) + FIRST
+        acc = step_issued(rows, tokens, acc, WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, False)
+        await_all_but_last()
+        mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
+        before = stage
+        stage, phase = _next(stage, phase, HOW)
+    acc = steps_finished(acc, 0, WIDTH, BLOCKS)
+    mbarrier.arrive(empty.index(before), count=1)
+    return acc, stage, phase
+
+
+@gluon.jit
+def _await(full, stage, phase):
+    """Wait until a stage is filled: cp.async writes through the generic proxy, wgmma reads through the async
+    one."""
+    mbarrier.wait(full.index(stage), phase)
+    hopper.fence_async_shared()
+
+
+@gluon.constexpr_function
+def _two_at_once(WIDTH, HOW):
+    """Whether the registers of a worker hold sums of two pieces besides its accumulators."""
+    return WIDTH // 2 * (HOW.blocks_m + 2) + 56 <= HOW.registers[0]
+
+
+@gluon.jit
+def _piece_issued(
+    stage, TURN: gl.constexpr, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
+):  # fmt: skip
+    """Issues the products of turn TURN of a stage: 128 columns (a piece) of one row block."""
+    PIECE: gl.constexpr = piece_bytes(HOW)
+    TOKENS: gl.constexpr = token_bytes(HOW)
+    BLOCK: gl.constexpr = ME * HOW.blocks_m + TURN % HOW.blocks_m
+    ROWS: gl.constexpr = TURN // HOW.blocks_m * PIECE + BLOCK * 64 * 128
+    FIRST: gl.constexpr = HOW.stages * HOW.depth * PIECE + TURN // HOW.blocks_m * TOKENS
+    KIND: gl.constexpr = HOW.kind
+    rows = stage * (HOW.depth * PIECE) + ROWS
+    tokens = stage * (HOW.depth * TOKENS) + FIRST
+    return step_issued(rows, tokens, (), WIDTH, 1, 1, PIECE, TOKENS, KIND, True)
+
+
+@gluon.jit
+def _added(
+    acc, part, scales, stage, TURN: gl.constexpr, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
+):  # fmt: skip
+    """The accumulators plus the sums of turn TURN, times the scales of its piece."""
+    UNITS: gl.constexpr = units_of(WIDTH)
+    UNIT: gl.constexpr = unit_of(WIDTH)
+    BLOCK: gl.constexpr = TURN % HOW.blocks_m
+    M: gl.constexpr = _mma(UNIT)
+    made = ()
+    if in_blocks(HOW):
+        piece = stage * HOW.depth + TURN // HOW.blocks_m
+        of_rows = scales[0].index(piece).slice((ME * HOW.blocks_m + BLOCK) * 64, 64)
+        of_rows = gl.expand_dims(of_rows.load(gl.SliceLayout(1, M)), 1)
+        for i in gl.static_range(UNITS):
+            of_tokens = scales[1].index(piece).slice(i * UNIT, UNIT).load(gl.SliceLayout(0, M))
+            scale = of_rows * gl.expand_dims(of_tokens, 0)
+            made += (acc[BLOCK * UNITS + i] + part[i] * scale,)
+    else:
+        for i in gl.static_range(UNITS):
+            made += (acc[BLOCK * UNITS + i] + part[i],)
+    return acc[: BLOCK * UNITS] + made + acc[(BLOCK + 1) * UNITS :]
+
+
+@gluon.jit
+def _promoted_product(
+    ring, stage, phase, steps, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
+):  # fmt: skip
+    """`_product` whose sums of 128 columns are added up outside of the tensor cores, which sum FP8 products
+    with fewer bits than fp32. While one sum is added, the next is computed, here or by the other worker.
+    """
+    BLOCKS: gl.constexpr = HOW.blocks_m
+    TURNS: gl.constexpr = HOW.depth * BLOCKS
+    TWO: gl.constexpr = TURNS > 1 and _two_at_once(WIDTH, HOW)
+    _rows, _tokens, scales, full, empty = ring
+    acc = step_zeros(WIDTH, BLOCKS)
+    for _ in range(steps):
+        _await(full, stage, phase)
+        part = _piece_issued(stage, 0, WIDTH, ME, HOW)
+        for turn in gl.static_range(TURNS):
+            if TWO and turn + 1 < TURNS:
+                coming = _piece_issued(stage, turn + 1, WIDTH, ME, HOW)
+                part = steps_finished(part, 1, WIDTH, 1)
+            else:
+                part = steps_finished(part, 0, WIDTH, 1)
+            acc = _added(acc, part, scales, stage, turn, WIDTH, ME, HOW)
+            if turn + 1 < TURNS:
+                part = coming if TWO else _piece_issued(stage, turn + 1, WIDTH, ME, HOW)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = _next(stage, phase, HOW)
+    return acc, stage, phase
+
+
+@gluon.jit
+def _biases(B, expert, block, N, HOW: gl.constexpr):
+    """Biases of a row block in fp32; without a bias a placeholder of the same shape."""
+    row = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _mma(16)))
+    bias = row
+    if HOW.bias:
+        pair, half, there = stored_rows(row, N, HOW)
+        source = expert.to(gl.int64) * N + pair + half * (N // 2)
+        bias = gl.load(B + source, mask=there, other=0.0).to(gl.float32)
+    return bias
+
+
+@gluon.constexpr_function
+def _scaled_at_end(HOW):
+    """Whether sums are multiplied by scales of rows and tokens."""
+    return HOW.scales in ("channel", "tensor")
+
+
+@gluon.jit
+def _row_scales(S, expert, block, N, HOW: gl.constexpr):
+    """Scales of the weights of a row block, by channel or tensor; otherwise a placeholder."""
+    row = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _mma(16)))
+    scale = row
+    if _scaled_at_end(HOW):
+        at, there = scale_rows(row, N, HOW)
+        scale = gl.load(S + expert.to(gl.int64) * scale_count(N, HOW) + at, mask=there, other=0.0)
+    return scale
+
+
+@gluon.jit
+def _note(notes, WEIGHTS, SORTED, first, tokens, HOW: gl.constexpr):
+    """Loads a tile's slots and router weights into shared memory early, so its epilogue does not wait."""
+    slots, weights, _scales = notes
+    if HOW.stage == 2 or HOW.weighted:
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        place = gl.arange(0, slots.shape[0], layout=L)
+        live = place < tokens
+        slot = slots_of(SORTED, first, place, live, HOW)
+        slots.store(slot)
+        if HOW.weighted:
+            weights.store(gl.load(WEIGHTS + slot, mask=live, other=0.0, cache_modifier=_cached(HOW)))
+
+
+@gluon.jit
+def _note_scales(note, XS, SORTED, first, tokens, HOW: gl.constexpr):
+    """Loads the scales of a tile's tokens into shared memory, if they are by token or tensor."""
+    if _scaled_at_end(HOW):
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        place = gl.arange(0, note.shape[0], layout=L)
+        row = place * 0
+        if HOW.token_scales == "token":
+            row = token_rows(SORTED, first, place, place < tokens, HOW)
+        note.store(gl.load(XS + row, mask=place < tokens, other=0.0, cache_modifier=".cg"))
+
+
+@gluon.jit
+def _store_block(
+    acc, notes, Y, factors, bias, block, first, tokens, NX, alpha, limit,
+    OF: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Stores row block OF of the accumulators in steps of 32 columns, as more would not fit in registers.
+
+    `factors` are the scales of its rows, if they apply to the sums.
+    """
+    UNITS: gl.constexpr = units_of(WIDTH)
+    PAIRS: gl.constexpr = UNITS // 2
+    for i in gl.static_range(PAIRS):
+        part = _scaled(joined(acc, OF * UNITS + 2 * i, 2), notes, factors, 32 * i, HOW)
+        _store(part, notes[:2], Y, bias, block, first, tokens, NX, alpha, limit, 32 * i, 32, HOW)
+    if UNITS % 2:
+        LAST: gl.constexpr = unit_of(WIDTH)
+        part = _scaled(acc[OF * UNITS + UNITS - 1], notes, factors, WIDTH - LAST, HOW)
+        _store(part, notes[:2], Y, bias, block, first, tokens, NX, alpha, limit, WIDTH - LAST, LAST, HOW)
+
+
+@gluon.jit
+def _scaled(part, notes, factors, AT: gl.constexpr, HOW: gl.constexpr):
+    """Sums of tokens from token AT on, times the scales of rows and tokens if these are not in blocks."""
+    if _scaled_at_end(HOW):
+        L: gl.constexpr = part.type.layout
+        of_rows = gl.convert_layout(factors, gl.SliceLayout(1, L))
+        of_tokens = notes[2].slice(AT, part.shape[1]).load(gl.SliceLayout(0, L))
+        part = part * (gl.expand_dims(of_rows, 1) * gl.expand_dims(of_tokens, 0))
+    return part
+
+
+@gluon.jit
+def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
+    """The products and the epilogue of a worker's row blocks of each of the program's tiles."""
+    ring, notes, out, TILES, count, N, steps, NX, row_tiles, group_m, alpha, limit = work
+    WIDTHS: gl.constexpr = len(HOW.widths)
+    BLOCKS: gl.constexpr = HOW.blocks_m
+    Y, B, S, XS, WEIGHTS, SORTED = out
+    own = (notes[0].index(ME), notes[1].index(ME), notes[2].index(ME))
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
+        expert, first, tokens, nt = tile_of(TILES, tile, count, row_tiles, group_m, HOW)
+        block = (nt * HOW.workers + ME) * HOW.blocks_m
+        _note(own, WEIGHTS, SORTED, first, tokens, HOW)
+        biases = ()
+        factors = ()
+        for b in gl.static_range(BLOCKS):
+            biases += (_biases(B, expert, block + b, N, HOW),)
+            factors += (_row_scales(S, expert, block + b, N, HOW),)
+        for i in gl.static_range(WIDTHS):
+            if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
+                if HOW.kind == "fp8":
+                    acc, stage, phase = _promoted_product(
+                        ring, stage, phase, steps, _width(i, HOW), ME, HOW
+                    )  # fmt: skip
+                else:
+                    acc, stage, phase = _product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
+                # The first GEMM's tokens are complete by now, and with them their scales.
+                _note_scales(own[2], XS, SORTED, first, tokens, HOW)
+                for b in gl.static_range(BLOCKS):
+                    if (block + b) * 64 < N:
+                        _store_block(
+                            acc, own, Y, factors[b], biases[b], block + b, first, tokens, NX, alpha, limit,
+                            b, _width(i, HOW), HOW,
+                        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["row_tiles", "group_m", "steps", "bound"])
+def _rows_gemm_kernel(
+    X, XS, ROWS, S, B, Y, SORTED, TILES, COUNT, WEIGHTS,
+    N, steps, KX, NX, row_tiles, group_m, bound, alpha, limit,
+    HOW: gl.constexpr,
+):  # fmt: skip
+    """Y ``[T, NX]``: activations by position (stage 1), or by slot, times router weights if weighted."""
+    if HOW.stage == 1:
+        tl.extra.cuda.gdc_wait()
+    # The next kernel may start: the tiles that it reads were complete before this kernel began its work.
+    tl.extra.cuda.gdc_launch_dependents()
+    STAGES: gl.constexpr = HOW.stages
+    BLOCKS: gl.constexpr = HOW.workers * HOW.blocks_m
+    PIECES: gl.constexpr = HOW.stages * HOW.depth
+    TOKENS: gl.constexpr = HOW.widths[-1]
+    NOTES: gl.constexpr = notes_of(HOW)
+    BATCH: gl.constexpr = batch_rows(HOW)
+    PLACES: gl.constexpr = PIECES * (64 * BLOCKS + TOKENS) // BATCH
+    count = bound
+    if not HOW.experts:
+        count = gl.load(COUNT, cache_modifier=_cached(HOW))
+    # The largest array is at the start of shared memory, from where products address it: first the weight
+    # rows of all stages, then the tokens.
+    tokens = gl.allocate_shared_memory(gl.uint8, [PLACES, BATCH, 128], gl.NVMMASharedLayout(128, 8, 2))
+    rows = reinterpret(tokens, gl.uint8, [PIECES, 1, 4 * BLOCKS, 2, 8, 128], gl.NVMMASharedLayout(128, 8, 5))
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    slots = gl.allocate_shared_memory(gl.int32, [HOW.workers, NOTES], LINE)
+    weights = gl.allocate_shared_memory(gl.float32, [HOW.workers, NOTES], LINE)
+    token_scales = weights
+    if _scaled_at_end(HOW):
+        token_scales = gl.allocate_shared_memory(gl.float32, [HOW.workers, NOTES], LINE)
+    scales = (weights, weights)
+    if in_blocks(HOW):
+        scales = (
+            gl.allocate_shared_memory(gl.float32, [PIECES, 64 * BLOCKS], LINE),
+            gl.allocate_shared_memory(gl.float32, [PIECES, NOTES], LINE),
+        )
+    full = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1 + 32 * HOW.loaders)
+        mbarrier.init(empty.index(i), count=HOW.workers)
+    hopper.fence_async_shared()
+    ring = (rows, tokens, scales, full, empty)
+    notes = (slots, weights, token_scales)
+    out = (Y, B, S, XS, WEIGHTS, SORTED)
+    work = (ring, notes, out, TILES, count, N, steps, NX, row_tiles, group_m, alpha, limit)
+    gather = (ring, X, XS, S, SORTED, TILES, count, N, steps, KX, row_tiles, group_m)
+    stream = (ring, ROWS, TILES, count, steps, row_tiles, group_m)
+    if HOW.workers == 1:
+        gl.warp_specialize(
+            [(_worker, (work, 0, HOW)), (token_loader, (gather, HOW)), (weight_loader, (stream, HOW))],
+            [HOW.loaders, 1],
+            [HOW.registers[1], HOW.registers[1]],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_worker, (work, 0, HOW)),
+                (_worker, (work, 1, HOW)),
+                (token_loader, (gather, HOW)),
+                (weight_loader, (stream, HOW)),
+            ],
+            [4, HOW.loaders, 1],
+            [HOW.registers[0], HOW.registers[1], HOW.registers[1]],
+        )

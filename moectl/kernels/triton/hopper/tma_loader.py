@@ -1,0 +1,236 @@
+# mypy: ignore-errors
+"""Producers of `tma_kernels`: they fill the shared memory ring, tile by tile, as far ahead as it has room.
+
+A stage holds ``HOW.depth`` pieces of 128 bytes of each row: the weight rows of all workers, copied by TMA,
+and the rows of the tile's tokens, gathered by cp.async. Its barrier `full` counts bytes copied by TMA and
+arrivals of the token loaders' threads, its barrier `empty` the workers that have read it.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .gluon_compat import async_load, tma_load
+from .mid_loader import _cached, _next
+from .prefill_tiles import _placed
+
+
+@gluon.constexpr_function
+def batch_rows(HOW):
+    """Token rows that are copied at a time; a stage has whole batches."""
+    rows = HOW.widths[-1]
+    return min(rows & -rows, 64)
+
+
+@gluon.constexpr_function
+def batches(HOW):
+    """Batches of token rows in a piece."""
+    return HOW.widths[-1] // batch_rows(HOW)
+
+
+@gluon.constexpr_function
+def piece_bytes(HOW):
+    """Bytes of all weight rows in a piece."""
+    return HOW.workers * HOW.blocks_m * 64 * 128
+
+
+@gluon.constexpr_function
+def token_bytes(HOW):
+    """Bytes of all token rows in a piece."""
+    return HOW.widths[-1] * 128
+
+
+@gluon.constexpr_function
+def notes_of(HOW):
+    """Numbers by token of a tile, rounded up to a power of two."""
+    return 1 << (HOW.widths[-1] - 1).bit_length()
+
+
+@gluon.constexpr_function
+def in_blocks(HOW):
+    """Whether weights and tokens have scales by blocks of 128 columns, which are in the ring."""
+    return HOW.scales == "block"
+
+
+@gluon.jit
+def stored_rows(row, N, HOW: gl.constexpr):
+    """Where TMA takes rows of a matrix from: the number of a pair of gate and up, 1 for its up row, and
+    whether it exists; without a gate the row itself and 0."""
+    if HOW.gated and HOW.stage == 1:
+        pair = row // 16 * 8 + row % 8
+        half = row // 8 % 2
+        there = pair < N // 2
+    else:
+        pair = row
+        half = row * 0
+        there = row < N
+    return pair, half, there
+
+
+@gluon.jit
+def scale_rows(row, N, HOW: gl.constexpr):
+    """The rows of the weights' scales for rows of a matrix, and which exist."""
+    pair, half, there = stored_rows(row, N, HOW)
+    rows = N // 2 if HOW.gated and HOW.stage == 1 else N
+    if HOW.scales == "block":
+        at = pair // 128 + half * ((rows + 127) // 128)
+    elif HOW.scales == "channel":
+        at = pair + half * rows
+    else:
+        at = half
+    return at, there
+
+
+@gluon.jit
+def scale_count(N, HOW: gl.constexpr):
+    """Rows of an expert's scales."""
+    HALVES: gl.constexpr = 2 if HOW.gated and HOW.stage == 1 else 1
+    if HOW.scales == "block":
+        count = (N // HALVES + 127) // 128 * HALVES
+    elif HOW.scales == "channel":
+        count = N
+    else:
+        count = HALVES
+    return count
+
+
+@gluon.jit
+def tile_of(TILES, tile, count, row_tiles, group_m, HOW: gl.constexpr):
+    """(expert, first position, tokens, row tile) of tile number `tile`.
+
+    TILES are tiles ``[count, 4]``, or for one token the ids of its experts, of which those out of range have
+    no tokens.
+    """
+    CACHE: gl.constexpr = _cached(HOW)
+    mt, nt = _placed(tile, count, row_tiles, group_m)
+    if HOW.experts:
+        named = gl.load(TILES + mt, cache_modifier=CACHE)
+        known = (named >= 0) & (named < HOW.experts)
+        expert = gl.where(known, named, 0)
+        first = mt
+        tokens = gl.where(known, 1, 0)
+    else:
+        expert = gl.load(TILES + mt * 4, cache_modifier=CACHE)
+        first = gl.load(TILES + mt * 4 + 1, cache_modifier=CACHE)
+        tokens = gl.load(TILES + mt * 4 + 2, cache_modifier=CACHE)
+    return expert, first, tokens, nt
+
+
+@gluon.jit
+def weight_loader(work, HOW: gl.constexpr):
+    """Producer of weight rows."""
+    ring, ROWS, TILES, count, steps, row_tiles, group_m = work
+    DEPTH: gl.constexpr = HOW.depth
+    GROUPS: gl.constexpr = HOW.workers * HOW.blocks_m * 4
+    BYTES: gl.constexpr = HOW.depth * piece_bytes(HOW)
+    rows, _tokens, _scales, full, empty = ring
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
+        expert, _first, tokens, nt = tile_of(TILES, tile, count, row_tiles, group_m, HOW)
+        for k in range(gl.where(tokens > 0, steps, 0)):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(full.index(stage), BYTES)
+            for d in gl.static_range(DEPTH):
+                at = [expert, nt * GROUPS, 0, 0, (k * DEPTH + d) * 128]
+                tma_load(ROWS, at, full.index(stage), rows.index(stage * DEPTH + d))
+            stage, phase = _next(stage, phase, HOW)
+
+
+@gluon.jit
+def token_rows(SORTED, first, place, live, HOW: gl.constexpr):
+    """The rows of the GEMM's input that are at places of a tile."""
+    row = first + place
+    if HOW.stage == 1:
+        row = slots_of(SORTED, first, place, live, HOW) // HOW.top_k
+    return row
+
+
+@gluon.jit
+def slots_of(SORTED, first, place, live, HOW: gl.constexpr):
+    """The slots of a tile's tokens: for one token they are the positions."""
+    slot = gl.where(live, first + place, 0)
+    if not HOW.experts:
+        slot = gl.load(SORTED + first + place, mask=live, other=0, cache_modifier=_cached(HOW))
+    return slot
+
+
+@gluon.jit
+def _sources(SORTED, first, tokens, KX, AT: gl.constexpr, ROWS: gl.constexpr, HOW: gl.constexpr):
+    """Offsets of ROWS tokens from token AT of a tile on, and which of them exist."""
+    L: gl.constexpr = _bytes_layout(HOW)
+    place = AT + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+    live = place < tokens
+    row = place
+    if HOW.stage == 1:
+        row = token_rows(SORTED, first, place, live, HOW)
+        if HOW.wide:  # batched input: each slot has its own row
+            row = row.to(gl.int64)
+    return gl.expand_dims(row * KX, 1), gl.expand_dims(live, 1)
+
+
+@gluon.constexpr_function
+def _bytes_layout(HOW):
+    """Layout of ``[rows, 128]`` bytes: 16 bytes per lane, whole rows per warp."""
+    return gl.BlockedLayout([1, 16], [4, 8], [HOW.loaders, 1], [1, 0])
+
+
+@gluon.jit
+def token_loader(work, HOW: gl.constexpr):
+    """Producer of token rows, which have `KX` bytes."""
+    ring, X, XS, S, SORTED, TILES, count, N, steps, KX, row_tiles, group_m = work
+    DEPTH: gl.constexpr = HOW.depth
+    ROWS: gl.constexpr = batch_rows(HOW)
+    COUNT: gl.constexpr = batches(HOW)
+    BEFORE: gl.constexpr = HOW.stages * HOW.depth * piece_bytes(HOW) // (128 * batch_rows(HOW))
+    L: gl.constexpr = _bytes_layout(HOW)
+    ROW_COUNT: gl.constexpr = 64 * HOW.workers * HOW.blocks_m
+    NOTES: gl.constexpr = notes_of(HOW)
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [HOW.loaders], [0])
+    _rows, into, scales, full, empty = ring
+    if HOW.stage == 2:
+        tl.extra.cuda.gdc_wait()  # for the first GEMM; weight loads are already in flight
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, L)), 0)
+    for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
+        expert, first, tokens, nt = tile_of(TILES, tile, count, row_tiles, group_m, HOW)
+        if in_blocks(HOW):
+            row = nt * ROW_COUNT + gl.arange(0, ROW_COUNT, layout=LINE)
+            scale_row, exists = scale_rows(row, N, HOW)
+            blocks = (KX + 127) // 128
+            of_expert = S + expert.to(gl.int64) * (scale_count(N, HOW) * blocks)
+            of_rows = scale_row * blocks
+            place = gl.arange(0, NOTES, layout=LINE)
+            of_tokens = token_rows(SORTED, first, place, place < tokens, HOW) * blocks
+        base = X
+        if HOW.stage == 2:
+            base = X + first.to(gl.int64) * KX
+        sources = ()
+        for b in gl.static_range(COUNT):
+            sources += (_sources(SORTED, first, tokens, KX, b * ROWS, ROWS, HOW),)
+        for k in range(gl.where(tokens > 0, steps, 0)):
+            mbarrier.wait(empty.index(stage), phase)
+            for d in gl.static_range(DEPTH):
+                if in_blocks(HOW):
+                    column_block = k * DEPTH + d
+                    inside = column_block < blocks
+                    to = scales[0].index(stage * DEPTH + d)
+                    async_load(to, of_expert + column_block + of_rows, mask=exists & inside)
+                    to = scales[1].index(stage * DEPTH + d)
+                    async_load(to, XS + column_block + of_tokens, mask=(place < tokens) & inside)
+                start = (k * DEPTH + d) * 128
+                for b in gl.static_range(COUNT):
+                    # Rows past the tile's tokens become zero, or keep what they hold: columns of the product
+                    # are independent, and these are not stored.
+                    if b == 0 or tokens > b * ROWS:
+                        offsets, live = sources[b]
+                        there = live
+                        if not HOW.even:
+                            there = live & (column < KX - start)
+                        to = into.index(BEFORE + (stage * DEPTH + d) * COUNT + b)
+                        async_load(to, base + start + (offsets + column), mask=there)
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            stage, phase = _next(stage, phase, HOW)

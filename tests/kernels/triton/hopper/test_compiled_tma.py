@@ -1,0 +1,122 @@
+"""The kernels of weights in rows, compiled without a GPU: what their products read, and how they store."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import astuple, replace
+
+import pytest
+from devtools.inspection.offline_gpu import OFFLINE_GPUS
+from devtools.inspection.published_kernels import IN_ROWS, layer_without_weights
+from devtools.inspection.shipped_kernels import inspect
+
+from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.triton.hopper.tma import TMA_FAMILY, WIDTHS, TmaTile, shared_bytes
+from moectl.kernels.triton.launches import Launch
+from moectl.layer.experts import empty_layer
+from moectl.problem.moe_problem import Activation
+from moectl.problem.schemes import FP8_ACT_TENSOR, FP8_ACT_TOKEN, FP8_CHANNEL, FP8_TENSOR, Scheme
+from support.ptx_places import BOXES, COPIES, Ptx, gemms
+
+QWEN, BLOCKS = map(layer_without_weights, IN_ROWS)
+LAYERS = {
+    "bf16": QWEN,
+    "fp16, bias, relu2": empty_layer(
+        replace(QWEN.problem, dtype="fp16", bias=True, activation=Activation("relu2", gated=False)), "moectl"
+    ),
+    "fp8 block": BLOCKS,
+    "fp8 channel": empty_layer(replace(QWEN.problem, scheme=Scheme(FP8_CHANNEL, FP8_ACT_TOKEN)), "moectl"),
+    "fp8 tensor": empty_layer(replace(QWEN.problem, scheme=Scheme(FP8_TENSOR, FP8_ACT_TENSOR)), "moectl"),
+}
+
+ROWS = re.compile(r"add\.u32 rows, low, (%r\d+);")
+TOKENS = re.compile(r"add\.u32 tokens, low, (%r\d+);")
+"""Where `shared_wgmma` adds an operand's place to the beginning of shared memory."""
+
+
+def compiled(layer: PreparedMoE, tile: TmaTile) -> list[str]:
+    """PTX of both GEMMs of a call, without faults."""
+    return [it["ptx"] for it in gemms(layer, Launch("tma", tile), 64, "_rows_gemm_kernel")]
+
+
+def products_have_all_widths(ptx: str, layer: PreparedMoE, tile: TmaTile) -> None:
+    """One for each number of columns, over 16 columns of 16 bits or 32 of 8, added in fp32."""
+    fp8 = layer.problem.scheme.weight.bits == 8
+    kind = {"bf16": "bf16", "fp16": "f16"}[layer.problem.dtype]
+    types = "k32.f32.e4m3.e4m3" if fp8 else f"k16.f32.{kind}.{kind}"
+    found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(k\S+)", ptx))
+    assert found == {(str(width), types) for width in WIDTHS[tile.tokens]}
+
+
+def operands_lie_where_products_read(ptx: str, tile: TmaTile) -> None:
+    """Rows from the start of shared memory on, by boxes of TMA, then tokens, by copies of 16 bytes."""
+    code = Ptx(ptx)
+    piece, columns = 128 * tile.rows, 128 * tile.tokens
+    first = tile.stages * tile.depth * piece
+    boxes = {code.place(register) for register in BOXES.findall(ptx)}
+    assert {place.origin for place in boxes} == {piece * d for d in range(tile.depth)}
+    assert all(place.strides == {tile.depth * piece} for place in boxes)
+    read = {code.place(register).origin for register in ROWS.findall(ptx)}
+    own = 128 * 64 * tile.blocks_m
+    assert min(read) == 0 and all(origin < tile.depth * piece and origin % 8192 == 0 for origin in read)
+    assert {origin // own * own % piece for origin in read} == {own * me for me in range(tile.workers)}
+    read = {code.place(register).origin for register in TOKENS.findall(ptx)}
+    assert min(read) == first and all((origin - first) % columns == 0 for origin in read)
+    copies = {code.place(register).origin for register in COPIES.findall(ptx)}
+    assert first <= min(copies) < max(copies) < first + tile.depth * columns
+
+
+def stores_are_wide(ptx: str) -> None:
+    """Results leave in 16 bytes a thread."""
+    stores = re.findall(r"st\.global\S*", ptx)
+    assert stores and set(stores) == {"st.global.v4.b32"}
+
+
+def named(tile: TmaTile) -> str:
+    return "x".join(map(str, astuple(tile)))
+
+
+SMALLEST, TWO_WORKERS = TmaTile(8, 1, 1, 4, 2, programs=2), TmaTile(16, 2, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        ("bf16", SMALLEST),
+        ("fp8 block", TWO_WORKERS),
+        ("fp8 channel", SMALLEST),
+        ("fp16, bias, relu2", SMALLEST),
+    ],
+)
+def test_products_read_rows_and_tokens_where_they_were_copied(name: str, tile: TmaTile) -> None:
+    layer = LAYERS[name]
+    for ptx in compiled(layer, tile):
+        products_have_all_widths(ptx, layer, tile)
+        operands_lie_where_products_read(ptx, tile)
+        stores_are_wide(ptx)
+        moved = re.sub(r"mov\.b32 \t(%r\d+), global_smem;", r"add.s32 \t\1, global_smem, 1024;", ptx)
+        assert moved != ptx
+        with pytest.raises(AssertionError):
+            operands_lie_where_products_read(moved, tile)
+
+
+def test_shared_memory_is_what_was_counted() -> None:
+    for layer in (QWEN, BLOCKS):
+        counted = shared_bytes(layer.problem, TWO_WORKERS)
+        for kernel in inspect(layer, 64, Launch("tma", TWO_WORKERS), OFFLINE_GPUS[90]):
+            if kernel.wgmma:
+                assert 0.85 * counted < kernel.shared <= counted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [(name, tile) for name, layer in LAYERS.items() for tile in TMA_FAMILY.candidates(layer.problem)],
+    ids=lambda value: value if isinstance(value, str) else named(value),
+)
+def test_they_do_in_every_tile(name: str, tile: TmaTile) -> None:
+    layer = LAYERS[name]
+    for ptx in compiled(layer, tile):
+        products_have_all_widths(ptx, layer, tile)
+        operands_lie_where_products_read(ptx, tile)
+        stores_are_wide(ptx)

@@ -1,0 +1,112 @@
+"""The kernels of weights in rows: which tiles fit which layers, the rows of a copy, the rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
+from devtools.inspection.published_kernels import IN_ROWS, layer_without_weights
+
+from moectl.kernels.triton.hopper.tma import (
+    PROMISING,
+    RULES,
+    TMA_FAMILY,
+    TmaTile,
+    launch_registers,
+    registers,
+    rows_descriptor,
+    tile_for,
+)
+from moectl.kernels.triton.row_matrix import RowMatrix
+from moectl.kernels.triton.triton_runner import choose_shipped
+from moectl.problem.moe_problem import Activation, Dims, MoEProblem
+from moectl.problem.schemes import FP8_BLOCK, NVFP4, Scheme
+
+QWEN, QWEN_FP8 = (layer_without_weights(model).problem for model in IN_ROWS)
+
+
+@pytest.mark.parametrize("problem", [QWEN, QWEN_FP8], ids=IN_ROWS)
+def test_layers_have_tiles_for_all_widths_and_rules(problem: MoEProblem) -> None:
+    tiles = TMA_FAMILY.candidates(problem)
+    assert {tile.tokens for tile in tiles} >= {8, 16, 32, 64, 96, 128}
+    assert all(not TMA_FAMILY.fits(problem, tile) and tile.stages >= 3 for tile in tiles)
+    for most, index in RULES:
+        tile = tile_for(problem, most)
+        assert tile in tiles and tile.tokens == PROMISING[index]["tokens"]
+
+
+def test_few_tokens_take_narrow_tiles_and_many_wide_ones() -> None:
+    tiles = [tile_for(QWEN, per_expert) for per_expert in (1, 3, 10, 30, 60, 500)]
+    widths = [tile.tokens for tile in tiles if tile]
+    assert widths == sorted(widths) and widths[0] == 8 and widths[-1] == 128
+
+
+@pytest.mark.parametrize("fields", PROMISING, ids=str)
+def test_threads_of_a_multiprocessor_share_its_registers(fields: dict[str, int]) -> None:
+    tile = TmaTile(stages=3, **fields)
+    working, loading = registers(tile)
+    at_first = launch_registers(tile)
+    assert tile.programs * 128 * (tile.workers + 1) * at_first <= 65536
+    assert working * tile.workers + loading <= at_first * (tile.workers + 1)
+    assert working % 8 == loading % 8 == 0
+
+
+def test_what_does_not_fit_is_refused_with_the_reason() -> None:
+    tile = TmaTile(16, 2, 1, 4)
+    assert not TMA_FAMILY.fits(QWEN, tile)
+    for problem, other, reason in (
+        (QWEN, replace(tile, tokens=20), "not a supported tile"),
+        (QWEN, replace(tile, workers=3), "not a supported tile"),
+        (QWEN, replace(tile, loaders=3), "not a supported tile"),
+        (QWEN, replace(tile, stages=1), "two stages"),
+        (QWEN, replace(tile, stages=40), "shared memory"),
+        (QWEN, replace(tile, tokens=256, blocks_m=2), "registers"),
+        (QWEN_FP8, replace(tile, tokens=256), "registers"),
+        (replace(QWEN, dims=Dims(200, 96)), tile, "hidden size is 200"),
+        (replace(QWEN, dims=Dims(224, 72)), tile, "intermediate size is 72"),
+        (replace(QWEN, scheme=Scheme(NVFP4)), tile, "nvfp4"),
+        (replace(QWEN, scheme=Scheme(FP8_BLOCK)), tile, "FP8 tokens only"),
+        (replace(QWEN, activation=Activation("situ")), tile, "activation"),
+    ):
+        assert reason in TMA_FAMILY.fits(problem, other)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_copy_brings_eight_gates_and_their_eight_ups(gated: bool) -> None:
+    """Rows of a block in the order that the epilogue needs, and nothing of the next expert."""
+    experts, n, k = 3, 160, 32
+    numbers = torch.arange(experts * n).view(experts, n, 1) * torch.ones(1, 1, k, dtype=torch.int64)
+    m = RowMatrix(numbers.to(torch.bfloat16), None, None, None, n, k)
+    made = rows_descriptor(m, gated, 2)
+    assert made.block_shape == [1, 8, 2, 8, 128]
+    rows = numbers.to(torch.int16).view(torch.uint8).view(torch.int16).flatten()
+    strides = [stride // 2 for stride in made.strides[:-1]] + [1]
+    seen = rows.as_strided([*made.shape[:-1], 1], strides)[..., 0]
+    assert seen.shape == (experts, n // 16, 2, 8)
+    for expert in range(experts):
+        for group in range(n // 16):
+            first, second = (8 * group, n // 2 + 8 * group) if gated else (16 * group, 16 * group + 8)
+            assert seen[expert, group, 0].tolist() == [expert * n + first + i for i in range(8)]
+            assert seen[expert, group, 1].tolist() == [expert * n + second + i for i in range(8)]
+
+
+@pytest.mark.parametrize("problem", [QWEN, QWEN_FP8], ids=IN_ROWS)
+def test_rules_choose_them_on_hopper_alone(problem: MoEProblem) -> None:
+    for arch, family in ((90, "tma"), (80, "grouped"), (100, "grouped")):
+        with compiling_for(OFFLINE_GPUS[arch]):
+            launch = choose_shipped(problem, 4096, torch.device("cuda"))
+        assert launch.family == family
+
+
+def test_sizes_that_are_no_multiples_of_16_run_with_the_portable_kernels() -> None:
+    odd = replace(QWEN, dims=Dims(200, 72))
+    with compiling_for(OFFLINE_GPUS[90]):
+        assert choose_shipped(odd, 4096, torch.device("cuda")).family == "grouped"
+
+
+def test_tuning_measures_tiles_of_about_the_tokens_of_an_expert() -> None:
+    tiles = TMA_FAMILY.candidates(QWEN)
+    for per_expert, widths in ((1, {8, 16}), (8, {8, 16, 32, 64}), (64, {64, 96, 128, 192, 256})):
+        assert {tile.tokens for tile in tiles if TMA_FAMILY.suits(tile, per_expert)} == widths
