@@ -65,7 +65,17 @@ def canonical_roles(problem: MoEProblem, seed: int = 0) -> dict[str, Tensor]:
         groups = 1 if weight.group == FULL else -(-k // weight.group)
         columns = k * weight.bits // 8
         roles[role] = torch.randint(0, 256, (experts, n, columns), dtype=torch.uint8, generator=generator)
-        if weight.name == "mxfp4":
+        if weight.number.scale == "F8_E4M3":
+            # All scales that are numbers, and global scales, gate's unlike up's, that keep activations near one.
+            scales = torch.randint(0, 127, (experts, n, groups), dtype=torch.uint8, generator=generator)
+            roles[f"{role}_scale"] = scales
+            halves = 2 if role == "w13" and problem.activation.gated else 1
+            factors = torch.rand(experts, halves, 1, generator=generator) + 0.5
+            roles[f"{role}_global"] = factors * (2.0**-8 / k**0.5)
+        elif weight.number.scale == "E8M0":
+            if weight.bits == 8:
+                nan = (roles[role] & 0x7F) == 0x7F
+                roles[role] -= nan.to(torch.uint8)
             exponents = torch.randint(E8M0_ONE - 8, E8M0_ONE - 2, (experts, n, groups), generator=generator)
             roles[f"{role}_scale"] = exponents.to(torch.uint8)
         else:
