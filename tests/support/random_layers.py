@@ -76,7 +76,8 @@ def canonical_roles(problem: MoEProblem, seed: int = 0) -> dict[str, Tensor]:
             if weight.bits == 8:
                 nan = (roles[role] & 0x7F) == 0x7F
                 roles[role] -= nan.to(torch.uint8)
-            exponents = torch.randint(E8M0_ONE - 8, E8M0_ONE - 2, (experts, n, groups), generator=generator)
+            one = E8M0_ONE - (7 if weight.bits == 8 else 0)  # larger codes, smaller scales
+            exponents = torch.randint(one - 8, one - 2, (experts, n, groups), generator=generator)
             roles[f"{role}_scale"] = exponents.to(torch.uint8)
         else:
             spread = 2.0 ** (2 - weight.bits) / k**0.5
@@ -94,7 +95,7 @@ def canonical_roles(problem: MoEProblem, seed: int = 0) -> dict[str, Tensor]:
     return roles
 
 
-SPELLED = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16"}
+SPELLED = {torch.float32: "F32", torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def layer_of(problem: MoEProblem, roles: Mapping[str, Tensor]) -> ExpertLayer:
