@@ -66,7 +66,7 @@ def canonical_roles(problem: MoEProblem, seed: int = 0) -> dict[str, Tensor]:
         columns = k * weight.bits // 8
         roles[role] = torch.randint(0, 256, (experts, n, columns), dtype=torch.uint8, generator=generator)
         if weight.number.scale == "F8_E4M3":
-            # All scales that are numbers, and global scales, gate's unlike up's, that keep activations near one.
+            # Every scale, and global ones, gate's unlike up's, that keep activations near one.
             scales = torch.randint(0, 127, (experts, n, groups), dtype=torch.uint8, generator=generator)
             roles[f"{role}_scale"] = scales
             halves = 2 if role == "w13" and problem.activation.gated else 1

@@ -23,24 +23,23 @@ register ``r = 2 * k8 + h``, half word ``b``, which is the A operand of four 16-
 one 16-byte load. An integer code is at bits ``16 * b + 4 * r``; an MXFP4 code is spread as
 `word_orders.E2M1_ROTATED` says, with byte r.
 
-**8-bit weights.** Words in the order ``(warp 4, jj 2, g 8, c 4, jl 2, k8 2)``: a lane has two 16-byte
-loads, and its word (jl, k8) of load jj holds the same rows, columns ``16 * (2 * jj + jl) + 2 * c + 8 * k8 +
-b``, at byte ``2 * b + h``: bytes 0 and 2 are one register, 1 and 3 the other. MXFP8 codes are E4M3 as stored,
-whose exponent and mantissa, shifted to bits 4 to 10 of a bf16, mean the value times 2^-120. Integer codes are
-two's complement.
-In bf16, ``0x4300 | low 7 bits`` is 128 + those bits and ``0xC300 | sign bit`` is -128 or -256: their sum is
-the value, with 3 operations for 2 values and a shift for each second register. In fp16, ``(byte ^ 0x6480)``
-is 1152 + the value.
+**8-bit weights.** Words in the order ``(warp 4, jj 2, g 8, c 4, jl 2, k8 2)``: a lane has two 16-byte loads,
+and its word (jl, k8) of load jj holds the same rows, columns ``16 * (2 * jj + jl) + 2 * c + 8 * k8 + b``, at
+byte ``2 * b + h``: bytes 0 and 2 are one register, 1 and 3 the other. MXFP8 codes are E4M3 as stored, whose
+exponent and mantissa, shifted to bits 4 to 10 of a bf16, mean the value times 2^-120. Integer codes are two's
+complement. In bf16, ``0x4300 | low 7 bits`` is 128 + those bits and ``0xC300 | sign bit`` is -128 or -256:
+their sum is the value, with 3 operations for 2 values and a shift for each second register. In fp16, ``(byte
+^ 0x6480)`` is 1152 + the value.
 
 **Scales.** Words in the order ``(warp 4, g 8)``. MXFP4, MXFP8: bytes ``(h, kg)`` from the lowest, raw E8M0 of
-row ``16 * warp + g + 8 * h`` and group ``kg`` of the tile's two. NVFP4: two words, jj = 0 then 1, each with E4M3
-of groups ``2 * jj`` and ``2 * jj + 1`` of the tile's four, row g in the low half and row g + 8 in the high half:
-a half has the first group's scale at bits 4 to 10, and word_orders.E4M3_PAIRS has the rest. There, a scale means
-its value times 2^-120 in bf16. Negative scales are refused. Integers in groups of 32: two words, h = 0
-then 1, each with group 0 in the low half and group 1 in the high half. Wider groups, or one for the whole
-row: one word, row g in the low half and row g + 8 in the high half. Halves are the
-checkpoint's 16-bit floats. Zero points are 16-bit unsigned integers at the positions of their scales. Like
-codes, they are unsigned: a weight is ``(code - zero) * scale``.
+row ``16 * warp + g + 8 * h`` and group ``kg`` of the tile's two. NVFP4: two words, jj = 0 then 1, each with
+E4M3 of groups ``2 * jj`` and ``2 * jj + 1`` of the tile's four, row g in the low half and row g + 8 in the
+high half: a half has the first group's scale at bits 4 to 10, and `word_orders.E4M3_PAIRS` has the rest.
+There, a scale means its value times 2^-120 in bf16. Negative scales are refused. Integers in groups of 32:
+two words, h = 0 then 1, each with group 0 in the low half and group 1 in the high half. Wider groups, or one
+for the whole row: one word, row g in the low half and row g + 8 in the high half. Halves are the checkpoint's
+16-bit floats. Zero points are 16-bit unsigned integers at the positions of their scales. Like codes, they are
+unsigned: a weight is ``(code - zero) * scale``.
 
 **Rows.** `w13` of gated experts, and its biases, are 8 gates, then the 8 ups with the same indices, in
 every block of 16; rows of ungated experts keep their order.

@@ -77,7 +77,7 @@ E2M1_ROTATED = _e2m1_rotated()
 
 
 def _e4m3_pairs() -> Bits:
-    """Four E4M3 bytes without signs at positions from which one mask, or a rotation and it, convert them to bf16.
+    """Four E4M3 bytes at positions from which one mask, or a rotation and it, convert them to bf16.
 
     With m = 0x07F007F0, bytes 0 and 2 are the low and the high half of ``x & m``, bytes 1 and 3 of
     ``rotl(x, 7) & m``: 2**-120 of the values. Sign bits, which are 0, are at bits 11, 12, 27 and 28.

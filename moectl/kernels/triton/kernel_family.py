@@ -28,8 +28,8 @@ class KernelMatrix:
         scales: ``[experts, n / 64, k / span, words]`` int32; one span for scales of whole rows.
         zeros: zero points in the shape of `scales`, or None.
         bias: ``[experts, n]`` in the order of the stored rows, or None.
-        factors: ``[experts, halves]`` fp32 factors on the products (NVFP4's global scales), gate's before up's;
-            or None.
+        factors: ``[experts, halves]`` fp32 factors on the products (NVFP4's global scales), gate's before
+            up's; or None.
         n, k: stored (padded) rows and columns.
         exponents: smallest and largest biased exponent of the nonzero scales, 127 for scales in [1, 2); None
             if unknown (`exponents_of`).

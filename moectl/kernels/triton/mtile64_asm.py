@@ -4,11 +4,12 @@ For ``tl.inline_asm_elementwise`` with ``pack=1``, so that the result does not d
 a thread holds its words. Results are 16-bit patterns, eight for 4-bit codes and four for 8-bit codes. All
 instructions exist from sm_80 on.
 
-MXFP4 and NVFP4: sign, exponent and mantissa bits are moved to bits 15, 8:7 and 6 of a bf16, which gives value * 2^-126
-(subnormal for 0.5), or to bits 15, 11:10 and 9 of an fp16, value * 2^-14; multiplying by the power of two is
-exact. MXFP8: those of E4M3 likewise, times 2^-120 or 2^-8, and a carry out of seven ones makes NaN. INT4: ``0x4300 | u`` is 128 + u in bf16, ``0x6400 | u`` is 1024 + u in fp16. INT8, two's complement:
-``0x4300 | low bits`` and ``0xC300 | sign bit`` add up to the value in bf16; ``byte ^ 0x6480`` is 1152 + value
-in fp16. Then the zero point is subtracted (8 for symmetric INT4), and the result is multiplied by the scale.
+MXFP4 and NVFP4: sign, exponent and mantissa bits are moved to bits 15, 8:7 and 6 of a bf16, which gives value
+* 2^-126 (subnormal for 0.5), or to bits 15, 11:10 and 9 of an fp16, value * 2^-14; multiplying by the power
+of two is exact. MXFP8: those of E4M3 likewise, times 2^-120 or 2^-8, and a carry out of seven ones makes NaN.
+INT4: ``0x4300 | u`` is 128 + u in bf16, ``0x6400 | u`` is 1024 + u in fp16. INT8, two's complement: ``0x4300
+| low bits`` and ``0xC300 | sign bit`` add up to the value in bf16; ``byte ^ 0x6480`` is 1152 + value in fp16.
+Then the zero point is subtracted (8 for symmetric INT4), and the result is multiplied by the scale.
 """
 
 from __future__ import annotations

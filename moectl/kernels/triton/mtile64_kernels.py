@@ -6,8 +6,8 @@ g + 8 and columns ``16 j + {2c, 2c+1, 2c+8, 2c+9}``, j = 0..3: the A operands of
 depth 16, in one 16-byte load of 4-bit codes, or two of 8-bit codes.
 
 `FORMAT` is mxfp4, nvfp4, mxfp8, int4 or int8; `GROUP` the columns per scale, -1 for one scale per row; `ZERO`
-whether there are zero points; `SCALE` the type of the scales: e8m0, e4m3, bf16 or fp16; `DTYPE` the dtype of the result. Blocks
-of NB x KB tiles have SK runs of scale words along their columns.
+whether there are zero points; `SCALE` the type of the scales: e8m0, e4m3, bf16 or fp16; `DTYPE` the dtype of
+the result. Blocks of NB x KB tiles have SK runs of scale words along their columns.
 
 `INTERP` selects code for Triton's interpreter, which has no inline assembly and computes bf16 products
 incorrectly: the same values are then computed in fp32.
@@ -113,7 +113,7 @@ def _scales(
     words, GROUP: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, NB: tl.constexpr, KB: tl.constexpr,
     SK: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """Scales of rows g and of rows g + 8, each [NB, KB, 4, 8, groups]: pairs of equal halves; fp32 with INTERP.
+    """Scales of rows g and of rows g + 8, each [NB, KB, 4, 8, groups]: pairs of equal halves; INTERP: fp32.
 
     There are two groups of 32 columns, for E4M3 four of 16.
 

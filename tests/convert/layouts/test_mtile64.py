@@ -50,7 +50,9 @@ def rotated(x, by):
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("role", ["w13", "w2"])
-@pytest.mark.parametrize("weight", [MXFP4, NVFP4, int_format(4, 32), int_format(4, FULL, zero_point=True)], ids=str)
+@pytest.mark.parametrize(
+    "weight", [MXFP4, NVFP4, int_format(4, 32), int_format(4, FULL, zero_point=True)], ids=str
+)
 def test_words_of_4_bit_codes(weight, rows, role):
     codes, tiles = stored(weight, rows, role)
     e, n, k = codes.shape
@@ -155,7 +157,11 @@ def test_global_scales_are_stored_as_they_are(rows):
     problem = problem_for(LAYOUT, NVFP4, rows, 128, 64)
     recipe = LAYOUT.recipe(problem)
     halves = 1 if rows == "single" else 2
-    assert recipe.stored["w13_global"] == ("F32", (2, halves, 1)) and recipe.stored["w2_global"].shape == (2, 1, 1)
+    assert recipe.stored["w13_global"] == ("F32", (2, halves, 1)) and recipe.stored["w2_global"].shape == (
+        2,
+        1,
+        1,
+    )
     factors = torch.arange(2.0 * halves).view(2, halves, 1)
     assert recipe.outputs["w13_global"].apply({"w13_global": factors}, {}).equal(factors)
     assert set(recipe.kept) <= {"w13_input", "w2_input"}

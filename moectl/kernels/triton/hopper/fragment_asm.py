@@ -34,16 +34,16 @@ too, but NaN would be 480), and are multiplied by the bf16 of MXFP4's scales.
 FOLDED_HALF_NVFP4 = 7
 """An fp16 NVFP4 fragment, without its global scale, is the weight times 2^-7; in bf16, 2^-`FOLDED_SHIFT`.
 
-A code's value has at most 2 significant bits and an E4M3 scale's 4, so that their product is exact, from 2^-10
-to 2688. It is always folded.
+A code's value has at most 2 significant bits and an E4M3 scale's 4, so that their product is exact, from
+2^-10 to 2688. It is always folded.
 """
 
 FOLDED_SCALES = {"mxfp4": range(64, 191), "mxfp8": range(66, 191), "int4": range(34, 159)}
 """Biased exponents of the scales for which folding is lossless and cannot overflow; others need ``EXACT``.
 
 MXFP4: scales from 2^-63 to 2^63, so the smallest nonzero weight is 2^-64; likewise MXFP8. int4: scales from
-2^-93, below which a folded weight would lose bits, to below 2^32, which would overflow. A scale or E8M0 byte of
-0 gives 0.
+2^-93, below which a folded weight would lose bits, to below 2^32, which would overflow. A scale or E8M0 byte
+of 0 gives 0.
 """
 
 

@@ -5,11 +5,11 @@ A tile is 64 rows by 64 columns. Each of 128 threads owns 16 bytes of its codes 
 are exactly the thread's elements of the operand: no value moves between threads, which the layout conversion
 at the end of `fragment` asserts. Scale words belong to rows; four lanes share them.
 
-``FORMAT`` is "mxfp4", "nvfp4", "mxfp8", "int4" or "int8"; ``GROUP`` is 16 or 32, or any other value for groups
-of 64 columns and more; ``ZEROS``: integer codes have zero points; ``DTYPE`` is the operand's. MXFP4 and MXFP8
-operands are bf16 only. Unless ``EXACT``, values carry a power of two (`fold_factor`), which for int4 requires
-bf16 scales and operands and no zero points. Global scales are the epilogue's. `fragment_asm` has the constants
-and the PTX.
+``FORMAT`` is "mxfp4", "nvfp4", "mxfp8", "int4" or "int8"; ``GROUP`` is 16 or 32, or any other value for
+groups of 64 columns and more; ``ZEROS``: integer codes have zero points; ``DTYPE`` is the operand's. MXFP4
+and MXFP8 operands are bf16 only. Unless ``EXACT``, values carry a power of two (`fold_factor`), which for
+int4 requires bf16 scales and operands and no zero points. Global scales are the epilogue's. `fragment_asm`
+has the constants and the PTX.
 """
 
 from triton.experimental import gluon
@@ -123,7 +123,7 @@ def _e8m0_multipliers(words, EXACT: gl.constexpr):
 
 @gluon.jit
 def _e4m3_multipliers(words, HALF: gl.constexpr):
-    """Words of four E4M3 scales as pairs of equal multipliers: (row g, group 0), (g, 1), (g + 8, 0), (g + 8, 1)."""
+    """Words of four E4M3 scales as pairs of equal multipliers: rows g and g + 8, groups 0 and 1."""
     ASM: gl.constexpr = _e4m3_multipliers_asm(HALF)
     return gl.inline_asm_elementwise(
         ASM, _registers(4, 1), [words], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1

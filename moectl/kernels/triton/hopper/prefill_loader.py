@@ -46,7 +46,7 @@ def _copy_tokens(x, X, rows, step, KX, HOW: gl.constexpr):
 
 @gluon.jit
 def _note(notes, job, SORTED, WEIGHTS, B, F, N, expert, nt, first, end, HOW: gl.constexpr):
-    """Loads what the epilogue of tile `job` needs: slots and router weights by token, bias and factors by row.
+    """Loads what the epilogue of tile `job` needs: slots and weights by token, bias and factors by row.
 
     The factors of 64 rows are those of any 64: 8 gates and 8 ups alternate.
     """

@@ -157,10 +157,10 @@ CODES = {
 """By weight format and the tokens' dtype.
 
 The bits of E2M1 codes are moved to the sign, exponent and mantissa bits of a 16-bit float, where they mean
-the value times 2^-126 in bf16 and 2^-14 in fp16 (0.5 is subnormal); those of E4M3 codes likewise, times 2^-120
-and 2^-8. bf16 tokens are then stored times 2^64. NVFP4 codes are multiplied by their scales, which is exact.
-``magic | code`` is 128 + code in bf16 and 1024 + code in fp16; 8-bit integers are two's complement: bf16 adds
-two such numbers, fp16 flips the sign bit.
+the value times 2^-126 in bf16 and 2^-14 in fp16 (0.5 is subnormal); those of E4M3 codes likewise, times
+2^-120 and 2^-8. bf16 tokens are then stored times 2^64. NVFP4 codes are multiplied by their scales, which is
+exact. ``magic | code`` is 128 + code in bf16 and 1024 + code in fp16; 8-bit integers are two's complement:
+bf16 adds two such numbers, fp16 flips the sign bit.
 """
 
 _E4M3_PAIRS = """
@@ -293,9 +293,9 @@ class TileAsm:
         """(PTX, constraints).
 
         Operands: 4 output sums per block; the code words; two sets of 4 equal scale words, the second for
-        rows g + 8 of groups of 32, or for the last two groups of 16; zero-point words likewise, if any; per block 4 + 4 words of tokens, 4
-        input sums, and, if `factor` is not 0, the token sums of each group times `factor`, in 4 registers
-        each.
+        rows g + 8 of groups of 32, or for the last two groups of 16; zero-point words likewise, if any; per
+        block 4 + 4 words of tokens, 4 input sums, and, if `factor` is not 0, the token sums of each group
+        times `factor`, in 4 registers each.
         """
         codes, blocks = CODES[self.weight, self.tokens], range(self.blocks)
         runs = 2 if self.two_groups else 1

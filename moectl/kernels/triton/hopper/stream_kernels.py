@@ -78,7 +78,8 @@ def _wait_for(counter, many):
 @gluon.jit
 def _store_first(
     acc, NTH: gl.constexpr, B, factors, H, PLAN, WEIGHTS, N, NX, alpha, limit, p, expert, count, tile,
-    ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, HALVES: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr,
+    ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, HALVES: gl.constexpr, WEIGHTED: gl.constexpr,
+    TOKENS: gl.constexpr,
     S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """H[slots] = the activation of `acc`, the sums of one row tile for token block NTH."""
@@ -122,7 +123,8 @@ def _store_first(
 @gluon.jit
 def _store_second(
     acc, NTH: gl.constexpr, B, factors, Y, PLAN, WEIGHTS, T, N, NX, p, expert, count, tile, pid_k,
-    BIAS: gl.constexpr, HALVES: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr, S: gl.constexpr, RW: gl.constexpr,
+    BIAS: gl.constexpr, HALVES: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr, S: gl.constexpr,
+    RW: gl.constexpr,
     R: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """Y[pid_k, slots] = `acc`, one row tile's sums for token block NTH, times router weights if WEIGHTED."""
@@ -179,8 +181,8 @@ def _tokens(
 
 @gluon.jit
 def _stream(
-    X, W, SC, ZP, B, F, OUT, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, alpha, limit, p, expert, count, pid_n, pid_k,
-    before, FIRST: gl.constexpr, TOP_K: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr,
+    X, W, SC, ZP, B, F, OUT, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, alpha, limit, p, expert, count, pid_n,
+    pid_k, before, FIRST: gl.constexpr, TOP_K: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr,
     BIAS: gl.constexpr, HALVES: gl.constexpr, WEIGHTED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
     TOKENS: gl.constexpr, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
     STEPS: gl.constexpr, TILES: gl.constexpr, SPLIT: gl.constexpr, PLANNED: gl.constexpr, WAIT: gl.constexpr,
@@ -311,7 +313,8 @@ def _stream(
 def _stream_gemm1_kernel(
     X, W, SC, ZP, B, F, H, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, RUNS, alpha, limit,
     E: gl.constexpr, TOP_K: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
-    HALVES: gl.constexpr, WEIGHTED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, S: gl.constexpr,
+    HALVES: gl.constexpr, WEIGHTED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
+    TOKENS: gl.constexpr, S: gl.constexpr,
     RW: gl.constexpr, R: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr,
     TILES: gl.constexpr,
     PLANNED: gl.constexpr, PDL: gl.constexpr,
@@ -333,7 +336,8 @@ def _stream_gemm1_kernel(
 @gluon.jit(do_not_specialize=["T"])
 def _stream_gemm2_kernel(
     H, W, SC, ZP, B, F, Y, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, RUNS,
-    E: gl.constexpr, BIAS: gl.constexpr, HALVES: gl.constexpr, WEIGHTED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
+    E: gl.constexpr, BIAS: gl.constexpr, HALVES: gl.constexpr, WEIGHTED: gl.constexpr, KIND: gl.constexpr,
+    GROUP: gl.constexpr,
     TOKENS: gl.constexpr, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
     STEPS: gl.constexpr, TILES: gl.constexpr, SPLIT: gl.constexpr, PLANNED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -346,8 +350,8 @@ def _stream_gemm2_kernel(
     if (expert >= 0) & (expert < E):
         _stream(
             H, W, SC, ZP, B, F, Y, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, 0.0, 0.0, p, expert, count,
-            gl.program_id(0) % RUNS, gl.program_id(1), 0, False, 1, "", False, BIAS, HALVES, WEIGHTED, KIND, GROUP,
-            TOKENS, S, RW, R, D, STEPS, TILES, SPLIT, PLANNED, "launch" if PDL else "",
+            gl.program_id(0) % RUNS, gl.program_id(1), 0, False, 1, "", False, BIAS, HALVES, WEIGHTED, KIND,
+            GROUP, TOKENS, S, RW, R, D, STEPS, TILES, SPLIT, PLANNED, "launch" if PDL else "",
         )  # fmt: skip
     elif PDL:
         _wait()

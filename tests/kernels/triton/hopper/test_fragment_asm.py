@@ -13,9 +13,6 @@ from support.simulated_warp import Register, execute, halves
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-NUMBERS = np.array([byte for byte in range(127)], np.uint8)
-"""E4M3 scales: all that are not negative."""
-
 
 def e4m3(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
     return torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy()
@@ -48,8 +45,8 @@ def test_nvfp4_is_exact_at_every_scale(half: bool) -> None:
         multipliers = run(multiply, 4, word)  # rows g and g + 8 of each group: bytes 0, 1 and 2, 3
         codes = np.arange(32) % 16
         for group in range(2):
-            # Byte r has register r's codes: the low half's in its low nibble, the high half's in its high one.
-            stored = sum((codes << 4 * nibble for nibble in range(8))).astype(np.uint32)
+            # Byte r has register r's codes, that of the low half in its low nibble.
+            stored = sum(codes << 4 * nibble for nibble in range(8)).astype(np.uint32)
             a, b = multipliers[group], multipliers[2 + group]
             registers = run(decode, 4, permuted(stored, E2M1_ROTATED.order), a, a, a, a, b, b, b, b)
             want = np.where(codes > 7, -1, 1) * np.take(E2M1, codes & 7)
@@ -61,7 +58,7 @@ def test_nvfp4_is_exact_at_every_scale(half: bool) -> None:
 @pytest.mark.parametrize("exact", [False, True])
 def test_mxfp8_at_every_scale(exact: bool) -> None:
     multiply, decode = asm._e8m0_multipliers_asm.fn(exact), asm._e4m3_asm.fn(exact)
-    allowed = range(0, 255) if exact else asm.FOLDED_SCALES["mxfp8"]
+    allowed = range(255) if exact else asm.FOLDED_SCALES["mxfp8"]
     factor = 1.0 if exact else asm.fold_factor("mxfp8")
     for scale in allowed:
         (multiplier, *_) = run(multiply, 4, in_lanes(np.array([scale * 0x01010101])))

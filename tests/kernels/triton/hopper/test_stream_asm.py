@@ -72,7 +72,10 @@ KINDS = [
     ("mxfp4", "fp16", "bf16", True, False, False),
     ("nvfp4", "bf16", "bf16", False, False, False),
     ("nvfp4", "fp16", "fp16", False, False, False),
-    *(("mxfp8", tokens, "bf16", True, False, whole) for tokens in ("bf16", "fp16") for whole in (False, True)),
+    *(
+        ("mxfp8", tokens, "bf16", True, False, whole)
+        for tokens, whole in product(("bf16", "fp16"), (False, True))
+    ),
     *(
         (weight, tokens, scale, in_two, zeros, False)
         for weight, tokens, scale, in_two, zeros in product(
