@@ -49,6 +49,7 @@ FAMILIES = {"gpt-oss": GPT_OSS, "kimi": KIMI, "qwen": QWEN, "group 64": GROUP_64
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
+E4M3_ONE = 0x38
 E8M0_ONE = 127
 
 
