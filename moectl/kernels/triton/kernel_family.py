@@ -201,8 +201,9 @@ def column_refusal(problem: MoEProblem, formats: Sequence[str] = DECODED) -> str
     weight, dims = problem.scheme.weight, problem.dims
     if weight.name not in formats:
         return f"it decodes {', '.join(formats)}; the layer has {weight}"
-    if not (weight.group in (16, 32, FULL) or (weight.group > 0 and weight.group % 64 == 0)):
-        return f"it supports scale groups of 16, 32, multiples of 64 and whole rows; the layer has {weight}"
+    wide = weight.group > 0 and weight.group % 64 == 0
+    if not (wide or weight.name == "nvfp4" or weight.group in (32, FULL)):
+        return f"it supports scale groups of 32, of multiples of 64 and of whole rows; the layer has {weight}"
     for name, size in (("hidden", dims.hidden), ("intermediate", dims.intermediate)):
         if size % SIZE_MULTIPLE:
             return f"it needs sizes that are multiples of {SIZE_MULTIPLE}; the layer's {name} size is {size}"
