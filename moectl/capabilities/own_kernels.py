@@ -27,7 +27,7 @@ TILES = "moectl-mtile64"
 TRITON = KernelSupport(
     (
         WeightSupport((MXFP4, *integers(4), *integers(8)), TILES),
-        WeightSupport((NVFP4, MXFP8), TILES, any_act=True, own_scales=True),
+        WeightSupport((NVFP4, MXFP8), TILES, any_act=True),
         WeightSupport((BF16,), "moectl-bf16"),
         WeightSupport(
             (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR),
