@@ -285,7 +285,7 @@ def every_scale_is_right(launch: Launch, device: str) -> None:
 
 
 def nan_codes_stay_nan(launch: Launch, device: str, dtype: str = "bf16") -> None:
-    """A NaN code in one matrix of one expert makes NaN of the tokens that the expert has, and of no others."""
+    """A NaN code in one matrix of one expert makes NaN of the tokens that it has, and of no others."""
     problem = replace(KIMI, scheme=Scheme(MXFP8), dims=Dims(96, 64), dtype=dtype)
     for role in ("w13", "w2"):
         roles = canonical_roles(problem)
