@@ -269,8 +269,8 @@ def layer_of(prepared: PreparedMoE) -> AnyLayer:
 def accept_scales(layers: Sequence[PreparedMoE], scales: Sequence[tuple[str, Tensor]]) -> str:
     """Why kernels that were launched would be wrong with new canonical `scales`; empty if they are right.
 
-    `Runner.refit` of kernels that are chosen by the exponents of a layer's scales; waits for the GPU once. Among
-    `scales` may be MXFP8 codes, by the role of their matrix: the kernels of a layer of numbers make none of NaN.
+    `Runner.refit` of kernels that are chosen by the exponents of a layer's scales; waits for the GPU once
+    for these. MXFP8 codes may be among `scales` (`Runner.refit_codes`): kernels for numbers keep no NaN.
     """
     of_tiles = [p for p in layers if isinstance(p.derived.get(LAYER), KernelLayer)]
     made: list[KernelLayer] = [p.derived[LAYER] for p in of_tiles]
