@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem
 from moectl.problem.published_layers import MODELS
-from moectl.problem.schemes import FULL, Scheme, int_format
+from moectl.problem.schemes import FULL, MXFP8, NVFP4, Scheme, int_format
 
 SMALL = {"dims": Dims(1408, 1152), "experts": 6, "local_experts": 6, "top_k": 2}
 """Several row tiles in both matrices, the last one partial for most tile sizes; more columns than any ring in
@@ -28,6 +28,10 @@ def _int(
 
 LAYERS: Mapping[str, MoEProblem] = {
     "mxfp4": _like("gpt-oss-20b"),
+    "nvfp4": _like("qwen3-30b", scheme=Scheme(NVFP4)),
+    "nvfp4-fp16": _like("gpt-oss-20b", scheme=Scheme(NVFP4), dtype="fp16"),
+    "mxfp8": _like("qwen3-30b", scheme=Scheme(MXFP8)),
+    "mxfp8-fp16": _like("gpt-oss-20b", scheme=Scheme(MXFP8), dtype="fp16"),
     "int4-g32": _int(4, 32),
     "int4-g128": _int(4, 128),
     "mxfp4-fp16": _like("gpt-oss-20b", dtype="fp16"),

@@ -155,7 +155,7 @@ def test_torch_is_chosen_only_where_it_runs(device):
         ((8, 0), {"scheme": Scheme(FP8_BLOCK, MXFP8_ACT)}, "with fp8 weights it takes 16-bit, fp8 dynamic, "),
         ((8, 0), {"scheme": Scheme(BF16, FP8_ACT_TOKEN)}, "with bf16 weights it takes 16-bit activations;"),
         ((8, 0), {"scheme": Scheme(BF16)}, ""),
-        ((8, 0), {"scheme": Scheme(int_format(4, 16))}, "it supports scale groups of 32, 64 and 128"),
+        ((8, 0), {"scheme": Scheme(int_format(4, 16))}, "it supports scale groups of 16, 32, 64 and 128"),
         ((8, 0), {"scheme": Scheme(int_format(4, 32, "F32"))}, "E8M0 and 16-bit scales; the layer has F32"),
         ((8, 0), {"activation": Activation("situ")}, "for gated experts it has silu, swigluoai, gelu_tanh"),
         ((8, 0), {"activation": Activation("silu", gated=False)}, "for experts without a gate it has relu2"),

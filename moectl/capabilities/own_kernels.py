@@ -13,6 +13,8 @@ from ..problem.schemes import (
     FP8_CHANNEL,
     FP8_TENSOR,
     MXFP4,
+    MXFP8,
+    NVFP4,
 )
 from .kernel_support import KernelSupport, WeightSupport, integers
 
@@ -25,6 +27,7 @@ TILES = "moectl-mtile64"
 TRITON = KernelSupport(
     (
         WeightSupport((MXFP4, *integers(4), *integers(8)), TILES),
+        WeightSupport((NVFP4, MXFP8), TILES, any_act=True),
         WeightSupport((BF16,), "moectl-bf16"),
         WeightSupport(
             (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR),

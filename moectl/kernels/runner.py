@@ -86,6 +86,7 @@ class Runner:
             and captured in graphs, would be wrong with new canonical scales of some experts, each with its
             role; empty if they are right. It is asked before they are written, and remembers what it lets
             pass.
+        refit_codes: names of the weight formats of which `refit` is asked about new codes, too.
         keeps: how `ready` copies the weights: ``""`` not at all, ``numbers`` some tensors of a few numbers
             for each expert, ``weights`` whole matrices of canonical layers, which cannot change in place.
         into: ``into(y, prepared, x, ids, weights)``: `compute` with its result written to the contiguous `y`;
@@ -115,6 +116,7 @@ class Runner:
     input_scale: Callable[[PreparedMoE], Tensor | None] = lambda prepared: None
     workspace: Callable[[PreparedMoE, int, ActivationFormat], int] | None = None
     refit: Callable[[Sequence[PreparedMoE], Sequence[tuple[str, Tensor]]], str] = lambda layers, scales: ""
+    refit_codes: tuple[str, ...] = ()
     keeps: str = ""
     into: Run | None = None
 
@@ -131,6 +133,11 @@ class Runner:
     def layout_of(self, problem: MoEProblem) -> str | None:
         """The layout in which it reads `problem`'s weights; None when it supports any."""
         return self.layout(problem) if callable(self.layout) else self.layout
+
+    def judges(self, problem: MoEProblem, role: str) -> bool:
+        """Whether `refit` is asked about new numbers of `role`: scales, and codes of `refit_codes`."""
+        codes = role in ("w13", "w2") and problem.scheme.weight.name in self.refit_codes
+        return codes or role.endswith("_scale")
 
     def accumulation_of(self, problem: MoEProblem) -> str:
         """The row of the tolerance table that results for `problem` are checked against."""

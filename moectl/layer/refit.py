@@ -326,7 +326,7 @@ class LayerRefit:
         These are of updates that are given whole, and take no memory.
         """
         every = (self._recipe.outputs[name] for name in names)
-        outputs = [o for o in every if o.values or o.role.endswith("_scale")]
+        outputs = [o for o in every if o.values or self._runner.judges(self._live.problem, o.role)]
         roles = {role for o in outputs for role in o.reads}
         mine = self._of_experts(writes, roles, first, last)
         written = {write.role for write in mine}
@@ -337,7 +337,7 @@ class LayerRefit:
         found = []
         for low, high in self._chunks(roles, copied, first, last, mine) if roles else ():
             batch = self._roles.after(roles, low, high, mine, kept)
-            scales = [(o.role, batch[o.role]) for o in outputs if o.role.endswith("_scale")]
+            scales = [(o.role, batch[o.role]) for o in outputs if self._runner.judges(problem, o.role)]
             scales = [(role, t) for role, t in scales if role in written]
             if copied or not self._given(roles, first, last, mine):
                 self._check_scales(scales)
@@ -350,7 +350,9 @@ class LayerRefit:
 
     def _check_scales(self, scales: Sequence[tuple[str, Tensor]]) -> None:
         """Raises for new scales, by role, that are no numbers or that launched kernels cannot use."""
-        check_every_scale([t for _, t in scales], byte_scales(self._live.problem))
+        check_every_scale(
+            [t for role, t in scales if role.endswith("_scale")], byte_scales(self._live.problem)
+        )
         if reason := self._runner.refit(self._holders(), scales) if scales else "":
             raise NoBackend(
                 f"{' and '.join(sorted({role for role, _ in scales}))} cannot change in place: {reason}",

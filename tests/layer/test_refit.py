@@ -25,7 +25,7 @@ from moectl.kernels.triton.kernel_family import layer_of
 from moectl.layer.experts import LayerOrigin, decode
 from moectl.layer.prepare import load_prepared, prepare
 from moectl.layer.refit import refit, renew
-from moectl.problem.schemes import FP8_TENSOR, NVFP4, int_format
+from moectl.problem.schemes import FP8_TENSOR, MXFP8, NVFP4, Scheme, int_format
 from support import refit_cases
 from support.layout_cases import ROWS, as_bytes, lacks_lowest
 from support.one_thread import one_thread  # noqa: F401
@@ -202,6 +202,27 @@ def test_scales_beyond_the_range_that_launched_kernels_need_are_refused() -> Non
     assert torch.equal(before, live.weights["w13_scale"])
     assert update("w13_scale", scale - 126, experts=1, rows=3, columns=0)
     assert layer_of(live).w13.exponents == (64, 190)
+
+
+def test_nan_codes_are_refused_where_kernels_are_for_numbers() -> None:
+    problem = replace(GPT_OSS, scheme=Scheme(MXFP8))
+    nan, number = (
+        torch.full((1, 1, 1), 0x7F, dtype=torch.uint8),
+        torch.full((1, 1, 1), 0x7E, dtype=torch.uint8),
+    )
+    roles = canonical_roles(problem)
+    live = expert_layer(problem, roles).prepared("moectl", "cpu")
+    assert layer_of(live).w2.numbers
+    before = live.weights["w2"].clone()
+    with pytest.raises(NoBackend, match="right for codes that are numbers, got NaN"):
+        refit(live).update("w2", nan, experts=1, rows=3, columns=0)
+    assert torch.equal(before, live.weights["w2"])
+    assert refit(live).update("w2", number, experts=1, rows=3, columns=0)
+    assert not torch.equal(before, live.weights["w2"])
+    roles["w2"][0, 0, 0] = 0xFF
+    live = expert_layer(problem, roles).prepared("moectl", "cpu")
+    assert (layer_of(live).w13.numbers, layer_of(live).w2.numbers) == (True, False)
+    assert refit(live).update("w2", nan, experts=1, rows=3, columns=0)
 
 
 def test_the_kernel_that_calls_run_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:

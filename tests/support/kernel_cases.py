@@ -20,10 +20,11 @@ from moectl.kernels.triton.kernel_family import CODE_BASES
 from moectl.kernels.triton.launches import Launch, Tile
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem
-from moectl.problem.schemes import MXFP4, WeightFormat
+from moectl.problem.schemes import MXFP8, Scheme, WeightFormat
 from support.kernel_grid import Case
 from support.random_layers import (
     DTYPES,
+    E4M3_ONE,
     E8M0_ONE,
     FAMILIES,
     GPT_OSS,
@@ -117,7 +118,7 @@ INT8_OF_BF16 = -128
 def surplus(family: str, problem: MoEProblem) -> int:
     """How many times too large the sums of a family can be before it takes the surplus off; 0 for not."""
     weight = problem.scheme.weight
-    if family not in SUMS_WITH_SURPLUS or weight == MXFP4:
+    if family not in SUMS_WITH_SURPLUS or weight.number.byte_scale:
         return 0
     base = INT8_OF_BF16 if (weight.bits, problem.dtype) == (8, "bf16") else CODE_BASES[problem.dtype]
     zero = 2**weight.bits - 1 if weight.zero_point else 2 ** (weight.bits - 1)
@@ -178,15 +179,18 @@ def _identity(problem: MoEProblem, roles: Mapping[str, torch.Tensor], role: str)
     weight, size = problem.scheme.weight, problem.dims.hidden
     scale = roles[f"{role}_scale"]
     zero = torch.full(scale.shape, 2 ** (weight.bits - 1), dtype=torch.uint8)
-    if weight == MXFP4:
+    if weight.number.byte_scale:
         zero.zero_()
     if weight.zero_point:
         zero = roles[f"{role}_zero"].clamp(max=2**weight.bits - 2)
     codes = zero.repeat_interleave(size // zero.shape[2], 2)
-    codes += torch.eye(size, dtype=torch.uint8) * (2 if weight == MXFP4 else 1)  # E2M1's code of 1 is 2
+    one = {"E2M1": 2, "E4M3": E4M3_ONE}.get(weight.number.grid.name, 1)
+    codes += torch.eye(size, dtype=torch.uint8) * one
     packed = codes if weight.bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4
-    ones = torch.full_like(scale, E8M0_ONE if weight == MXFP4 else 1)
+    ones = torch.full_like(scale, {"E8M0": E8M0_ONE, "F8_E4M3": E4M3_ONE}.get(weight.number.byte_scale, 1))
     made = {role: packed, f"{role}_scale": ones}
+    if weight.number.global_scale:
+        made[f"{role}_global"] = torch.ones_like(roles[f"{role}_global"])
     return made | ({f"{role}_zero": zero} if weight.zero_point else {})
 
 
@@ -278,6 +282,25 @@ def every_scale_is_right(launch: Launch, device: str) -> None:
         expected = moe_reference(x, ids, weights, layer.reference, problem, dtype=torch.float64)[:, rows]
         assert torch.isfinite(expected).all() and int((expected == 0).sum()) < expected.numel() // 4
         torch.testing.assert_close(y.cpu().double()[:, rows], expected, rtol=0.015, atol=0.0)
+
+
+def nan_codes_stay_nan(launch: Launch, device: str, dtype: str = "bf16") -> None:
+    """A NaN code in one matrix of one expert makes NaN of the tokens that it has, and of no others."""
+    problem = replace(KIMI, scheme=Scheme(MXFP8), dims=Dims(96, 64), dtype=dtype)
+    for role in ("w13", "w2"):
+        roles = canonical_roles(problem)
+        roles[role][1, 3, 5] = 0xFF
+        layer = layer_of(problem, roles)
+        prepared = layer.prepared("moectl", device)
+        inputs = inputs_of(problem, 9, device=device)
+        ids = torch.arange(9, dtype=torch.int32)[:, None] % 3 + torch.arange(problem.top_k, dtype=torch.int32)
+        inputs = replace(inputs, ids=ids.to(device))
+        y = _run(prepared, inputs, launch).cpu()
+        expected = moe_reference(
+            *(t.cpu() for t in (inputs.x, inputs.ids, inputs.weights)), layer.reference, problem
+        )
+        assert torch.equal(y.isnan(), expected.isnan())
+        assert y.isnan().any() and not y.isnan().all()
 
 
 def no_tokens_and_the_table(device: str) -> None:

@@ -13,7 +13,7 @@ from itertools import combinations, cycle, product
 from typing import Any
 
 from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
-from moectl.problem.schemes import FULL, MXFP4, Scheme, WeightFormat, int_format
+from moectl.problem.schemes import FULL, MXFP4, MXFP8, NVFP4, Scheme, WeightFormat, int_format
 
 FORMATS: tuple[WeightFormat, ...] = (
     MXFP4,
@@ -21,6 +21,8 @@ FORMATS: tuple[WeightFormat, ...] = (
         int_format(bits, group, zero_point=zero)
         for bits, zero, group in product((4, 8), (False, True), (32, 64, 128, FULL))
     ),
+    NVFP4,
+    MXFP8,
 )
 
 CHOICES: Mapping[str, Sequence[Any]] = {
@@ -68,7 +70,9 @@ class Case:
         dtype, scales = self.floats
         unit = math.lcm(32, max(self.weight.group, 1))
         hidden, intermediate = (math.ceil(size / unit) * unit for size in self.sizes)
-        weight = self.weight if self.weight == MXFP4 else replace(self.weight, scale_dtype=scales)
+        weight = self.weight
+        if not weight.number.byte_scale:
+            weight = replace(weight, scale_dtype=scales)
         experts, top_k = self.spread
         return MoEProblem(
             Dims(hidden, intermediate),

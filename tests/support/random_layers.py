@@ -49,6 +49,7 @@ FAMILIES = {"gpt-oss": GPT_OSS, "kimi": KIMI, "qwen": QWEN, "group 64": GROUP_64
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
+E4M3_ONE = 0x38
 E8M0_ONE = 127
 
 
@@ -65,8 +66,19 @@ def canonical_roles(problem: MoEProblem, seed: int = 0) -> dict[str, Tensor]:
         groups = 1 if weight.group == FULL else -(-k // weight.group)
         columns = k * weight.bits // 8
         roles[role] = torch.randint(0, 256, (experts, n, columns), dtype=torch.uint8, generator=generator)
-        if weight.name == "mxfp4":
-            exponents = torch.randint(E8M0_ONE - 8, E8M0_ONE - 2, (experts, n, groups), generator=generator)
+        if weight.number.scale == "F8_E4M3":
+            # Every scale, and global ones, gate's unlike up's, that keep activations near one.
+            scales = torch.randint(0, 127, (experts, n, groups), dtype=torch.uint8, generator=generator)
+            roles[f"{role}_scale"] = scales
+            halves = 2 if role == "w13" and problem.activation.gated else 1
+            factors = torch.rand(experts, halves, 1, generator=generator) + 0.5
+            roles[f"{role}_global"] = factors * (2.0**-8 / k**0.5)
+        elif weight.number.scale == "E8M0":
+            if weight.bits == 8:
+                nan = (roles[role] & 0x7F) == 0x7F
+                roles[role] -= nan.to(torch.uint8)
+            one = E8M0_ONE - (7 if weight.bits == 8 else 0)  # larger codes, smaller scales
+            exponents = torch.randint(one - 8, one - 2, (experts, n, groups), generator=generator)
             roles[f"{role}_scale"] = exponents.to(torch.uint8)
         else:
             spread = 2.0 ** (2 - weight.bits) / k**0.5
@@ -84,7 +96,7 @@ def canonical_roles(problem: MoEProblem, seed: int = 0) -> dict[str, Tensor]:
     return roles
 
 
-SPELLED = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16"}
+SPELLED = {torch.float32: "F32", torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def layer_of(problem: MoEProblem, roles: Mapping[str, Tensor]) -> ExpertLayer:

@@ -75,5 +75,22 @@ _ROTATED = (
 
 E2M1_ROTATED = _e2m1_rotated()
 
+
+def _e4m3_pairs() -> Bits:
+    """Four E4M3 bytes at positions from which one mask, or a rotation and it, convert them to bf16.
+
+    With m = 0x07F007F0, bytes 0 and 2 are the low and the high half of ``x & m``, bytes 1 and 3 of
+    ``rotl(x, 7) & m``: 2**-120 of the values. Sign bits, which are 0, are at bits 11, 12, 27 and 28.
+    """
+    order = [-1] * 32
+    for byte, (first, sign) in enumerate(((4, 11), (29, 12), (20, 27), (13, 28))):
+        for bit in range(7):
+            order[(first + bit) % 32] = 8 * byte + bit
+        order[sign] = 8 * byte + 7
+    return Bits(tuple(order))
+
+
+E4M3_PAIRS = _e4m3_pairs()
+
 WORDS = DtypeView("U8", "I32")
 BYTES = DtypeView("I32", "U8")

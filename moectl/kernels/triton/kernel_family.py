@@ -28,9 +28,12 @@ class KernelMatrix:
         scales: ``[experts, n / 64, k / span, words]`` int32; one span for scales of whole rows.
         zeros: zero points in the shape of `scales`, or None.
         bias: ``[experts, n]`` in the order of the stored rows, or None.
+        factors: ``[experts, halves]`` fp32 factors on the products (NVFP4's global scales), gate's before
+            up's; or None.
         n, k: stored (padded) rows and columns.
         exponents: smallest and largest biased exponent of the nonzero scales, 127 for scales in [1, 2); None
             if unknown (`exponents_of`).
+        numbers: whether all codes are known to be numbers, none of them NaN (`are_numbers`).
         relied_on: ranges of exponents for which kernels were launched that are right only there.
     """
 
@@ -40,8 +43,15 @@ class KernelMatrix:
     bias: Tensor | None
     n: int
     k: int
+    factors: Tensor | None = None
     exponents: tuple[int, int] | None = None
+    numbers: bool = True
     relied_on: set[range] = field(default_factory=set, compare=False, repr=False)
+
+    @property
+    def halves(self) -> int:
+        """Factors of an expert: 2 for gate and up, 1 for a single matrix, 0 without factors."""
+        return 0 if self.factors is None else self.factors.shape[1]
 
     def exponents_within(self, allowed: range) -> bool:
         """Whether the exponents of all scales are known to be in `allowed`, which later refits then keep."""
@@ -83,6 +93,16 @@ def exponents_of_each(scales: Sequence[Tensor], kind: str) -> list[tuple[int, in
     shift = 0 if kind == "e8m0" else 7
     # Without any nonzero scale, the smallest is beyond the largest.
     return [(min(255, low >> shift), high >> shift) for low, high in found]
+
+
+def are_numbers(codes: Tensor) -> bool:
+    """Whether none of the E4M3 bytes `codes` is NaN; False, that is unknown, during CUDA graph capture."""
+    if codes.is_meta:
+        return True
+    if codes.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    parts = torch.split(codes.contiguous().view(-1), EXAMINED_BYTES)
+    return not any((part & 0x7F).max() == 0x7F for part in parts if part.numel())
 
 
 Bounds = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -134,17 +154,30 @@ def matrix_of(prepared: PreparedMoE, role: str) -> KernelMatrix:
         raise UsageError(f"a layer with bias={prepared.problem.bias} {needs} {role}_bias, got {got}")
     if bias is not None and bias.shape[1] != n:
         raise UsageError(f"{role}_bias must have {n} rows like {role}, got {bias.shape[1]}")
-    return KernelMatrix(codes, scales, zeros, bias, n, k)
+    return KernelMatrix(codes, scales, zeros, bias, n, k, _factors(prepared, role, codes.shape[0]))
+
+
+def _factors(prepared: PreparedMoE, role: str, experts: int) -> Tensor | None:
+    """`KernelMatrix.factors` of a layer's matrix `role`."""
+    name, problem = f"{role}_global", prepared.problem
+    if not problem.scheme.weight.number.global_scale:
+        return None
+    factors = prepared.weights.get(name)
+    shape = (experts, 2 if role == "w13" and problem.activation.gated else 1, 1)
+    if factors is None or factors.shape != shape:
+        got = None if factors is None else list(factors.shape)
+        raise UsageError(f"{name} must be {list(shape)}, got {got}")
+    return factors.view(shape[:2])
 
 
 _FLOATS = {name: short for short, name in MODEL_DTYPES.items()}
 
 
 def scale_name(problem: MoEProblem) -> str:
-    """Type of the scales: ``e8m0``, ``bf16`` or ``fp16``; empty if no kernel supports it."""
+    """Type of the scales: ``e8m0``, ``e4m3``, ``bf16`` or ``fp16``; empty if no kernel supports it."""
     weight = problem.scheme.weight
-    if weight.name == "mxfp4":
-        return "e8m0"
+    if weight.number.byte_scale:
+        return {"E8M0": "e8m0", "F8_E4M3": "e4m3"}[weight.number.byte_scale]
     return _FLOATS.get(weight.scale_dtype, "") if weight.scale_dtype else problem.dtype
 
 
@@ -155,7 +188,7 @@ SIZE_MULTIPLE = 16
 """Required divisor of sizes for kernels with 16-byte copies; Triton specializes on it."""
 
 
-DECODED = ("mxfp4", "int4", "int8")
+DECODED = ("mxfp4", "nvfp4", "mxfp8", "int4", "int8")
 """Weight formats that every kernel family that decodes tiles supports."""
 
 
@@ -168,7 +201,8 @@ def column_refusal(problem: MoEProblem, formats: Sequence[str] = DECODED) -> str
     weight, dims = problem.scheme.weight, problem.dims
     if weight.name not in formats:
         return f"it decodes {', '.join(formats)}; the layer has {weight}"
-    if not (weight.group in (32, FULL) or (weight.group > 0 and weight.group % 64 == 0)):
+    wide = weight.group > 0 and weight.group % 64 == 0
+    if not (wide or weight.name == "nvfp4" or weight.group in (32, FULL)):
         return f"it supports scale groups of 32, of multiples of 64 and of whole rows; the layer has {weight}"
     for name, size in (("hidden", dims.hidden), ("intermediate", dims.intermediate)):
         if size % SIZE_MULTIPLE:
@@ -220,9 +254,12 @@ def layer_of(prepared: PreparedMoE) -> AnyLayer:
     layer: KernelLayer | None = prepared.derived.get(LAYER)
     if layer is None:
         matrices = [matrix_of(prepared, role) for role in ("w13", "w2")]
-        if prepared.problem.scheme.weight.name in ("mxfp4", "int4") and matrices[0].zeros is None:
+        name = prepared.problem.scheme.weight.name
+        if name in ("mxfp4", "mxfp8", "int4") and matrices[0].zeros is None:
             every = exponents_of_each([m.scales for m in matrices], scale_name(prepared.problem))
             matrices = [replace(m, exponents=found) for m, found in zip(matrices, every, strict=True)]
+        if name == "mxfp8":
+            matrices = [replace(m, numbers=are_numbers(m.codes)) for m in matrices]
         layer = KernelLayer(prepared.problem, *matrices)
         if not (prepared.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             prepared.derived[LAYER] = layer
@@ -232,10 +269,16 @@ def layer_of(prepared: PreparedMoE) -> AnyLayer:
 def accept_scales(layers: Sequence[PreparedMoE], scales: Sequence[tuple[str, Tensor]]) -> str:
     """Why kernels that were launched would be wrong with new canonical `scales`; empty if they are right.
 
-    `Runner.refit` of kernels that are chosen by the exponents of a layer's scales; waits for the GPU once.
+    `Runner.refit` of kernels that are chosen by the exponents of a layer's scales; waits for the GPU once
+    for these. MXFP8 codes may be among `scales` (`Runner.refit_codes`): kernels for numbers keep no NaN.
     """
     of_tiles = [p for p in layers if isinstance(p.derived.get(LAYER), KernelLayer)]
     made: list[KernelLayer] = [p.derived[LAYER] for p in of_tiles]
+    codes = [(role, t) for role, t in scales if f"{role}_scale" in MATRICES]
+    if any(
+        MATRICES[f"{role}_scale"](layer).numbers and not are_numbers(t) for layer in made for role, t in codes
+    ):
+        return "kernels were launched that are right for codes that are numbers, got NaN"
     known = [
         (role, t)
         for role, t in scales

@@ -22,6 +22,7 @@ from ...cache.cache_file import CacheWarning
 from ...cache.launches_file import rows_of
 from ...environment import Device
 from ...problem.moe_problem import MoEProblem
+from ...problem.number_formats import number_format
 from .row_matrix import ROW_FORMATS
 
 FILE = "launches.json"
@@ -93,7 +94,9 @@ class LayerLaunches:
         Numbers of tokens are compared by `_by_distance`.
         """
         dims, weight = problem.dims, problem.scheme.weight
-        formats = 0.0 if self.weight == str(weight) else 1.0 if self.weight[:4] == str(weight)[:4] else 3.0
+        measured = number_format(self.weight.partition(" ")[0])
+        similar = 1.0 if measured.name == weight.name else 1.5 if measured.grid == weight.number.grid else 3.0
+        formats = 0.0 if self.weight == str(weight) else similar
         sizes = math.log2(self.hidden / dims.hidden), math.log2(self.intermediate / dims.intermediate)
         routing = math.log2(self.experts / problem.local_experts), math.log2(self.top_k / problem.top_k)
         return formats + 0.5 * sum(map(abs, sizes)) + 0.1 * sum(map(abs, routing))

@@ -109,8 +109,8 @@ FP8_GROUPED_A16: tuple[tuple[float, Tile], ...] = (
 
 
 def two_sums(problem: MoEProblem) -> bool:
-    """Whether kernels need two accumulators: MXFP4 scales exceed fp16's range and multiply group sums."""
-    return problem.scheme.weight.name == "mxfp4" and problem.dtype == "fp16"
+    """Whether kernels need two accumulators: E8M0 scales exceed fp16's range and multiply group sums."""
+    return problem.scheme.weight.number.scale == "E8M0" and problem.dtype == "fp16"
 
 
 def grouped_for(problem: MoEProblem) -> tuple[tuple[float, Tile], ...]:

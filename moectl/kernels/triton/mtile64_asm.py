@@ -4,11 +4,12 @@ For ``tl.inline_asm_elementwise`` with ``pack=1``, so that the result does not d
 a thread holds its words. Results are 16-bit patterns, eight for 4-bit codes and four for 8-bit codes. All
 instructions exist from sm_80 on.
 
-MXFP4: sign, exponent and mantissa bits are moved to bits 15, 8:7 and 6 of a bf16, which gives value * 2^-126
-(subnormal for 0.5), or to bits 15, 11:10 and 9 of an fp16, value * 2^-14; multiplying by the power of two is
-exact. INT4: ``0x4300 | u`` is 128 + u in bf16, ``0x6400 | u`` is 1024 + u in fp16. INT8, two's complement:
-``0x4300 | low bits`` and ``0xC300 | sign bit`` add up to the value in bf16; ``byte ^ 0x6480`` is 1152 + value
-in fp16. Then the zero point is subtracted (8 for symmetric INT4), and the result is multiplied by the scale.
+MXFP4 and NVFP4: sign, exponent and mantissa bits are moved to bits 15, 8:7 and 6 of a bf16, which gives value
+* 2^-126 (subnormal for 0.5), or to bits 15, 11:10 and 9 of an fp16, value * 2^-14; multiplying by the power
+of two is exact. MXFP8: those of E4M3 likewise, times 2^-120 or 2^-8, and a carry out of seven ones makes NaN.
+INT4: ``0x4300 | u`` is 128 + u in bf16, ``0x6400 | u`` is 1024 + u in fp16. INT8, two's complement: ``0x4300
+| low bits`` and ``0xC300 | sign bit`` add up to the value in bf16; ``byte ^ 0x6480`` is 1152 + value in fp16.
+Then the zero point is subtracted (8 for symmetric INT4), and the result is multiplied by the scale.
 """
 
 from __future__ import annotations
@@ -39,6 +40,24 @@ def _mxfp4(half: bool) -> list[str]:
                 "and.b32 t, t, 0x0E000E00",
                 f"lop3.b32 r{r}, r{r}, 0x80008000, t, {_AND_OR}",
             ]
+        lines += [f"mov.b32 t, {power}", _times(r, "t", half)]
+    return lines
+
+
+def _mxfp8(half: bool) -> list[str]:
+    bits, shift, one, power = (
+        ("0x3F803F80", 1, "0x00800080", "0x5C005C00")
+        if half
+        else ("0x07F007F0", 4, "0x00100010", "0x7B807B80")
+    )
+    lines = []
+    for r in range(2):
+        lines += [f"shl.b32 t, w, {8 - 8 * r}", f"shr.u32 u, t, {shift}", f"and.b32 u, u, {bits}"]
+        lines += [f"lop3.b32 r{r}, t, 0x80008000, u, {_AND_OR}", f"add.u32 u, r{r}, {one}"]
+        if half:
+            lines.append(f"lop3.b32 r{r}, u, 0x40004000, r{r}, {_AND_OR}")
+        else:
+            lines += ["and.b32 u, u, 0x08000800", f"mad.lo.u32 r{r}, u, 15, r{r}"]
         lines += [f"mov.b32 t, {power}", _times(r, "t", half)]
     return lines
 
@@ -80,13 +99,19 @@ def _minus(r: int, subtrahend: str, half: bool) -> str:
     )
 
 
+_FLOATS = {"mxfp4": _mxfp4, "nvfp4": _mxfp4, "mxfp8": _mxfp8}
+
+WIDE = frozenset({"mxfp8", "int8"})
+"""Formats with codes of 8 bits."""
+
+
 def _dequantization(name: str, zero: bool, scaled: bool, half: bool) -> tuple[str, str]:
-    registers = 2 if name == "int8" else 4
+    registers = 2 if name in WIDE else 4
     results = 2 * registers
     operands = iter(range(results, results + 5))
     lines = [".reg .b32 w, t, u, none, less, r0, r1, r2, r3", f"mov.b32 w, ${next(operands)}"]
     lines += ["mov.b32 none, 0x80008000", "mov.b32 less, 0xBF80BF80"]
-    lines += _mxfp4(half) if name == "mxfp4" else (_int4 if name == "int4" else _int8)(zero, half)
+    lines += _FLOATS[name](half) if name in _FLOATS else (_int4 if name == "int4" else _int8)(zero, half)
     inputs = 1
     for enabled, operation in ((zero, _minus), (scaled, _times)):
         if enabled:
@@ -100,7 +125,7 @@ def _dequantization(name: str, zero: bool, scaled: bool, half: bool) -> tuple[st
 
 DEQUANTIZATIONS: dict[tuple[str, bool, bool, bool], tuple[str, str]] = {
     (name, zero, scaled, half): _dequantization(name, zero, scaled, half)
-    for name in ("mxfp4", "int4", "int8")
+    for name in (*_FLOATS, "int4", "int8")
     for zero, scaled, half in product((False, True), repeat=3)
 }
 """PTX and its constraints by (format, zero points, scales, fp16 instead of bf16).

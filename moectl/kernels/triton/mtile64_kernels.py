@@ -5,9 +5,9 @@ A weight tile is 64 rows x 64 columns. Each of 4 warps owns 16 rows; lane ``4 g 
 g + 8 and columns ``16 j + {2c, 2c+1, 2c+8, 2c+9}``, j = 0..3: the A operands of four matrix instructions of
 depth 16, in one 16-byte load of 4-bit codes, or two of 8-bit codes.
 
-`FORMAT` is mxfp4, int4 or int8; `GROUP` the columns per scale, -1 for one scale per row; `ZERO` whether there
-are zero points; `SCALE` the type of the scales: e8m0, bf16 or fp16; `DTYPE` the dtype of the result. Blocks
-of NB x KB tiles have SK runs of scale words along their columns.
+`FORMAT` is mxfp4, nvfp4, mxfp8, int4 or int8; `GROUP` the columns per scale, -1 for one scale per row; `ZERO`
+whether there are zero points; `SCALE` the type of the scales: e8m0, e4m3, bf16 or fp16; `DTYPE` the dtype of
+the result. Blocks of NB x KB tiles have SK runs of scale words along their columns.
 
 `INTERP` selects code for Triton's interpreter, which has no inline assembly and computes bf16 products
 incorrectly: the same values are then computed in fp32.
@@ -16,7 +16,13 @@ incorrectly: the same values are then computed in fp32.
 import triton
 import triton.language as tl
 
-from .mtile64_asm import DEQUANTIZATIONS
+from .mtile64_asm import DEQUANTIZATIONS, WIDE
+
+
+@triton.constexpr_function
+def _is_wide(FORMAT):
+    """Whether codes have 8 bits."""
+    return FORMAT in WIDE
 
 
 @triton.jit
@@ -81,15 +87,43 @@ def _scale_bytes(words, NB: tl.constexpr, KB: tl.constexpr):
 
 
 @triton.jit
+def _e4m3(bits):
+    """fp32 values of E4M3 bits at an fp32's sign and at bits 20 to 26."""
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
+def _e4m3_scales(words, NB: tl.constexpr, KB: tl.constexpr):
+    """fp32 scales of rows g and of rows g + 8, each [NB, KB, 4, 8, 4 groups], of words of E4M3 pairs."""
+    u = tl.reshape(words, (NB, KB, 4, 8, 2)).to(tl.uint32, bitcast=True)
+    v = (u << 7) | (u >> 25)
+    s0 = tl.join(_e4m3((u & 0x07F0) << 16), _e4m3((v & 0x07F0) << 16))
+    s1 = tl.join(_e4m3(u & 0x07F00000), _e4m3(v & 0x07F00000))
+    return tl.reshape(s0, (NB, KB, 4, 8, 4)), tl.reshape(s1, (NB, KB, 4, 8, 4))
+
+
+@triton.jit
+def _pair(v, DTYPE: tl.constexpr):
+    """fp32 `v` in `DTYPE`, in both halves of an int32."""
+    return _doubled(v.to(DTYPE).to(tl.uint16, bitcast=True).to(tl.uint32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def _scales(
-    words, GROUP: tl.constexpr, SCALE: tl.constexpr, NB: tl.constexpr, KB: tl.constexpr,
+    words, GROUP: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, NB: tl.constexpr, KB: tl.constexpr,
     SK: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """Scales of rows g and of rows g + 8, each [NB, KB, 4, 8, 2]: pairs of equal halves; fp32 with INTERP.
+    """Scales of rows g and of rows g + 8, each [NB, KB, 4, 8, groups]: pairs of equal halves; INTERP: fp32.
+
+    There are two groups of 32 columns, for E4M3 four of 16.
 
     An E8M0 byte s is 2^(s - 127): the exponent field of bf16, except s = 0, which is subnormal (0x0040).
     """
-    if SCALE == "e8m0":
+    if SCALE == "e4m3":
+        s0, s1 = _e4m3_scales(words, NB, KB)
+        if not INTERP:
+            s0, s1 = _pair(s0, DTYPE), _pair(s1, DTYPE)
+    elif SCALE == "e8m0":
         if INTERP:
             a0, a1, b0, b1 = _scale_bytes(words, NB, KB)
             a0, a1 = _power_of_two(a0), _power_of_two(a1)
@@ -179,8 +213,10 @@ def _centers(
 
 @triton.jit
 def _spread(s, FORMAT: tl.constexpr, NB: tl.constexpr, KB: tl.constexpr):
-    """Broadcasts values [NB, KB, 4, 8, 2 groups] to the words that they apply to."""
-    if FORMAT == "int8":
+    """Broadcasts values [NB, KB, 4, 8, groups] to the words that they apply to."""
+    if FORMAT == "nvfp4":
+        s = tl.broadcast_to(tl.reshape(s, (NB, KB, 4, 8, 1, 4)), (NB, KB, 4, 8, 4, 4))
+    elif _is_wide(FORMAT):
         s = tl.reshape(tl.permute(s, (0, 1, 2, 4, 3)), (NB, KB, 4, 2, 8, 1, 1, 1))
         s = tl.broadcast_to(s, (NB, KB, 4, 2, 8, 4, 2, 2))
     else:
@@ -203,12 +239,17 @@ def _numbers_interpreted(words, FORMAT: tl.constexpr):
     INT4 codes are unsigned, INT8 codes signed.
     """
     x = words.to(tl.uint32, bitcast=True)
-    if FORMAT == "int8":
+    if _is_wide(FORMAT):
         low = tl.join(x & 255, (x >> 16) & 255)
         high = tl.join((x >> 8) & 255, x >> 24)
-        v = (tl.join(low, high) ^ 0x80).to(tl.float32) - 128.0
+        code = tl.join(low, high)
+        if FORMAT == "mxfp8":
+            v = _e4m3(((code & 0x80) << 24) | ((code & 0x7F) << 20))
+            v = tl.where((code & 0x7F) == 0x7F, float("nan"), v)
+        else:
+            v = (code ^ 0x80).to(tl.float32) - 128.0
     else:
-        if FORMAT == "mxfp4":
+        if FORMAT == "mxfp4" or FORMAT == "nvfp4":
             r0 = x & 0x81C081C0
             r1 = ((x >> 4) | (x << 28)) & 0x81C081C0
             r2 = (x << 6) & 0x81C081C0
@@ -219,7 +260,7 @@ def _numbers_interpreted(words, FORMAT: tl.constexpr):
             r2 = ((x >> 8) & 0x000F000F) | 0x43004300
             r3 = ((x >> 12) & 0x000F000F) | 0x43004300
         v = tl.join(tl.join(_pairs(r0), _pairs(r1)), tl.join(_pairs(r2), _pairs(r3)))
-        v = v * 8.507059173023462e37 if FORMAT == "mxfp4" else v - 128.0
+        v = v - 128.0 if FORMAT == "int4" else v * 8.507059173023462e37
     return v
 
 
@@ -249,7 +290,7 @@ def _numbers(
         given = (words, s0, s1)
     else:
         given = (words,)
-    if FORMAT == "int8":
+    if _is_wide(FORMAT):
         r00, r01, r10, r11 = tl.inline_asm_elementwise(
             CODE, CONSTRAINTS, given,
             dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=1,
@@ -272,7 +313,7 @@ def _by_half(p0, p1, FORMAT: tl.constexpr):
     """Per-word values of rows g and of rows g + 8, shaped to broadcast with `_numbers_interpreted`."""
     p = tl.join(p0, p1)
     n: tl.constexpr = p.shape
-    if FORMAT == "int8":
+    if _is_wide(FORMAT):
         p = tl.reshape(p, (n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], 1, 2))
     else:
         p = tl.reshape(p, (n[0], n[1], n[2], n[3], n[4], n[5], 1, 2, 1))
@@ -293,7 +334,7 @@ def _dequantized(
     KB: tl.constexpr = BK // 64
     HALF: tl.constexpr = tl.float16 == DTYPE
     SCALED: tl.constexpr = AT == "weights"
-    if FORMAT == "int8":
+    if _is_wide(FORMAT):
         words = tl.reshape(words, (NB, KB, 4, 2, 8, 4, 2, 2))
     else:
         words = tl.reshape(words, (NB, KB, 4, 8, 4, 4))
@@ -303,7 +344,7 @@ def _dequantized(
         c0 = _spread(c0, FORMAT, NB, KB)
         c1 = _spread(c1, FORMAT, NB, KB)
     if SCALED:
-        s0, s1 = _scales(scales, GROUP, SCALE, NB, KB, SK, INTERP)
+        s0, s1 = _scales(scales, GROUP, SCALE, DTYPE, NB, KB, SK, INTERP)
         s0 = _spread(s0, FORMAT, NB, KB)
         s1 = _spread(s1, FORMAT, NB, KB)
     if INTERP:
@@ -318,7 +359,7 @@ def _dequantized(
     else:
         v = _numbers(words, c0, c1, s0, s1, FORMAT, ZERO, SCALED, DTYPE)
     # -> rows (nb warp h g), columns (kb j k8 c b)
-    if FORMAT == "int8":  # [nb kb warp jj g c jl k8 b h]
+    if _is_wide(FORMAT):  # [nb kb warp jj g c jl k8 b h]
         v = tl.permute(v, (0, 2, 9, 4, 1, 3, 6, 7, 5, 8))
     else:  # [nb kb warp g c j b h k8]
         v = tl.permute(v, (0, 2, 7, 3, 1, 5, 8, 4, 6))

@@ -97,6 +97,7 @@ class _PortableArguments:
             "KX": columns,
             "NX": outputs,
             "BIAS": m.bias is not None,
+            "HALVES": m.halves if isinstance(m, KernelMatrix) else 0,
             "EVEN_N": m.n % self.tile.rows == 0,
             "EVEN_K": m.k == columns and columns % self.tile.depth == 0,
             **_shared_constants(self.layer.problem, self.tile),
@@ -121,6 +122,7 @@ def _in_tiles(m: KernelMatrix) -> dict[str, Tensor]:
         "S": m.scales,
         "Z": m.scales if m.zeros is None else m.zeros,
         "B": m.codes if m.bias is None else m.bias,
+        "F": m.scales if m.factors is None else m.factors,
     }
 
 
@@ -131,6 +133,7 @@ def _in_rows(m: RowMatrix) -> dict[str, Tensor]:
         "S": weights if m.scales is None else m.scales,
         "Z": weights,
         "B": weights if m.bias is None else m.bias,
+        "F": weights,
     }
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .mtile64_kernels import _nearest
-from .portable_product_kernels import _product
+from .portable_product_kernels import _factored, _product
 
 
 @triton.jit
@@ -53,8 +53,9 @@ def _matrix_rows(pid_n, N, NX, GATED: tl.constexpr, FORMAT: tl.constexpr, BN: tl
 
 @triton.jit
 def _gemm1_tile(
-    X, XS, W, S, Z, B, H, WEIGHTS, slots, h_rows, live, expert, pid_n, N, K, KX, NX, alpha, limit,
-    TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    X, XS, W, S, Z, B, F, H, WEIGHTS, slots, h_rows, live, expert, pid_n, N, K, KX, NX, alpha, limit,
+    TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    HALVES: tl.constexpr, WEIGHTED: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
@@ -65,6 +66,7 @@ def _gemm1_tile(
         X, XS, W, S, Z, slots // TOP_K, live, expert, rows, inside, pid_n, 0, N, K, KX, NX,
         FORMAT, GROUP, ZERO, SCALE, TOKENS, BM, BN, BK, 1, STAGES, EVEN_N, EVEN_K, INTERP,
     )  # fmt: skip
+    acc = _factored(acc, F, expert, HALVES)
     if WEIGHTED:
         acc = acc * tl.load(WEIGHTS + slots, mask=live, other=0.0)[None, :]
     if BIAS:
@@ -85,8 +87,8 @@ def _gemm1_tile(
 
 @triton.jit
 def _gemm2_tile(
-    H, XS, W, S, Z, B, Y, WEIGHTS, slots, h_rows, live, expert, pid_n, pid_k, N, K, KX, NX,
-    BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    H, XS, W, S, Z, B, F, Y, WEIGHTS, slots, h_rows, live, expert, pid_n, pid_k, N, K, KX, NX,
+    BIAS: tl.constexpr, HALVES: tl.constexpr, WEIGHTED: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLIT_K: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
@@ -98,6 +100,7 @@ def _gemm2_tile(
         H, XS, W, S, Z, h_rows, live, expert, rows, inside, pid_n, pid_k, N, K, KX, NX,
         FORMAT, GROUP, ZERO, SCALE, TOKENS, BM, BN, BK, SPLIT_K, STAGES, EVEN_N, EVEN_K, INTERP,
     )  # fmt: skip
+    acc = _factored(acc, F, expert, HALVES)
     if BIAS:
         b = tl.load(B + expert.to(tl.int64) * N + rows, mask=inside & (pid_k == 0), other=0.0)
         acc += b.to(tl.float32)[:, None]
@@ -135,9 +138,10 @@ def _assigned(IDS, T, p, m0, E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.co
 
 @triton.jit(do_not_specialize=["T", "M_BLOCKS"])
 def _decode_gemm1_kernel(
-    X, XS, W, S, Z, B, H, IDS, WEIGHTS, T, M_BLOCKS, N, K, KX, NX, alpha, limit,
+    X, XS, W, S, Z, B, F, H, IDS, WEIGHTS, T, M_BLOCKS, N, K, KX, NX, alpha, limit,
     E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.constexpr,
-    TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    HALVES: tl.constexpr, WEIGHTED: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
@@ -149,17 +153,17 @@ def _decode_gemm1_kernel(
     expert, slots, live, work = _assigned(IDS, T, p, m0, E, BY_SLOT, TPAD, BM)
     if work:
         _gemm1_tile(
-            X, XS, W, S, Z, B, H, WEIGHTS, slots, slots, live, expert, pid_n, N, K, KX, NX, alpha, limit,
-            TOP_K, ACT, GATED, BIAS, WEIGHTED,
+            X, XS, W, S, Z, B, F, H, WEIGHTS, slots, slots, live, expert, pid_n, N, K, KX, NX, alpha, limit,
+            TOP_K, ACT, GATED, BIAS, HALVES, WEIGHTED,
             FORMAT, GROUP, ZERO, SCALE, TOKENS, BM, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "M_BLOCKS"])
 def _decode_gemm2_kernel(
-    H, XS, W, S, Z, B, Y, IDS, WEIGHTS, T, M_BLOCKS, N, K, KX, NX,
+    H, XS, W, S, Z, B, F, Y, IDS, WEIGHTS, T, M_BLOCKS, N, K, KX, NX,
     E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.constexpr,
-    BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    BIAS: tl.constexpr, HALVES: tl.constexpr, WEIGHTED: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLIT_K: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
@@ -173,8 +177,8 @@ def _decode_gemm2_kernel(
     expert, slots, live, work = _assigned(IDS, T, p, m0, E, BY_SLOT, TPAD, BM)
     if work:
         _gemm2_tile(
-            H, XS, W, S, Z, B, Y + pid_k.to(tl.int64) * T * NX, WEIGHTS, slots, slots, live, expert,
-            pid_n, pid_k, N, K, KX, NX, BIAS, WEIGHTED,
+            H, XS, W, S, Z, B, F, Y + pid_k.to(tl.int64) * T * NX, WEIGHTS, slots, slots, live, expert,
+            pid_n, pid_k, N, K, KX, NX, BIAS, HALVES, WEIGHTED,
             FORMAT, GROUP, ZERO, SCALE, TOKENS, BM, BN, BK, SPLIT_K, STAGES, EVEN_N, EVEN_K, INTERP,
         )  # fmt: skip
 
@@ -216,9 +220,10 @@ def _positions(SORTED, m0, end, BM: tl.constexpr):
 
 @triton.jit
 def _grouped_gemm1_kernel(
-    X, XS, W, S, Z, B, H, SORTED, OFFSETS, WEIGHTS, N, K, KX, NX, row_tiles, alpha, limit,
+    X, XS, W, S, Z, B, F, H, SORTED, OFFSETS, WEIGHTS, N, K, KX, NX, row_tiles, alpha, limit,
     E: tl.constexpr, EPAD: tl.constexpr, TAILS: tl.constexpr,
-    TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    HALVES: tl.constexpr, WEIGHTED: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
@@ -230,17 +235,17 @@ def _grouped_gemm1_kernel(
             if _is_as_wide(end - m0, BM >> halved, halved == 0, halved == TAILS):
                 slots, positions, live = _positions(SORTED, m0, end, BM >> halved)
                 _gemm1_tile(
-                    X, XS, W, S, Z, B, H, WEIGHTS, slots, positions, live, expert, pid_n, N, K, KX, NX,
-                    alpha, limit, TOP_K, ACT, GATED, BIAS, WEIGHTED,
+                    X, XS, W, S, Z, B, F, H, WEIGHTS, slots, positions, live, expert, pid_n, N, K, KX, NX,
+                    alpha, limit, TOP_K, ACT, GATED, BIAS, HALVES, WEIGHTED,
                     FORMAT, GROUP, ZERO, SCALE, TOKENS, BM >> halved, BN, BK, STAGES, EVEN_N, EVEN_K, INTERP,
                 )  # fmt: skip
 
 
 @triton.jit
 def _grouped_gemm2_kernel(
-    H, XS, W, S, Z, B, Y, SORTED, OFFSETS, WEIGHTS, N, K, KX, NX, row_tiles,
+    H, XS, W, S, Z, B, F, Y, SORTED, OFFSETS, WEIGHTS, N, K, KX, NX, row_tiles,
     E: tl.constexpr, EPAD: tl.constexpr, TAILS: tl.constexpr,
-    BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    BIAS: tl.constexpr, HALVES: tl.constexpr, WEIGHTED: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INTERP: tl.constexpr,
@@ -252,7 +257,7 @@ def _grouped_gemm2_kernel(
             if _is_as_wide(end - m0, BM >> halved, halved == 0, halved == TAILS):
                 slots, positions, live = _positions(SORTED, m0, end, BM >> halved)
                 _gemm2_tile(
-                    H, XS, W, S, Z, B, Y, WEIGHTS, slots, positions, live, expert, pid_n, 0, N, K, KX, NX,
-                    BIAS, WEIGHTED, FORMAT, GROUP, ZERO, SCALE, TOKENS,
+                    H, XS, W, S, Z, B, F, Y, WEIGHTS, slots, positions, live, expert, pid_n, 0, N, K, KX, NX,
+                    BIAS, HALVES, WEIGHTED, FORMAT, GROUP, ZERO, SCALE, TOKENS,
                     BM >> halved, BN, BK, 1, STAGES, EVEN_N, EVEN_K, INTERP,
                 )  # fmt: skip

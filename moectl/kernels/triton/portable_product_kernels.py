@@ -13,7 +13,7 @@ at the ``end``, to the whole product, if there is one scale per row.
 import triton
 import triton.language as tl
 
-from .mtile64_kernels import _dequantized, _row_scales
+from .mtile64_kernels import _dequantized, _is_wide, _row_scales
 from .row_product_kernels import _dot, _keep, _row_product, _tokens
 
 
@@ -22,6 +22,8 @@ def _scaled_at(FORMAT, GROUP, SCALE, half):
     """Where scales are applied: ``weights``, ``sums`` or ``end``; `half` means fp16 tokens."""
     if GROUP == -1:
         return "end"
+    if SCALE == "e4m3":
+        return "weights"
     if SCALE == "e8m0":
         return "sums" if half else "weights"  # fp16's exponent range is too small
     return "weights" if half == (SCALE == "fp16") else "sums"
@@ -65,9 +67,9 @@ def _tile_product(
     BK: tl.constexpr = 64 if AT == "sums" else DEPTH
     NB: tl.constexpr = BN // 64
     KB: tl.constexpr = BK // 64
-    TILE: tl.constexpr = 1024 if FORMAT == "int8" else 512  # words
-    SPAN: tl.constexpr = 64 if GROUP == 32 else GROUP  # columns that one run of scale words covers, or -1
-    WORDS: tl.constexpr = 64 if (GROUP == 32 and SCALE != "e8m0") else 32
+    TILE: tl.constexpr = 1024 if _is_wide(FORMAT) else 512  # words
+    SPAN: tl.constexpr = 64 if GROUP == 16 or GROUP == 32 else GROUP  # columns of one run of words, or -1
+    WORDS: tl.constexpr = 64 if GROUP == 16 or (GROUP == 32 and SCALE != "e8m0") else 32
     SK: tl.constexpr = BK // SPAN if SPAN > 0 and SPAN <= BK else 1
     tiles = K // 64
     spans = 1 if SPAN == -1 else K // SPAN
@@ -108,6 +110,15 @@ def _tile_product(
     if AT == "end":
         s, _ = _row_scales(tl.load(s_base + offs_s), GROUP, SCALE, NB)
         acc = acc * s[:, None]
+    return acc
+
+
+@triton.jit
+def _factored(acc, F, expert, HALVES: tl.constexpr):
+    """Sums [BN, BM] times the expert's one factor or two: of 8 gates and 8 ups in turn; HALVES 0: none."""
+    if HALVES:
+        row = tl.arange(0, acc.shape[0])
+        acc = acc * tl.load(F + expert * HALVES + row // 8 % HALVES)[:, None]
     return acc
 
 

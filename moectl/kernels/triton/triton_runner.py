@@ -260,5 +260,6 @@ RUNNER = Runner(
     masks_padding=True,
     workspace=_workspace,
     refit=accept_scales,
+    refit_codes=("mxfp8",),
     into=_compute_into,
 )

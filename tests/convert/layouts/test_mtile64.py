@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from moectl.convert.layouts.registry import layout_named
-from moectl.problem.schemes import FULL, MXFP4, int_format
+from moectl.errors import CheckpointError
+from moectl.problem.schemes import FULL, MXFP4, MXFP8, NVFP4, int_format
 from support.layout_cases import canonical_tensors, problem_for
 
 from .test_formulas import codes_of, interleaved
@@ -29,14 +30,16 @@ PLACES = {
 def stored(weight, rows, role, hidden=256, intermediate=128):
     """Canonical rows in stored order, and the stored tensor of `role`."""
     problem = problem_for(LAYOUT, weight, rows, hidden, intermediate)
-    tensors, chains = canonical_tensors(problem), LAYOUT.chains(problem)
+    tensors, outputs = canonical_tensors(problem), LAYOUT.recipe(problem).outputs
     t = tensors[role]
+    if weight == NVFP4 and role.endswith("_scale"):
+        t = tensors[role] = t % 127  # neither NaN nor negative
     plain = t.numpy() if t.dtype == torch.uint8 else t.view(torch.int16).numpy().view(np.uint16)
     if role in ("w13", "w2"):
         plain = codes_of(t, weight.bits)
     if role.startswith("w13") and rows != "single":
         plain = interleaved(plain, 8)
-    return plain, chains[role].apply(t)
+    return plain, outputs[role].apply({role: t}, {})
 
 
 def rotated(x, by):
@@ -47,7 +50,9 @@ def rotated(x, by):
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("role", ["w13", "w2"])
-@pytest.mark.parametrize("weight", [MXFP4, int_format(4, 32), int_format(4, FULL, zero_point=True)], ids=str)
+@pytest.mark.parametrize(
+    "weight", [MXFP4, NVFP4, int_format(4, 32), int_format(4, FULL, zero_point=True)], ids=str
+)
 def test_words_of_4_bit_codes(weight, rows, role):
     codes, tiles = stored(weight, rows, role)
     e, n, k = codes.shape
@@ -67,7 +72,7 @@ def test_words_of_4_bit_codes(weight, rows, role):
 
 
 def _placed(code, register, b, weight):
-    if weight != MXFP4:
+    if weight not in (MXFP4, NVFP4):
         return code << np.uint32(16 * b + 4 * register)
     word = np.zeros_like(code)
     for bit, place in zip((3, 2, 1, 0), PLACES[register][b], strict=True):
@@ -77,7 +82,7 @@ def _placed(code, register, b, weight):
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("role", ["w13", "w2"])
-@pytest.mark.parametrize("weight", [int_format(8, 32), int_format(8, 128, zero_point=True)], ids=str)
+@pytest.mark.parametrize("weight", [MXFP8, int_format(8, 32), int_format(8, 128, zero_point=True)], ids=str)
 def test_bytes_of_8_bit_codes(weight, rows, role):
     codes, tiles = stored(weight, rows, role)
     e, n, k = codes.shape
@@ -90,7 +95,8 @@ def test_bytes_of_8_bit_codes(weight, rows, role):
         j, k8, c, b = column % 64 // 16, column % 16 // 8, column % 8 // 2, column % 2
         piece = (((warp * 2 + j // 2) * 8 + g) * 4 + c) * 2 + j % 2
         at = (piece * 2 + k8) * 4 + 2 * b + h
-        assert (data[:, row // 64, column // 64, at] == codes[:, row, column] ^ 0x80).all()
+        want = codes[:, row, column] ^ (0 if weight == MXFP8 else 0x80)
+        assert (data[:, row // 64, column // 64, at] == want).all()
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -102,7 +108,10 @@ def test_scale_and_zero_words(weight, rows, matrix):
         e, n, _ = values.shape
         got = words.numpy().view(np.uint32)
         row = np.arange(n).reshape(n // 64, 4, 2, 8)
-        if weight == MXFP4:
+        if weight == NVFP4:
+            _check_pairs(values, got.reshape(e, n // 64, -1, 4, 8, 2), row)
+            continue
+        if weight in (MXFP4, MXFP8):
             width, mask = 8, 255
             parts = [((), row[:, :, h], kg, 2, 16 * h + 8 * kg) for h in range(2) for kg in range(2)]
             got = got.reshape(e, n // 64, -1, 4, 8)
@@ -118,6 +127,44 @@ def test_scale_and_zero_words(weight, rows, matrix):
         for word, rows_, first, step, shift in parts:
             want = values[:, rows_, first::step].transpose(0, 1, 4, 2, 3)
             assert (got[(..., *word)] >> np.uint32(shift) & np.uint32(mask) == want).all()
+
+
+def _check_pairs(values, words, row):
+    """NVFP4 scales, by mask and rotation, are bf16 numbers of 2^-120 their values, rows g in the low half."""
+    mask = np.uint32(0x07F007F0)
+    numbers = torch.from_numpy(values).view(torch.float8_e4m3fn).double().numpy()
+    for jj in range(2):
+        for jl, pair in enumerate((words[..., jj] & mask, rotated(words[..., jj], 25) & mask)):
+            for h in range(2):
+                want = numbers[:, row[:, :, h], 2 * jj + jl :: 4].transpose(0, 1, 4, 2, 3)
+                half = (pair >> np.uint32(16 * h) & np.uint32(0xFFFF)).astype(np.uint16)
+                assert (_bf16(half) * 2.0**120 == want).all()
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0x80, 0xB8])
+def test_scales_of_nvfp4_are_numbers_that_are_not_negative(byte):
+    problem = problem_for(LAYOUT, NVFP4, "concatenated", 128, 64)
+    outputs = LAYOUT.recipe(problem).outputs
+    scales = torch.full(canonical_tensors(problem)["w2_scale"].shape, 0x38, dtype=torch.uint8)
+    assert outputs["w2_scale"].apply({"w2_scale": scales}, {}).any()
+    scales[-1, -1, -1] = byte
+    with pytest.raises(CheckpointError, match="not negative: at most 126 is supported"):
+        outputs["w2_scale"].apply({"w2_scale": scales}, {})
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_global_scales_are_stored_as_they_are(rows):
+    problem = problem_for(LAYOUT, NVFP4, rows, 128, 64)
+    recipe = LAYOUT.recipe(problem)
+    halves = 1 if rows == "single" else 2
+    assert recipe.stored["w13_global"] == ("F32", (2, halves, 1)) and recipe.stored["w2_global"].shape == (
+        2,
+        1,
+        1,
+    )
+    factors = torch.arange(2.0 * halves).view(2, halves, 1)
+    assert recipe.outputs["w13_global"].apply({"w13_global": factors}, {}).equal(factors)
+    assert set(recipe.kept) <= {"w13_input", "w2_input"}
 
 
 def test_mxfp4_words_turn_into_bf16_in_nine_operations():

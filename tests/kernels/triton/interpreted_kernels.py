@@ -13,8 +13,8 @@ from support.kernel_grid import CHOICES, FEWER_CASES, FORMATS, Case
 
 LAUNCHES = cases.LAUNCHES
 FLOATS = CHOICES["floats"]
-PAIRWISE = (0, 1, 3, 6, 8, 10, 12, 13, 15)
-"""Places in `FORMATS` of MXFP4 and of eight of the sixteen integer formats."""
+PAIRWISE = (0, 1, 3, 6, 8, 10, 12, 13, 15, 17, 18)
+"""Places in `FORMATS` of MXFP4, NVFP4, MXFP8 and of eight of the sixteen integer formats."""
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def test_runs_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    # There are 17 formats, so that every second case still has each of them.
+    # There are 19 formats, so that every second case still has each of them.
     [
         pytest.param(case, id=str(case), marks=pytest.mark.slow if turn % 2 else ())
         for turn, case in enumerate(FEWER_CASES)
@@ -62,6 +62,11 @@ def test_odd_routings(case: object, launch: str) -> None:
 
 def test_every_scale_is_right() -> None:
     cases.every_scale_is_right(LAUNCHES["decode 16x128x64"], "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_nan_codes_stay_nan(dtype: str) -> None:
+    cases.nan_codes_stay_nan(LAUNCHES["grouped 16x64x64"], "cpu", dtype)
 
 
 def test_no_tokens_and_the_table() -> None:

@@ -18,10 +18,12 @@ from devtools.inspection.shipped_kernels import candidates, inspect, inspect_run
 from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.hopper.gemm_spec import exact_weights
 from moectl.kernels.triton.kernel_family import layer_of
+from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.layer.experts import empty_layer
-from moectl.problem.moe_problem import Activation, Dims
-from moectl.problem.schemes import FULL, Scheme, int_format
+from moectl.problem.moe_problem import Activation, Dims, MoEProblem
+from moectl.problem.padding import pad
+from moectl.problem.schemes import FULL, MXFP8, NVFP4, Scheme, WeightFormat, int_format
 
 WITHOUT_WGMMA = frozenset({"stream", "warpwise"})
 """Families whose products on sm_90 are mma.sync by design: too few tokens to fill a wgmma."""
@@ -75,6 +77,18 @@ def test_on_sm90_wgmma_from_registers_without_faults(family: str) -> None:
     call = call_of(model, 90, family, place=-1)
     assert call is not None, f"the {family} kernels do not fit {model}"
     check(call)
+
+
+@pytest.mark.parametrize(
+    "family", ["stream", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mid", "prefill"))]
+)
+@pytest.mark.parametrize("weight", [NVFP4, MXFP8], ids=str)
+def test_small_floats_with_small_scales_have_no_faults(weight: WeightFormat, family: str) -> None:
+    problem = pad("moectl-mtile64", MoEProblem(Dims(4096, 1536), 128, 8, Scheme(weight)))
+    tiles = [it for it in FAMILIES[family].candidates(problem) if not FAMILIES[family].fits(problem, it)]
+    launch = Launch(family, tiles[-1])
+    kernels = inspect(empty_layer(problem, "moectl"), 64, launch, OFFLINE_GPUS[90])
+    check(Inspected(str(weight), 90, launch, 64, kernels))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.triton_runner import FAMILIES, run_with
 from moectl.problem.moe_problem import SILU, Dims, MoEProblem
 from moectl.problem.padding import pad
-from moectl.problem.schemes import WeightFormat
+from moectl.problem.schemes import MXFP8, Scheme, WeightFormat
 from support import kernel_cases as cases
 from support.kernel_grid import CASES, CHOICES, FEWER_CASES, FORMATS, Case
 from support.random_layers import inputs_of, random_layer
@@ -102,7 +102,7 @@ def probes() -> Iterator[tuple[WeightFormat, tuple[str, str], Launch]]:
         (FORMATS[turn % len(FORMATS)], FLOATS[turn % len(FLOATS)], tuple(FAMILIES))
         for turn in range(2 * len(FORMATS))
     ]
-    folded = [weight for weight in FORMATS if weight.bits == 4 and not weight.zero_point]
+    folded = [it for it in FORMATS if it == MXFP8 or (it.bits == 4 and not it.zero_point)]
     asked += [(weight, ("bf16", "BF16"), [family]) for weight in folded for family in ("mid", "prefill")]
     had: Counter[str] = Counter()
     for weight, floats, among in asked:
@@ -152,6 +152,21 @@ def test_every_scale_is_right(family: str) -> None:
     if not here(family):
         pytest.skip(f"{family}: its code does not exist for this GPU")
     cases.every_scale_is_right(Launch(family, tiles_in(family, cases.ONE_EXPERT)[0]), "cuda")
+
+
+NAN_LAYER = replace(cases.KIMI, scheme=Scheme(MXFP8), dims=Dims(96, 64))
+"""The layer of `nan_codes_stay_nan`."""
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nan_codes_stay_nan(family: str, dtype: str) -> None:
+    if not here(family):
+        pytest.skip(f"{family}: its code does not exist for this GPU")
+    tiles = tiles_in(family, replace(NAN_LAYER, dtype=dtype))
+    if not tiles:
+        pytest.skip(f"{family}: none of its tiles takes such a layer")
+    cases.nan_codes_stay_nan(Launch(family, tiles[-1]), "cuda", dtype)
 
 
 @pytest.mark.parametrize("weight", FORMATS[:2], ids=str)

@@ -15,7 +15,8 @@ from moectl.kernels.triton import kernel_family
 from moectl.kernels.triton.hopper.gemm_spec import exact_weights
 from moectl.kernels.triton.kernel_family import exponents_of, exponents_of_each, layer_of
 from moectl.kernels.triton.triton_runner import aligned
-from moectl.problem.schemes import Scheme, int_format
+from moectl.problem.moe_problem import Activation
+from moectl.problem.schemes import MXFP8, NVFP4, Scheme, int_format
 from support.random_layers import GPT_OSS, KIMI, canonical_roles
 from support.random_layers import layer_of as expert_layer
 
@@ -38,6 +39,36 @@ def test_the_range_of_bf16_scales_is_of_their_exponents_without_signs_and_zeros(
     assert exponents_of(scales.view(torch.int32), "bf16") == (127 - 60, 127 + 20)
     scales[2, 0, 0] = 2.0**-130
     assert exponents_of(scales.view(torch.int32), "bf16") == (0, 127 + 20)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_global_scales_are_factors_of_experts(gated: bool) -> None:
+    problem = replace(KIMI, scheme=Scheme(NVFP4))
+    if not gated:
+        problem = replace(problem, activation=Activation("relu2", gated=False))
+    roles = canonical_roles(problem)
+    prepared = expert_layer(problem, roles).prepared("moectl", "cpu")
+    made = layer_of(prepared)
+    assert (made.w13.halves, made.w2.halves) == (2 if gated else 1, 1)
+    assert torch.equal(made.w13.factors, roles["w13_global"][..., 0])
+    assert torch.equal(made.w2.factors, roles["w2_global"][..., 0])
+    assert not exact_weights(problem, made.w13)
+    for wrong in ({}, {"w2_global": prepared.weights["w2_global"][:1]}):
+        weights = {role: t for role, t in prepared.weights.items() if role != "w2_global"} | wrong
+        with pytest.raises(UsageError, match=r"w2_global must be \[\d+, 1, 1\], got "):
+            layer_of(replace(prepared, weights=weights, derived={}))
+
+
+def test_mxfp8_is_exact_beyond_the_range_of_its_scales_and_with_nan() -> None:
+    problem = replace(KIMI, scheme=Scheme(MXFP8))
+    roles = canonical_roles(problem)
+    made = layer_of(expert_layer(problem, roles).prepared("moectl", "cpu"))
+    assert not exact_weights(problem, made.w13) and not exact_weights(problem, made.w2)
+    roles["w13_scale"][0, 0, 0] = 65
+    roles["w2"][1, 2, 3] = 0x7F
+    made = layer_of(expert_layer(problem, roles).prepared("moectl", "cpu"))
+    assert exact_weights(problem, made.w13) and exact_weights(problem, made.w2)
+    assert (made.w13.numbers, made.w2.numbers) == (True, False)
 
 
 def test_scales_are_examined_in_pieces_and_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """PTX for `fragments`: dequantizes codes and scales of ``moectl-mtile64`` into the registers of an A operand.
 
-Unless ``EXACT``, MXFP4 values carry a factor of 2^-`FOLDED_SHIFT` and int4 values one of 2^-`FOLDED_INT4`.
+Unless ``EXACT``, values carry a power of two that `fold_factor` undoes.
 """
 
 from triton.experimental import gluon
@@ -24,23 +24,55 @@ rounded once, as without folding.
 """
 
 
-FOLDED_SCALES = {"mxfp4": range(64, 191), "int4": range(34, 159)}
+FOLDED_MXFP8 = 56
+"""A folded MXFP8 fragment is the weight times 2^-56.
+
+The exponent and mantissa of E4M3, shifted to bits 4 to 10 of a bf16, are its value times 2^-120 (subnormals
+too, but NaN would be 480), and are multiplied by the bf16 of MXFP4's scales.
+"""
+
+FOLDED_HALF_NVFP4 = 7
+"""An fp16 NVFP4 fragment, without its global scale, is the weight times 2^-7; in bf16, 2^-`FOLDED_SHIFT`.
+
+A code's value has at most 2 significant bits and an E4M3 scale's 4, so that their product is exact, from
+2^-10 to 2688. It is always folded.
+"""
+
+FOLDED_SCALES = {"mxfp4": range(64, 191), "mxfp8": range(66, 191), "int4": range(34, 159)}
 """Biased exponents of the scales for which folding is lossless and cannot overflow; others need ``EXACT``.
 
-MXFP4: scales from 2^-63 to 2^63, so the smallest nonzero weight is 2^-64. int4: scales from 2^-93, below
-which a folded weight would lose bits, to below 2^32, which would overflow. A scale or E8M0 byte of 0 gives 0.
+MXFP4: scales from 2^-63 to 2^63, so the smallest nonzero weight is 2^-64; likewise MXFP8. int4: scales from
+2^-93, below which a folded weight would lose bits, to below 2^32, which would overflow. A scale or E8M0 byte
+of 0 gives 0.
 """
 
 
-def fold_factor(weight_format: str) -> float:
-    """The factor by which the epilogue multiplies sums of folded fragments."""
-    return 2.0 ** {"mxfp4": FOLDED_SHIFT, "int4": FOLDED_INT4}[weight_format]
+def fold_factor(weight_format: str, half: bool = False) -> float:
+    """The factor by which the epilogue multiplies sums of folded fragments; `half`: they are fp16."""
+    if half and weight_format == "nvfp4":
+        return 2.0**FOLDED_HALF_NVFP4
+    shifts = {
+        "mxfp4": FOLDED_SHIFT,
+        "nvfp4": FOLDED_SHIFT,
+        "mxfp8": FOLDED_MXFP8,
+        "int4": FOLDED_INT4,
+    }
+    return 2.0 ** shifts[weight_format]
 
 
 @gluon.constexpr_function
-def _mxfp4_asm(EXACT):
-    """A word to four registers of two bf16 each: nine operations, then one or two products each."""
+def _e2m1_asm(HALF, EXACT):
+    """A word to four registers of two 16-bit floats each: nine operations, then one or two products each.
+
+    HALF: three operations more, from the places of a bf16's bits to those of an fp16's.
+    """
+    kind = "f16x2" if HALF else "bf16x2"
     first = "" if not EXACT else "".join(f"mul.rn.bf16x2 ${r}, ${r}, up;\n" for r in range(4))
+    if HALF:
+        first = "".join(
+            f"shl.b32 t, ${r}, 3; and.b32 t, t, 0x0E000E00; lop3.b32 ${r}, ${r}, 0x80008000, t, 0xEA;\n"
+            for r in range(4)
+        )
     return (
         """{
         .reg .b32 t, u, up;
@@ -56,12 +88,8 @@ def _mxfp4_asm(EXACT):
         lop3.b32 $3, t, 0x00400040, u, 0xEA;
         """
         + first
-        + """
-        mul.rn.bf16x2 $0, $0, $5;
-        mul.rn.bf16x2 $1, $1, $9;
-        mul.rn.bf16x2 $2, $2, $5;
-        mul.rn.bf16x2 $3, $3, $9;
-        }"""
+        + "".join(f"mul.rn.{kind} ${r}, ${r}, ${5 + 4 * (r % 2)};\n" for r in range(4))
+        + "}"
     )
 
 
@@ -138,10 +166,36 @@ def _int8_asm(HALF, ZEROS):
 
 
 @gluon.constexpr_function
+def _e4m3_asm(EXACT):
+    """Bytes 0 and 2 to one register of two bf16, 1 and 3 to the other: seven operations, then the products.
+
+    EXACT also makes NaN of NaN codes: a carry out of seven ones sets the rest of the exponent.
+    """
+    lines = ["{ .reg .b32 t, u, up; mov.b32 up, 0x7B807B80;"]
+    for h in range(2):
+        lines.append("shr.b32 t, $2, 4;" if h else "shl.b32 t, $2, 4; shl.b32 u, $2, 8;")
+        lines.append("and.b32 t, t, 0x07F007F0;")
+        lines.append(f"lop3.b32 ${h}, {'$2' if h else 'u'}, 0x80008000, t, 0xEA;")
+        if EXACT:
+            lines.append(f"add.u32 t, ${h}, 0x00100010; and.b32 t, t, 0x08000800;")
+            lines.append(f"mad.lo.u32 ${h}, t, 15, ${h}; mul.rn.bf16x2 ${h}, ${h}, up;")
+    lines += [f"mul.rn.bf16x2 ${h}, ${h}, ${3 + 4 * h};" for h in range(2)]
+    return "\n".join(lines) + "}"
+
+
+@gluon.constexpr_function
+def is_wide(FORMAT):
+    """Whether codes have 8 bits."""
+    return FORMAT in ("int8", "mxfp8")
+
+
+@gluon.constexpr_function
 def _asm(FORMAT, HALF, ZEROS, EXACT, SPLIT):
     """The PTX that dequantizes one word of `FORMAT`."""
-    if FORMAT == "mxfp4":
-        return _mxfp4_asm(EXACT)
+    if FORMAT in ("mxfp4", "nvfp4"):
+        return _e2m1_asm(HALF, EXACT)
+    if FORMAT == "mxfp8":
+        return _e4m3_asm(EXACT)
     if FORMAT == "int4" and not EXACT:
         return _folded_int4_asm()
     return _int8_asm(HALF, ZEROS) if FORMAT == "int8" else _int4_asm(HALF, ZEROS, SPLIT)
@@ -168,7 +222,7 @@ def _registers(results, operands):
 
 
 @gluon.constexpr_function
-def _mxfp4_multipliers_asm(EXACT):
+def _e8m0_multipliers_asm(EXACT):
     """A word of four E8M0 bytes to four registers, each with its multiplier twice, two bytes at a time."""
     if EXACT:
         make = "shl.b32 {0}, {0}, 7; max.u16x2 {0}, {0}, least;\n"
@@ -193,3 +247,26 @@ def _mxfp4_multipliers_asm(EXACT):
         mov.b32 $3, {h, h};
         }"""
     )
+
+
+@gluon.constexpr_function
+def _e4m3_multipliers_asm(HALF):
+    """A word of `word_orders.E4M3_PAIRS` to four registers, each with its multiplier twice.
+
+    Of rows g and its first and second group, then of rows g + 8: the scale times 2^64, or 2^7 in fp16. In
+    bf16, a first product makes numbers of E4M3's subnormals.
+    """
+    kind = "f16x2" if HALF else "bf16x2"
+    powers = ("0x78007800",) if HALF else ("0x7B807B80", "0x5F805F80")
+    lines = [
+        "{ .reg .b32 p, q, up; .reg .b16 l, h;",
+        "and.b32 p, $4, 0x07F007F0;",
+        "shf.l.wrap.b32 q, $4, $4, 7; and.b32 q, q, 0x07F007F0;",
+    ]
+    if HALF:
+        lines.append("shl.b32 p, p, 3; shl.b32 q, q, 3;")
+    for power in powers:
+        lines.append(f"mov.b32 up, {power}; mul.rn.{kind} p, p, up; mul.rn.{kind} q, q, up;")
+    lines.append("mov.b32 {l, h}, p; mov.b32 $0, {l, l}; mov.b32 $2, {h, h};")
+    lines.append("mov.b32 {l, h}, q; mov.b32 $1, {l, l}; mov.b32 $3, {h, h}; }")
+    return "\n".join(lines)

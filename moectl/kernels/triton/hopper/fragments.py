@@ -5,28 +5,37 @@ A tile is 64 rows by 64 columns. Each of 128 threads owns 16 bytes of its codes 
 are exactly the thread's elements of the operand: no value moves between threads, which the layout conversion
 at the end of `fragment` asserts. Scale words belong to rows; four lanes share them.
 
-``FORMAT`` is "mxfp4", "int4" or "int8"; ``GROUP`` is 32, or any other value for groups of 64 columns and
-more; ``ZEROS``: integer codes have zero points; ``DTYPE`` is the operand's. MXFP4 operands are bf16 only.
-Unless ``EXACT``, MXFP4 values carry a factor of 2^-`FOLDED_SHIFT`, and int4 values one of 2^-`FOLDED_INT4`,
-which requires bf16 scales and operands and no zero points. `fragment_asm` has the constants and the PTX.
+``FORMAT`` is "mxfp4", "nvfp4", "mxfp8", "int4" or "int8"; ``GROUP`` is 16 or 32, or any other value for
+groups of 64 columns and more; ``ZEROS``: integer codes have zero points; ``DTYPE`` is the operand's. MXFP4
+and MXFP8 operands are bf16 only. Unless ``EXACT``, values carry a power of two (`fold_factor`), which for
+int4 requires bf16 scales and operands and no zero points. Global scales are the epilogue's. `fragment_asm`
+has the constants and the PTX.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .fragment_asm import FOLDED_SCALES_ASM, _asm, _mxfp4_multipliers_asm, _registers, _zero_asm
+from .fragment_asm import (
+    FOLDED_SCALES_ASM,
+    _asm,
+    _e4m3_multipliers_asm,
+    _e8m0_multipliers_asm,
+    _registers,
+    _zero_asm,
+    is_wide,
+)
 
 
 @gluon.constexpr_function
 def tile_bytes(FORMAT):
     """Bytes of one tile's codes."""
-    return 4096 if FORMAT == "int8" else 2048
+    return 4096 if is_wide(FORMAT) else 2048
 
 
 @gluon.constexpr_function
 def scale_words(FORMAT, GROUP):
     """int32 words of scales that one tile needs."""
-    return 64 if FORMAT != "mxfp4" and GROUP == 32 else 32
+    return 64 if FORMAT == "nvfp4" or (FORMAT in ("int4", "int8") and GROUP == 32) else 32
 
 
 @gluon.constexpr_function
@@ -40,7 +49,7 @@ def code_layout(FORMAT):
     """Register layout of a tile's codes, ``[lines, 128]`` bytes: a thread has one or two runs of 16 bytes."""
     columns = [[0, 1], [0, 2], [0, 4], [0, 8]]
     lanes = [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]]
-    if FORMAT == "int8":
+    if is_wide(FORMAT):
         return gl.DistributedLinearLayout([*columns, [4, 0]], lanes, [[8, 0], [16, 0]], [], [32, 128])
     return gl.DistributedLinearLayout(columns, lanes, [[4, 0], [8, 0]], [], [16, 128])
 
@@ -75,7 +84,7 @@ def _folded_scales(words):
 @gluon.constexpr_function
 def _pieces(FORMAT):
     """A thread's axes within one group of columns, which follow (warp, g, c)."""
-    return [2, 2, 2, 2] if FORMAT == "int8" else [2, 2, 2]
+    return [2, 2, 2, 2] if is_wide(FORMAT) else [2, 2] if FORMAT == "nvfp4" else [2, 2, 2]
 
 
 @gluon.constexpr_function
@@ -101,12 +110,21 @@ def _spread_words(s, FORMAT: gl.constexpr, LIKE: gl.constexpr):
 
 
 @gluon.jit
-def _mxfp4_multipliers(words, EXACT: gl.constexpr):
+def _e8m0_multipliers(words, EXACT: gl.constexpr):
     """Words of four E8M0 bytes as pairs of equal bf16 multipliers: rows g and g + 8, groups 0 and 1.
 
     Folded: the exponent field is s + 64. Exact: 2^(s - 127), subnormal for s = 0.
     """
-    ASM: gl.constexpr = _mxfp4_multipliers_asm(EXACT)
+    ASM: gl.constexpr = _e8m0_multipliers_asm(EXACT)
+    return gl.inline_asm_elementwise(
+        ASM, _registers(4, 1), [words], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+    )
+
+
+@gluon.jit
+def _e4m3_multipliers(words, HALF: gl.constexpr):
+    """Words of four E4M3 scales as pairs of equal multipliers: rows g and g + 8, groups 0 and 1."""
+    ASM: gl.constexpr = _e4m3_multipliers_asm(HALF)
     return gl.inline_asm_elementwise(
         ASM, _registers(4, 1), [words], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
     )
@@ -186,7 +204,7 @@ def _decoded(
     """Dequantized values of one group of columns, in the layout of the code bytes `w`.
 
     `a` and `b` are scales of rows g and g + 8, `az` and `bz` their zero points, `al` and `bl` the low parts
-    of SPLIT scales. 4-bit codes give two tensors, k8 = 0 and 1; int8 gives the same tensor twice.
+    of SPLIT scales. 4-bit codes give two tensors, k8 = 0 and 1; 8-bit ones the same tensor twice.
     """
     LIKE: gl.constexpr = w.type.layout
     HALF: gl.constexpr = _half(DTYPE)
@@ -208,7 +226,7 @@ def _decoded(
         operands = [w, sa, sb]
     IN: gl.constexpr = 9 + (8 if ZEROS else 0) + (8 if SPLIT else 0)
     ASM: gl.constexpr = _asm(FORMAT, HALF, ZEROS, EXACT, SPLIT)
-    if FORMAT == "int8":
+    if is_wide(FORMAT):
         if HALF:
             r0 = gl.inline_asm_elementwise(ASM, _registers(2, IN), operands, gl.float16, True, 4)
         else:
@@ -235,10 +253,45 @@ def fragment(
 
     `zeros` is ignored without ZEROS. SPLIT: fp16 scales with a bf16 operand, for int4 only.
     """
+    if FORMAT == "nvfp4":
+        v = _of_sixteens(codes, scales, DTYPE)
+    else:
+        v = _of_wider(codes, scales, zeros, FORMAT, GROUP, ZEROS, EXACT, DTYPE, SPLIT)
+    return gl.convert_layout(v.reshape([64, 64]), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _of_sixteens(codes, scales, DTYPE: gl.constexpr):
+    """`fragment` of NVFP4, whose four groups of columns have a word of a lane's codes each."""
+    HALF: gl.constexpr = _half(DTYPE)
+    F: gl.constexpr = "nvfp4"
+    s0, s1 = gl.split(scales.reshape([4, 8, 2]))
+    a0, a1, b0, b1 = _e4m3_multipliers(s0, HALF)
+    a2, a3, b2, b3 = _e4m3_multipliers(s1, HALF)
+    w = codes.reshape([4, 8, 4, 2, 2, 2, 2])  # warp g c kg jl h b
+    first, second = gl.split(w.permute((0, 1, 2, 4, 5, 6, 3)))
+    w0, w1 = gl.split(first.permute((0, 1, 2, 4, 5, 3)))
+    w2, w3 = gl.split(second.permute((0, 1, 2, 4, 5, 3)))
+    r00, r01 = _decoded(w0, a0, b0, a0, b0, a0, b0, F, False, False, False, DTYPE)
+    r10, r11 = _decoded(w1, a1, b1, a1, b1, a1, b1, F, False, False, False, DTYPE)
+    r20, r21 = _decoded(w2, a2, b2, a2, b2, a2, b2, F, False, False, False, DTYPE)
+    r30, r31 = _decoded(w3, a3, b3, a3, b3, a3, b3, F, False, False, False, DTYPE)
+    low = gl.join(gl.join(r00, r01), gl.join(r10, r11))
+    high = gl.join(gl.join(r20, r21), gl.join(r30, r31))
+    v = gl.join(low, high)  # warp g c h b k8 jl kg
+    return v.permute((0, 3, 1, 7, 6, 5, 2, 4))  # warp h g | kg jl k8 c b
+
+
+@gluon.jit
+def _of_wider(
+    codes, scales, zeros, FORMAT: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr,
+    EXACT: gl.constexpr, DTYPE: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """`fragment` of formats with one or two groups of columns in a tile."""
     FOLDED: gl.constexpr = FORMAT == "int4" and not EXACT
     ADDENDS: gl.constexpr = ZEROS or FOLDED
-    if FORMAT == "mxfp4":
-        a0, a1, b0, b1 = _mxfp4_multipliers(scales.reshape([4, 8]), EXACT)
+    if FORMAT == "mxfp4" or FORMAT == "mxfp8":
+        a0, a1, b0, b1 = _e8m0_multipliers(scales.reshape([4, 8]), EXACT)
     elif FOLDED:
         scales, addends = _folded_scales(scales)
         a0, a1, b0, b1 = _row_halves(scales, GROUP)
@@ -260,7 +313,7 @@ def fragment(
         za0, za1, zb0, zb1 = _row_halves(addends, GROUP)
     else:
         za0, za1, zb0, zb1 = a0, a1, b0, b1
-    if FORMAT == "int8":
+    if is_wide(FORMAT):
         w = codes.reshape([4, 2, 8, 4, 2, 2, 2, 2])  # warp kg g c jl k8 h b
         w0, w1 = gl.split(w.permute((0, 2, 3, 4, 5, 6, 7, 1)))
         v0, _ = _decoded(w0, a0, b0, za0, zb0, la0, lb0, FORMAT, EXACT, ADDENDS, SPLIT, DTYPE)
@@ -273,4 +326,4 @@ def fragment(
         r10, r11 = _decoded(w1, a1, b1, za1, zb1, la1, lb1, FORMAT, EXACT, ADDENDS, SPLIT, DTYPE)
         v = gl.join(gl.join(r00, r01), gl.join(r10, r11))  # warp g c jl h b k8 kg
         v = v.permute((0, 4, 1, 7, 3, 6, 2, 5))  # warp h g | kg jl k8 c b
-    return gl.convert_layout(v.reshape([64, 64]), OPERAND, assert_trivial=True)
+    return v

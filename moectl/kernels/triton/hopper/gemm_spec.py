@@ -13,7 +13,8 @@ SHARED_MEMORY = 227 * 1024
 """Most bytes of shared memory that a program may have on SM90."""
 
 FORMATS: dict[str, tuple[tuple[str, str], ...]] = {
-    "e8m0": (("mxfp4", "bf16"),),
+    "e8m0": (("mxfp4", "bf16"), ("mxfp8", "bf16")),
+    "e4m3": (("nvfp4", "bf16"), ("nvfp4", "fp16")),
     "bf16": (("int4", "bf16"), ("int8", "bf16")),
     "fp16": (("int4", "fp16"), ("int8", "fp16"), ("int4", "bf16")),
 }
@@ -26,7 +27,9 @@ class GemmSpec:
 
     Attributes:
         stage: 1 or 2, the first or the second GEMM.
+        half: whether operands are fp16.
         zeros: whether there are zero points.
+        halves: factors of an expert, see `KernelMatrix.halves`.
         exact: whether weights are exact rather than folded with a power of two, see `fragments`.
         split: whether fp16 scales are split in two for bf16 tokens.
         weighted: whether the router's weights are applied in this GEMM.
@@ -34,7 +37,9 @@ class GemmSpec:
 
     stage: int
     format: str
+    half: bool
     zeros: bool
+    halves: int
     exact: bool
     split: bool
     bias: bool
@@ -44,7 +49,7 @@ class GemmSpec:
     @property
     def factor(self) -> float:
         """Factor on the sums that undoes folding."""
-        return 1.0 if self.exact else fold_factor(self.format)
+        return 1.0 if self.exact else fold_factor(self.format, self.half)
 
 
 def operand(layer: KernelLayer, stage: int) -> tuple[KernelMatrix, int]:
@@ -60,7 +65,9 @@ def spec_fields(layer: KernelLayer, stage: int) -> dict[str, Any]:
     return {
         "stage": stage,
         "format": p.scheme.weight.name,
+        "half": p.dtype == "fp16",
         "zeros": m.zeros is not None,
+        "halves": m.halves,
         "exact": exact_weights(p, m),
         "split": (scale_name(p), p.dtype) == ("fp16", "bf16"),
         "bias": m.bias is not None,
@@ -80,6 +87,8 @@ def dtype_refusal(problem: MoEProblem) -> str:
 def exact_weights(problem: MoEProblem, m: KernelMatrix) -> bool:
     """Whether the weights of `m` must not be folded with a power of two (see `fragment_asm`)."""
     name = problem.scheme.weight.name
+    if name == "nvfp4":
+        return False
     if name == "int4" and (m.zeros is not None or {problem.dtype, scale_name(problem)} != {"bf16"}):
         return True
-    return name not in FOLDED_SCALES or not m.exponents_within(FOLDED_SCALES[name])
+    return name not in FOLDED_SCALES or not (m.numbers and m.exponents_within(FOLDED_SCALES[name]))

@@ -29,6 +29,7 @@ from ..token_codes import LiveRows
 from . import mid_kernels as kernels
 from . import mid_loader as ring
 from .few_token_tiles import MOST, few_tiles
+from .fragments import scale_words
 from .gemm_spec import SHARED_MEMORY, GemmSpec, dtype_refusal, operand, spec_fields
 
 WIDTHS: dict[int, tuple[int, ...]] = {
@@ -217,6 +218,7 @@ def gemm(
         S=_words_descriptor(m.scales, variant) if variant.tma_scales else m.scales,
         Z=m.scales if m.zeros is None else m.zeros,
         B=m.scales if m.bias is None else m.bias,
+        F=m.scales if m.factors is None else m.factors,
         Y=y,
         SORTED=plan.slots,
         TILES=plan.tiles,
@@ -265,7 +267,7 @@ def _run(layer: KernelLayer, call: KernelCall, tile: MidTile) -> None:
 def shared_bytes(problem: MoEProblem, tile: MidTile) -> int:
     """Shared memory of a program: the ring, and each worker's slots, router weights and store staging."""
     weight = problem.scheme.weight
-    words = 2 if weight.name != "mxfp4" and weight.group == 32 else 1
+    words = scale_words.fn(weight.name, weight.group) // 32
     blocks = tile.workers * tile.blocks_m
     copied_blocks = blocks if tile.tma_scales else triton.next_power_of_2(blocks)
     words *= 128 * copied_blocks * (2 if weight.zero_point else 1)
@@ -289,8 +291,8 @@ def _fits(problem: MoEProblem, tile: MidTile) -> str:
         return f"{tile} needs {shared} bytes of shared memory; SM90 has {SHARED_MEMORY}"
     if refusal := dtype_refusal(problem) or column_refusal(problem):
         return refusal
-    if tile.tma_scales and (weight.zero_point or weight.group not in (32, 128)):
-        return f"{tile} supports only groups of 32 and 128 without zero points, the layer has {weight}"
+    if tile.tma_scales and (weight.zero_point or weight.group not in (16, 32, 128)):
+        return f"{tile} supports only groups of 16, 32 and 128 without zero points, the layer has {weight}"
     if tile.tma_scales and max(weight.group, 64 * tile.depth) % min(weight.group, 64 * tile.depth):
         return f"{64 * tile.depth} columns of a stage are not aligned with scale groups of {weight.group}"
     if act.name not in (GATED if act.gated else UNGATED):

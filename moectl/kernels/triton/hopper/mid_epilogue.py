@@ -29,14 +29,17 @@ def _rows_of(HEIGHT):
 
 @gluon.jit
 def _store(
-    acc, notes, Y, bias, block, first, tokens, NX, alpha, limit,
+    acc, notes, Y, by_row, block, first, tokens, NX, alpha, limit,
     AT: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Stores [64, WIDTH] accumulators, tokens from AT on: activations by position, or results by slot."""
     slots, weights = notes
+    bias, factors = by_row
     L: gl.constexpr = acc.type.layout
     if not HOW.exact:
         acc = acc * HOW.factor
+    if HOW.halves:
+        acc = acc * gl.expand_dims(gl.convert_layout(factors, gl.SliceLayout(1, L)), 1)
     if HOW.weighted:
         weight = gl.expand_dims(weights.slice(AT, WIDTH).load(gl.SliceLayout(0, L)), 0)
         if HOW.stage == 1:
@@ -68,26 +71,26 @@ def _store(
 
 @gluon.jit
 def _store_sums(
-    acc, notes, Y, bias, block, first, tokens, NX, alpha, limit,
+    acc, notes, Y, by_row, block, first, tokens, NX, alpha, limit,
     AT: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """`_store` in steps of at most 32 columns, as more at once would not fit in registers."""
     HALF: gl.constexpr = WIDTH // 2
     QUARTER: gl.constexpr = WIDTH // 4
     if WIDTH <= 32:
-        _store(acc, notes, Y, bias, block, first, tokens, NX, alpha, limit, AT, WIDTH, HOW)
+        _store(acc, notes, Y, by_row, block, first, tokens, NX, alpha, limit, AT, WIDTH, HOW)
     else:
         for h in gl.static_range(2):
             half = gl.split(acc.reshape([64, 2, HALF]).permute((0, 2, 1)))[h]
             if WIDTH <= 64:
                 _store(
-                    half, notes, Y, bias, block, first, tokens, NX, alpha, limit, AT + h * HALF, HALF, HOW
+                    half, notes, Y, by_row, block, first, tokens, NX, alpha, limit, AT + h * HALF, HALF, HOW
                 )  # fmt: skip
             else:
                 for q in gl.static_range(2):
                     quarter = gl.split(half.reshape([64, 2, QUARTER]).permute((0, 2, 1)))[q]
                     _store(
-                        quarter, notes, Y, bias, block, first, tokens, NX, alpha, limit,
+                        quarter, notes, Y, by_row, block, first, tokens, NX, alpha, limit,
                         AT + h * HALF + q * QUARTER, QUARTER, HOW,
                     )  # fmt: skip
 
@@ -118,13 +121,26 @@ def _biases(B, expert, block, N, HOW: gl.constexpr):
 
 
 @gluon.jit
+def _factors(F, expert, HOW: gl.constexpr):
+    """The factors of 64 rows, in which 8 gates and 8 ups alternate; without factors a placeholder."""
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, _sums(16)))
+    if HOW.halves == 2:
+        factors = gl.load(F + expert * 2 + rows // 8 % 2)
+    elif HOW.halves == 1:
+        factors = gl.load(F + expert + rows * 0)
+    else:
+        factors = rows
+    return factors
+
+
+@gluon.jit
 def _store_all(
-    acc, notes, Y, bias, block, first, tokens, NX, alpha, limit, WIDTH: gl.constexpr, HOW: gl.constexpr
+    acc, notes, Y, by_row, block, first, tokens, NX, alpha, limit, WIDTH: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
     """Stores both parts of a row block's accumulators."""
     sums, rest = acc
-    _store_sums(sums, notes, Y, bias, block, first, tokens, NX, alpha, limit, 0, _first(WIDTH), HOW)
+    _store_sums(sums, notes, Y, by_row, block, first, tokens, NX, alpha, limit, 0, _first(WIDTH), HOW)
     if _rest(WIDTH):
         _store_sums(
-            rest, notes, Y, bias, block, first, tokens, NX, alpha, limit, _first(WIDTH), _rest(WIDTH), HOW
+            rest, notes, Y, by_row, block, first, tokens, NX, alpha, limit, _first(WIDTH), _rest(WIDTH), HOW
         )  # fmt: skip

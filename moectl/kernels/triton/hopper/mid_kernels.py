@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .fragments import code_layout, code_lines, fragment, scale_layout, scale_words
 from .gluon_compat import reinterpret
-from .mid_epilogue import _biases, _note, _store_all, _sums
+from .mid_epilogue import _biases, _factors, _note, _store_all, _sums
 from .mid_loader import (
     _before,
     _cached,
@@ -264,7 +264,7 @@ def _worker(
 ):  # fmt: skip
     """The product and the epilogue of row block BLOCK of each of the program's tiles."""
     WIDTHS: gl.constexpr = len(HOW.widths)
-    Y, B, WEIGHTS, SORTED = out
+    Y, B, F, WEIGHTS, SORTED = out
     own = (notes[0].index(BLOCK), notes[1].index(BLOCK))
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -278,18 +278,19 @@ def _worker(
         block = (tile % row_tiles) * HOW.blocks + BLOCK * HOW.blocks_m
         coming = _tile(TILES, tile + programs, tiles, row_tiles, HOW)
         _note(own, SORTED, WEIGHTS, first, tokens, HOW)
-        bias = _biases(B, expert, block, N, HOW)
-        bias2 = _biases(B, expert, block + 1, N, HOW) if HOW.blocks_m == 2 else bias
+        factors = _factors(F, expert, HOW)
+        by_row = (_biases(B, expert, block, N, HOW), factors)
+        by_row2 = (_biases(B, expert, block + 1, N, HOW), factors) if HOW.blocks_m == 2 else by_row
         for i in gl.static_range(WIDTHS):
             if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
                 acc, acc2, stage, phase = _product(ring, stage, phase, K, _width(i, HOW), BLOCK, DTYPE, HOW)
                 if block < N // 64:
                     _store_all(
-                        acc, own, Y, bias, block, first, tokens, NX, alpha, limit, _width(i, HOW), HOW
+                        acc, own, Y, by_row, block, first, tokens, NX, alpha, limit, _width(i, HOW), HOW
                     )  # fmt: skip
                 if HOW.blocks_m == 2 and block + 1 < N // 64:
                     _store_all(
-                        acc2, own, Y, bias2, block + 1, first, tokens, NX, alpha, limit, _width(i, HOW), HOW
+                        acc2, own, Y, by_row2, block + 1, first, tokens, NX, alpha, limit, _width(i, HOW), HOW
                     )  # fmt: skip
         expert, first, tokens = coming
 
@@ -307,7 +308,7 @@ def _tile(TILES, tile, tiles, row_tiles, HOW: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["row_tiles"])
 def _grouped_gemm_kernel(
-    X, CODES, S, Z, B, Y, SORTED, TILES, COUNT, WEIGHTS, N, K, KX, NX, row_tiles, alpha, limit,
+    X, CODES, S, Z, B, F, Y, SORTED, TILES, COUNT, WEIGHTS, N, K, KX, NX, row_tiles, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
     """Y ``[T, NX]``: activations by position (stage 1), or by slot, times router weights if weighted."""
@@ -346,7 +347,7 @@ def _grouped_gemm_kernel(
     hopper.fence_async_shared()
     ring = (x, more, codes, words, full, empty)
     notes = (slots, weights)
-    out = (Y, B, WEIGHTS, SORTED)
+    out = (Y, B, F, WEIGHTS, SORTED)
     if HOW.workers == 2:
         gl.warp_specialize(
             [

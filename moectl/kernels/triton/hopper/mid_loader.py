@@ -66,7 +66,7 @@ def _before(HOW):
 @gluon.constexpr_function
 def _span(HOW):
     """Columns that a run of scale words covers; 0: all."""
-    return 64 if HOW.group == 32 else HOW.group
+    return 64 if HOW.group in (16, 32) else HOW.group
 
 
 @gluon.constexpr_function

@@ -78,6 +78,9 @@ STAGING_BYTES = 64 * 64 * 2
 PER_TOKEN_BYTES = 2 * 256 * 4
 """Shared memory for slots, router weights or bias (each) of the current and the next tile."""
 
+PER_ROW_BYTES = 2 * 64 * 4
+"""Shared memory for the factors of 64 rows of the current and the next tile."""
+
 MOST_STAGES, FEWEST_STAGES = 7, 3
 
 
@@ -102,7 +105,7 @@ class PrefillVariant(GemmSpec):
     """Compile-time parameters of a GEMM kernel: those of the GEMM and those of the tile.
 
     Attributes:
-        group: 32, or 64 for scales of 64 columns and more.
+        group: 16, 32, or 64 for scales of 64 columns and more.
         span: 64-column tiles that a scale word covers.
         even: whether the tokens have as many columns as the stored weights.
         activation: its name; empty for the second GEMM.
@@ -137,6 +140,7 @@ def stages(problem: MoEProblem, tile: PrefillTile) -> int:
     tokens = 128 + _rest(tile.tokens_x16)
     per_stage = tokens * 128 + 4 * 512 * weight.bits + 4 * 4 * words + 8 * (1 + shape.workers)
     fixed = shape.workers * STAGING_BYTES + PER_TOKEN_BYTES * (3 if problem.bias else 2) + 512
+    fixed += PER_ROW_BYTES if weight.number.global_scale else 0
     return int(min(MOST_STAGES, (SHARED_MEMORY - fixed) // per_stage))
 
 
@@ -150,7 +154,7 @@ def _variant(layer: KernelLayer, stage: int, tile: PrefillTile) -> PrefillVarian
     m, columns = operand(layer, stage)
     return PrefillVariant(
         **spec_fields(layer, stage),
-        group=32 if weight.group == 32 else 64,
+        group=weight.group if weight.group in (16, 32) else 64,
         span=m.k // 64 // m.scales.shape[2],
         even=m.k == columns,
         activation=act.name if stage == 1 else "",
@@ -223,6 +227,7 @@ def gemm(
         S=m.scales,
         Z=m.scales if m.zeros is None else m.zeros,
         B=m.scales if m.bias is None else m.bias,
+        F=m.scales if m.factors is None else m.factors,
         Y=y,
         WEIGHTS=call.weights,
         SORTED=plan.slots,

@@ -18,12 +18,14 @@ def _store(
 
     The rows of Y are positions from `first` on in GEMM 1, and slots in GEMM 2.
     """
-    slots, weights, bias = notes
+    slots, weights, bias, factors = notes
     COLUMNS: gl.constexpr = 32 if HOW.gated else 64
     L: gl.constexpr = _rows_layout(COLUMNS)
     M: gl.constexpr = _mma(TOKENS)
     if not HOW.exact:
         acc = acc * HOW.factor
+    if HOW.halves:
+        acc = acc * gl.expand_dims(factors.load(gl.SliceLayout(1, M)), 1)
     if HOW.weighted:
         weight = gl.expand_dims(weights.slice(AT, TOKENS).load(gl.SliceLayout(0, M)), 0)
         if HOW.stage == 1:

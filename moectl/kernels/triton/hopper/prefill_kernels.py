@@ -237,7 +237,7 @@ def _computer(share, me: gl.constexpr, HOW: gl.constexpr):
     """A worker: its rows of every tile passed in `jobs`, until one of 0 units."""
     ring, notes, out, jobs, given, taken, Y, N, K, NX, stagger, alpha, limit = share
     _tokens, _weights, _full, empty = ring
-    slots, weights, bias = notes
+    slots, weights, bias, factors = notes
     WIDTHS: gl.constexpr = len(HOW.widths)
     steps = K // 64
     it = 0
@@ -250,7 +250,7 @@ def _computer(share, me: gl.constexpr, HOW: gl.constexpr):
         first = _field(jobs, job, 1)
         end = _field(jobs, job, 2)
         block = (_field(jobs, job, 3) * HOW.workers + me) * HOW.blocks
-        now = (slots.index(job % 2), weights.index(job % 2), bias.index(job % 2))
+        now = (slots.index(job % 2), weights.index(job % 2), bias.index(job % 2), factors.index(job % 2))
         for i in gl.static_range(WIDTHS):
             if (units > _units(i - 1, HOW)) & (units <= _units(i, HOW)) & (block < N // 64):
                 _compute(
@@ -268,7 +268,7 @@ def _computer(share, me: gl.constexpr, HOW: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["group_m", "stagger"])
 def _prefill_kernel(
-    X, W, S, Z, B, Y, WEIGHTS, SORTED, TILES, COUNT, COUNTER,
+    X, W, S, Z, B, F, Y, WEIGHTS, SORTED, TILES, COUNT, COUNTER,
     N, K, KX, NX, spans, group_m, stagger, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
@@ -300,6 +300,9 @@ def _prefill_kernel(
     slots = gl.allocate_shared_memory(gl.int32, [2, 256], LINE)
     weights = gl.allocate_shared_memory(gl.float32, [2, 256], LINE)
     bias = gl.allocate_shared_memory(gl.float32, [2, 256], LINE)
+    factors = bias
+    if HOW.halves:
+        factors = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [WORKERS * STAGES, 1], mbarrier.MBarrierLayout())
     given = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -319,10 +322,10 @@ def _prefill_kernel(
     read_codes = reinterpret(codes, gl.uint8, [STAGES * 4, LINES, 128], PLAIN)
     read_scales = reinterpret(scales, gl.int32, [STAGES * 4, WORDS], LINE)
     read_zeros = reinterpret(zeros, gl.int32, [STAGES * 4, WORDS], LINE)
-    notes = (slots, weights, bias)
+    notes = (slots, weights, bias, factors)
     filled = ((x, more), (codes, scales, zeros), full, empty)
     ring = ((x, more), (read_codes, read_scales, read_zeros), full, empty)
-    load = (filled, notes, jobs, given, taken, X, W, S, Z, B, WEIGHTS, SORTED, TILES, COUNT, COUNTER)
+    load = (filled, notes, jobs, given, taken, X, W, S, Z, B, F, WEIGHTS, SORTED, TILES, COUNT, COUNTER)
     size = (N, K, KX, spans, group_m)
     share = (ring, notes, out, jobs, given, taken, Y, N, K, NX, stagger, alpha, limit)
     if WORKERS == 2:

@@ -45,9 +45,12 @@ def _copy_tokens(x, X, rows, step, KX, HOW: gl.constexpr):
 
 
 @gluon.jit
-def _note(notes, job, SORTED, WEIGHTS, B, N, expert, nt, first, end, HOW: gl.constexpr):
-    """Loads what the epilogue of tile `job` needs: slots and router weights by token, bias by row."""
-    slots, weights, bias = notes
+def _note(notes, job, SORTED, WEIGHTS, B, F, N, expert, nt, first, end, HOW: gl.constexpr):
+    """Loads what the epilogue of tile `job` needs: slots and weights by token, bias and factors by row.
+
+    The factors of 64 rows are those of any 64: 8 gates and 8 ups alternate.
+    """
+    slots, weights, bias, factors = notes
     place = gl.arange(0, 256, layout=_once())
     if HOW.stage == 2 or HOW.weighted:
         live = first + place < end
@@ -59,6 +62,9 @@ def _note(notes, job, SORTED, WEIGHTS, B, N, expert, nt, first, end, HOW: gl.con
         rows = nt * (64 * HOW.workers * HOW.blocks) + place
         b = gl.load(B + expert.to(gl.int64) * N + rows, mask=rows < N, other=0.0)
         bias.index(job % 2).store(b.to(gl.float32))
+    if HOW.halves:
+        row = gl.arange(0, 64, layout=_once())
+        factors.index(job % 2).store(gl.load(F + expert * HOW.halves + row // 8 % HOW.halves))
 
 
 @gluon.jit
@@ -74,7 +80,7 @@ def _piece(x, more, stage, i: gl.constexpr, HOW: gl.constexpr):
 @gluon.jit
 def _loader(load, size, HOW: gl.constexpr):
     """Loads tile after tile; a last tile of 0 units ends the workers."""
-    ring, notes, jobs, given, taken, X, W, S, Z, B, WEIGHTS, SORTED, TILES, COUNT, COUNTER = load
+    ring, notes, jobs, given, taken, X, W, S, Z, B, F, WEIGHTS, SORTED, TILES, COUNT, COUNTER = load
     N, K, KX, spans, group_m = size
     tokens, weights, full, empty = ring
     x, more = tokens
@@ -108,7 +114,7 @@ def _loader(load, size, HOW: gl.constexpr):
         _set_field(jobs, job, 1, first)
         _set_field(jobs, job, 2, end)
         _set_field(jobs, job, 3, nt)
-        _note(notes, job, SORTED, WEIGHTS, B, N, expert, nt, first, end, HOW)
+        _note(notes, job, SORTED, WEIGHTS, B, F, N, expert, nt, first, end, HOW)
         mbarrier.arrive(given.index(job % 2), count=1)
         job += 1
         tile = gl.num_programs(0) + gl.atomic_add(COUNTER, 1, sem="relaxed")

@@ -114,10 +114,11 @@ EXACT_SCALES = range(63, 255)
 
 
 def _kind(problem: MoEProblem, m: KernelMatrix) -> tuple[str, str, str, bool, bool]:
-    """The first fields of `stream_asm.TileAsm`: formats, zero points, whether all scales must be exact."""
+    """The first fields of `stream_asm.TileAsm`: formats, zero points, whether all must be exact."""
     weight = problem.scheme.weight
     scale = {"BF16": "bf16", "F16": "fp16"}.get(weight.scale_dtype, problem.dtype)
-    exact = weight.name == "mxfp4" and problem.dtype == "bf16" and not m.exponents_within(EXACT_SCALES)
+    in_range = problem.dtype == "fp16" or weight.number.scale != "E8M0" or m.exponents_within(EXACT_SCALES)
+    exact = not (in_range and m.numbers)
     return weight.name, problem.dtype, scale, weight.zero_point, exact
 
 
@@ -138,6 +139,7 @@ def _gemm(layer: KernelLayer, m: KernelMatrix, shape: StreamShape, tile: StreamT
         "SC": m.scales,
         "ZP": m.scales if m.zeros is None else m.zeros,
         "B": m.codes if m.bias is None else m.bias,
+        "F": m.scales if m.factors is None else m.factors,
         "N": m.n,
         "K": m.k,
         "KX2": columns // 2,
@@ -145,6 +147,7 @@ def _gemm(layer: KernelLayer, m: KernelMatrix, shape: StreamShape, tile: StreamT
         "RUNS": shape.runs(m.n),
         "E": problem.local_experts,
         "BIAS": m.bias is not None,
+        "HALVES": m.halves,
         "KIND": _kind(problem, m),
         "GROUP": problem.scheme.weight.group,
         "TOKENS": tile.tokens,
@@ -161,7 +164,10 @@ def _gemm(layer: KernelLayer, m: KernelMatrix, shape: StreamShape, tile: StreamT
     }
 
 
-PER_GEMM = ("W", "SC", "ZP", "B", "N", "K", "KX2", "NX", "RUNS", "KIND", "S", "RW", "R", "D", "TILES")
+PER_GEMM = (
+    *("W", "SC", "ZP", "B", "F", "N", "K", "KX2", "NX", "RUNS", "HALVES", "KIND"),
+    *("S", "RW", "R", "D", "TILES"),
+)
 """Arguments that the fused kernel has twice; those of the second GEMM end with ``_2``."""
 
 

@@ -17,6 +17,9 @@ FOUR = range(4)
 
 A_REGISTERS = [f"a{i}" for i in FOUR]
 
+PAIRS = ("s00", "s01", "s10", "s11")
+"""NVFP4: registers of the scales of both rows, by group of 16 columns."""
+
 
 @dataclass(frozen=True)
 class FragmentCodes:
@@ -28,6 +31,8 @@ class FragmentCodes:
         one: 1 as a pair of 16-bit floats.
         offset: the difference between the values in a0..a3 and unsigned codes; 0 for MXFP4.
         symmetric: -(offset + the code that means 0) as a pair of 16-bit floats; 0 if there is nothing to add.
+        shift: sums are the products times 2^-shift.
+        whole: PTX after `text` that makes NaN of NaN codes.
     """
 
     text: str
@@ -35,6 +40,8 @@ class FragmentCodes:
     one: int = 0
     offset: float = 0.0
     symmetric: int = 0
+    shift: int = 0
+    whole: str = ""
 
 
 _NIBBLES = """
@@ -88,9 +95,60 @@ lop3.b32 a{2 * k8 + h}, t, 0x00FF00FF, 0x64806480, 0x6A;
     for h in range(2)
 )
 
+_E4M3_BF16 = "".join(
+    f"""
+shl.b32 t, {{{word}}}, 4;
+and.b32 t, t, 0x07F007F0;
+shl.b32 u, {{{word}}}, 8;
+lop3.b32 a{2 * k8}, u, 0x80008000, t, 0xEA;
+shr.u32 t, {{{word}}}, 4;
+and.b32 t, t, 0x07F007F0;
+lop3.b32 a{2 * k8 + 1}, {{{word}}}, 0x80008000, t, 0xEA;
+"""
+    for k8, word in enumerate("wv")
+)
+
+_E4M3_HALF = "".join(
+    f"""
+shl.b32 t, {{{word}}}, 7;
+and.b32 t, t, 0x3F803F80;
+shl.b32 u, {{{word}}}, 8;
+lop3.b32 a{2 * k8}, u, 0x80008000, t, 0xEA;
+shr.u32 t, {{{word}}}, 1;
+and.b32 t, t, 0x3F803F80;
+lop3.b32 a{2 * k8 + 1}, {{{word}}}, 0x80008000, t, 0xEA;
+"""
+    for k8, word in enumerate("wv")
+)
+
+_NAN_BF16 = "".join(
+    f"""
+add.u32 t, a{i}, 0x00100010;
+and.b32 t, t, 0x08000800;
+mad.lo.u32 a{i}, t, 15, a{i};
+"""
+    for i in FOUR
+)
+"""A carry out of seven ones, at bit 11, sets the exponent's upper four bits."""
+
+_NAN_HALF = "".join(
+    f"""
+add.u32 t, a{i}, 0x00800080;
+lop3.b32 a{i}, t, 0x40004000, a{i}, 0xEA;
+"""
+    for i in FOUR
+)
+
+_SCALED = "".join(f"\nmul.rn.{{kind}} a{i}, a{i}, m{i % 2};" for i in FOUR)
+"""Rows g and rows g + 8 times their scales."""
+
 CODES = {
-    ("mxfp4", "bf16"): FragmentCodes(_E2M1, 1),
-    ("mxfp4", "fp16"): FragmentCodes(_E2M1_HALF, 1),
+    ("mxfp4", "bf16"): FragmentCodes(_E2M1, 1, shift=62),
+    ("mxfp4", "fp16"): FragmentCodes(_E2M1_HALF, 1, shift=14),
+    ("nvfp4", "bf16"): FragmentCodes(_E2M1 + _SCALED.format(kind="bf16x2"), 1, shift=55),
+    ("nvfp4", "fp16"): FragmentCodes(_E2M1_HALF + _SCALED.format(kind="f16x2"), 1, shift=7),
+    ("mxfp8", "bf16"): FragmentCodes(_E4M3_BF16, 2, shift=56, whole=_NAN_BF16),
+    ("mxfp8", "fp16"): FragmentCodes(_E4M3_HALF, 2, shift=8, whole=_NAN_HALF),
     ("int4", "bf16"): FragmentCodes(_NIBBLES.format(magic="0x43004300"), 1, 0x3F803F80, 128.0, 0xC308C308),
     ("int4", "fp16"): FragmentCodes(_NIBBLES.format(magic="0x64006400"), 1, 0x3C003C00, 1024.0, 0xE408E408),
     ("int8", "bf16"): FragmentCodes(_BYTES_BF16, 2, 0x3F803F80, -128.0),
@@ -99,10 +157,26 @@ CODES = {
 """By weight format and the tokens' dtype.
 
 The bits of E2M1 codes are moved to the sign, exponent and mantissa bits of a 16-bit float, where they mean
-the value times 2^-126 in bf16 and 2^-14 in fp16 (0.5 is subnormal). ``magic | code`` is 128 + code in bf16
-and 1024 + code in fp16; 8-bit codes are two's complement: bf16 adds two such numbers, fp16 flips the sign
-bit.
+the value times 2^-126 in bf16 and 2^-14 in fp16 (0.5 is subnormal); those of E4M3 codes likewise, times
+2^-120 and 2^-8. bf16 tokens are then stored times 2^64. NVFP4 codes are multiplied by their scales, which is
+exact. ``magic | code`` is 128 + code in bf16 and 1024 + code in fp16; 8-bit integers are two's complement:
+bf16 adds two such numbers, fp16 flips the sign bit.
 """
+
+_E4M3_PAIRS = """
+and.b32 {first}, {s}, 0x07F007F0;
+shf.l.wrap.b32 t, {s}, {s}, 7;
+and.b32 {second}, t, 0x07F007F0;
+"""
+"""Scales of two groups of 16 columns, rows g in the low half: 2^-120 of their values in bf16."""
+
+_E4M3_RAISED = {
+    "bf16": "mov.b32 u, 0x7F007F00;\nmul.rn.bf16x2 {s}, {s}, u;\n",
+    "fp16": "shl.b32 {s}, {s}, 3;\nmov.b32 u, 0x78007800;\nmul.rn.f16x2 {s}, {s}, u;\n",
+}
+"""Those pairs as 2^7 times the scales."""
+
+_BOTH_ROWS = "mov.b32 {{l, h}}, {s};\nmov.b32 m0, {{l, l}};\nmov.b32 m1, {{h, h}};\n"
 
 _E8M0 = """
 shl.b32 t, {s}, 23;
@@ -148,7 +222,8 @@ class TileAsm:
         weight, tokens, scale: names of the weight format, the tokens' dtype and the scales' dtype.
         two_groups: two groups of 32 columns, otherwise one scale for all 64.
         zeros: whether there are zero points.
-        exact: whether all MXFP4 scales are exact; otherwise contributions of scales below 2^-64 may become 0.
+        exact: whether all E8M0 scales are exact, and NaN codes NaN; otherwise contributions of scales below
+            2^-64 may become 0.
         blocks: number of 8-token blocks.
     """
 
@@ -178,8 +253,17 @@ class TileAsm:
         """d = a * b + c on the tensor cores."""
         return self.mma + " " + ", ".join(f"{{{','.join(registers)}}}" for registers in (d, a, b, c)) + ";\n"
 
+    @property
+    def scales_weights(self) -> bool:
+        """Whether scales multiply weights, otherwise sums."""
+        return self.weight == "nvfp4"
+
     def _scales(self, s: int) -> str:
-        if self.weight == "mxfp4":
+        if self.scales_weights:
+            text = _E4M3_PAIRS.format(s=f"${s}", first="s00", second="s01")
+            text += _E4M3_PAIRS.format(s=f"${s + 4}", first="s10", second="s11")
+            return text + "".join(_E4M3_RAISED[self.tokens].format(s=name) for name in PAIRS)
+        if self.weight in ("mxfp4", "mxfp8"):
             return (_E8M0_WHOLE if self.exact else _E8M0).format(s=f"${s}")
         pair = _PAIRS[self.scale]
         if not self.two_groups:
@@ -195,13 +279,13 @@ class TileAsm:
 
     def _scaled(self, n: int, run: int, sums: list[str]) -> str:
         """Scales the sums of group `run` and adds them to those of token block `n`."""
-        text = ""
+        text, codes = "", CODES[self.weight, self.tokens]
         for i in FOUR:
             p, to = f"p{n}_{i}", f"${4 * n + i}"
             if self.zeros:
                 text += f"fma.rn.f32 {p}, z{i // 2}{run}, {sums[i]}, {p};\n"
-            if self.weight == "mxfp4" and self.tokens == "bf16" and self.exact:
-                text += f"mul.rn.f32 {p}, {p}, {_hex32(2.0**62)};\n"
+            if codes.shift and self.tokens == "bf16" and self.exact:
+                text += f"mul.rn.f32 {p}, {p}, {_hex32(2.0**codes.shift)};\n"
             text += f"mov.b32 f, s{i // 2}{run};\nfma.rn.f32 {to}, {p}, f, {to};\n"
         return text
 
@@ -209,9 +293,9 @@ class TileAsm:
         """(PTX, constraints).
 
         Operands: 4 output sums per block; the code words; two sets of 4 equal scale words, the second for
-        rows g + 8 of groups of 32; zero-point words likewise, if any; per block 4 + 4 words of tokens, 4
-        input sums, and, if `factor` is not 0, the token sums of each group times `factor`, in 4 registers
-        each.
+        rows g + 8 of groups of 32, or for the last two groups of 16; zero-point words likewise, if any; per
+        block 4 + 4 words of tokens, 4 input sums, and, if `factor` is not 0, the token sums of each group
+        times `factor`, in 4 registers each.
         """
         codes, blocks = CODES[self.weight, self.tokens], range(self.blocks)
         runs = 2 if self.two_groups else 1
@@ -219,7 +303,7 @@ class TileAsm:
         s = w + 4 * codes.words
         x = s + (16 if self.zeros else 8)
         per_block = 12 + (4 * runs if self.factor else 0)
-        text = "{\n.reg .b32 a0, a1, a2, a3, t, u, s00, s01, s10, s11;\n"
+        text = "{\n.reg .b32 a0, a1, a2, a3, m0, m1, t, u, s00, s01, s10, s11;\n"
         text += ".reg .b16 l, h;\n.reg .f32 f, z, z00, z01, z10, z11;\nmov.f32 z, 0f00000000;\n"
         text += "".join(f".reg .f32 p{n}_{i};\n" for n in blocks for i in FOUR)
         text += self._scales(s) + (self._zero_points(s + 8) if self.zeros else "")
@@ -230,13 +314,19 @@ class TileAsm:
             sums = [[f"${x + per_block * n + 12 + 4 * run + i}" for i in FOUR] for n in blocks]
             for j in steps:
                 at = w + codes.words * j
-                text += codes.text.format(w=f"${at}", v=f"${at + 1}")
+                text += _BOTH_ROWS.format(s=PAIRS[j]) if self.scales_weights else ""
+                text += codes.text.format(w=f"${at}", v=f"${at + 1}") + (codes.whole if self.exact else "")
                 for n in blocks:
                     b = (f"${x + per_block * n + 2 * j}", f"${x + per_block * n + 2 * j + 1}")
+                    if self.scales_weights:
+                        sum_ = [f"${4 * n + i}" for i in FOUR]
+                        text += self.product(sum_, A_REGISTERS, b, sum_)
+                        continue
                     p = [f"p{n}_{i}" for i in FOUR]
                     initial = sums[n] if self.factor and not self.zeros else ["z"] * 4
                     text += self.product(p, A_REGISTERS, b, initial if j == steps[0] else p)
-            text += "".join(self._scaled(n, run, sums[n]) for n in blocks)
+            if not self.scales_weights:
+                text += "".join(self._scaled(n, run, sums[n]) for n in blocks)
         ins = ["r"] * (x - w) + (["r"] * 8 + ["f"] * (per_block - 8)) * self.blocks
         yield text + "}"
         yield ",".join(["=&f"] * w + ins)

@@ -77,8 +77,9 @@ def _wait_for(counter, many):
 
 @gluon.jit
 def _store_first(
-    acc, NTH: gl.constexpr, B, H, PLAN, WEIGHTS, N, NX, alpha, limit, p, expert, count, tile,
-    ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr,
+    acc, NTH: gl.constexpr, B, factors, H, PLAN, WEIGHTS, N, NX, alpha, limit, p, expert, count, tile,
+    ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, HALVES: gl.constexpr, WEIGHTED: gl.constexpr,
+    TOKENS: gl.constexpr,
     S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """H[slots] = the activation of `acc`, the sums of one row tile for token block NTH."""
@@ -94,6 +95,9 @@ def _store_first(
     gate, up = gl.split(acc.permute((0, 1, 2, 3, 5, 4)))
     gate = gl.convert_layout(gate, LH, assert_trivial=True)
     up = gl.convert_layout(up, LH, assert_trivial=True)
+    if HALVES:
+        gate = gate * factors[0]
+        up = up * factors[1]
     if WEIGHTED:
         weight = gl.load(WEIGHTS + slot, mask=token < count, other=0.0)
         gate = gate * weight
@@ -118,8 +122,9 @@ def _store_first(
 
 @gluon.jit
 def _store_second(
-    acc, NTH: gl.constexpr, B, Y, PLAN, WEIGHTS, T, N, NX, p, expert, count, tile, pid_k,
-    BIAS: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr, S: gl.constexpr, RW: gl.constexpr,
+    acc, NTH: gl.constexpr, B, factors, Y, PLAN, WEIGHTS, T, N, NX, p, expert, count, tile, pid_k,
+    BIAS: gl.constexpr, HALVES: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr, S: gl.constexpr,
+    RW: gl.constexpr,
     R: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """Y[pid_k, slots] = `acc`, one row tile's sums for token block NTH, times router weights if WEIGHTED."""
@@ -133,6 +138,8 @@ def _store_second(
     row = (tile * (RW * R) + rw * R + r) * 16 + h * 8 + g
     token = NTH * 8 + 2 * c + b
     slot = _slots(PLAN, p, token, count, TOKENS, PLANNED)
+    if HALVES:
+        acc = acc * factors[0]
     if BIAS:
         at = B + (expert.to(gl.int64) * N + row)
         acc = acc + gl.load(at, mask=(row < N) & (pid_k == 0), other=0.0).to(gl.float32)
@@ -174,11 +181,11 @@ def _tokens(
 
 @gluon.jit
 def _stream(
-    X, W, SC, ZP, B, OUT, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, alpha, limit, p, expert, count, pid_n, pid_k,
-    before, FIRST: gl.constexpr, TOP_K: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr,
-    BIAS: gl.constexpr, WEIGHTED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
-    S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr,
-    TILES: gl.constexpr, SPLIT: gl.constexpr, PLANNED: gl.constexpr, WAIT: gl.constexpr,
+    X, W, SC, ZP, B, F, OUT, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, alpha, limit, p, expert, count, pid_n,
+    pid_k, before, FIRST: gl.constexpr, TOP_K: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr,
+    BIAS: gl.constexpr, HALVES: gl.constexpr, WEIGHTED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
+    TOKENS: gl.constexpr, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
+    STEPS: gl.constexpr, TILES: gl.constexpr, SPLIT: gl.constexpr, PLANNED: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
     """One record's tokens times TILES row tiles (of 16 * RW * R rows), one after the other without a bubble.
 
@@ -221,6 +228,9 @@ def _stream(
     k = k0
     inside = gl.where(block < N // 16, end, 0)
     left = inside - k0
+    factors = (0.0, 0.0)
+    if HALVES:
+        factors = (gl.load(F + expert * HALVES), gl.load(F + expert * HALVES + HALVES - 1))
     w = ()
     s = ()
     z = ()
@@ -289,21 +299,22 @@ def _stream(
             sums = _summed(acc[n], _output_factor(KIND), S, RW, R)
             if FIRST:
                 _store_first(
-                    sums, n, B, OUT, PLAN, WEIGHTS, N, NX, alpha, limit, p, expert, count, tile0 + tile,
-                    ACT, GATED, BIAS, WEIGHTED, TOKENS, S, RW, R, PLANNED,
+                    sums, n, B, factors, OUT, PLAN, WEIGHTS, N, NX, alpha, limit, p, expert, count,
+                    tile0 + tile, ACT, GATED, BIAS, HALVES, WEIGHTED, TOKENS, S, RW, R, PLANNED,
                 )  # fmt: skip
             else:
                 _store_second(
-                    sums, n, B, OUT, PLAN, WEIGHTS, T, N, NX, p, expert, count, tile0 + tile, pid_k,
-                    BIAS, WEIGHTED, TOKENS, S, RW, R, PLANNED,
+                    sums, n, B, factors, OUT, PLAN, WEIGHTS, T, N, NX, p, expert, count, tile0 + tile, pid_k,
+                    BIAS, HALVES, WEIGHTED, TOKENS, S, RW, R, PLANNED,
                 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["T"])
 def _stream_gemm1_kernel(
-    X, W, SC, ZP, B, H, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, RUNS, alpha, limit,
+    X, W, SC, ZP, B, F, H, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, RUNS, alpha, limit,
     E: gl.constexpr, TOP_K: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
-    WEIGHTED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, S: gl.constexpr,
+    HALVES: gl.constexpr, WEIGHTED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
+    TOKENS: gl.constexpr, S: gl.constexpr,
     RW: gl.constexpr, R: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr,
     TILES: gl.constexpr,
     PLANNED: gl.constexpr, PDL: gl.constexpr,
@@ -316,16 +327,17 @@ def _stream_gemm1_kernel(
     expert, count = _record(IDS, PLAN, p, T, TOKENS, PLANNED)
     if (expert >= 0) & (expert < E):
         _stream(
-            X, W, SC, ZP, B, H, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, alpha, limit, p, expert, count,
-            gl.program_id(0) % RUNS, 0, 0, True, TOP_K, ACT, GATED, BIAS, WEIGHTED, KIND, GROUP,
+            X, W, SC, ZP, B, F, H, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, alpha, limit, p, expert, count,
+            gl.program_id(0) % RUNS, 0, 0, True, TOP_K, ACT, GATED, BIAS, HALVES, WEIGHTED, KIND, GROUP,
             TOKENS, S, RW, R, D, STEPS, TILES, 1, PLANNED, "",
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["T"])
 def _stream_gemm2_kernel(
-    H, W, SC, ZP, B, Y, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, RUNS,
-    E: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
+    H, W, SC, ZP, B, F, Y, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, RUNS,
+    E: gl.constexpr, BIAS: gl.constexpr, HALVES: gl.constexpr, WEIGHTED: gl.constexpr, KIND: gl.constexpr,
+    GROUP: gl.constexpr,
     TOKENS: gl.constexpr, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
     STEPS: gl.constexpr, TILES: gl.constexpr, SPLIT: gl.constexpr, PLANNED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -337,9 +349,9 @@ def _stream_gemm2_kernel(
     expert, count = _record(IDS, PLAN, p, T, TOKENS, PLANNED)
     if (expert >= 0) & (expert < E):
         _stream(
-            H, W, SC, ZP, B, Y, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, 0.0, 0.0, p, expert, count,
-            gl.program_id(0) % RUNS, gl.program_id(1), 0, False, 1, "", False, BIAS, WEIGHTED, KIND, GROUP,
-            TOKENS, S, RW, R, D, STEPS, TILES, SPLIT, PLANNED, "launch" if PDL else "",
+            H, W, SC, ZP, B, F, Y, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, 0.0, 0.0, p, expert, count,
+            gl.program_id(0) % RUNS, gl.program_id(1), 0, False, 1, "", False, BIAS, HALVES, WEIGHTED, KIND,
+            GROUP, TOKENS, S, RW, R, D, STEPS, TILES, SPLIT, PLANNED, "launch" if PDL else "",
         )  # fmt: skip
     elif PDL:
         _wait()

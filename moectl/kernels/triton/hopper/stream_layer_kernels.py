@@ -30,10 +30,11 @@ def _done(counter):
 
 @gluon.jit(do_not_specialize=["T", "RECORDS"])
 def _stream_layer_kernel(
-    X, W, SC, ZP, B, H, H_2, W_2, SC_2, ZP_2, B_2, Y, IDS, PLAN, WEIGHTS, T, RECORDS,
+    X, W, SC, ZP, B, F, H, H_2, W_2, SC_2, ZP_2, B_2, F_2, Y, IDS, PLAN, WEIGHTS, T, RECORDS,
     N, K, KX2, NX, RUNS, N_2, K_2, KX2_2, NX_2, RUNS_2, alpha, limit,
     E: gl.constexpr, TOP_K: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
-    ON_INPUT: gl.constexpr, KIND: gl.constexpr, KIND_2: gl.constexpr, GROUP: gl.constexpr,
+    HALVES: gl.constexpr, HALVES_2: gl.constexpr, ON_INPUT: gl.constexpr, KIND: gl.constexpr,
+    KIND_2: gl.constexpr, GROUP: gl.constexpr,
     TOKENS: gl.constexpr, S: gl.constexpr, RW: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
     STEPS: gl.constexpr, TILES: gl.constexpr, S_2: gl.constexpr, RW_2: gl.constexpr, R_2: gl.constexpr,
     D_2: gl.constexpr, STEPS_2: gl.constexpr, TILES_2: gl.constexpr, PDL: gl.constexpr,
@@ -49,8 +50,8 @@ def _stream_layer_kernel(
         expert, count = _record(IDS, PLAN, p, T, TOKENS, True)
         if (expert >= 0) & (expert < E):
             _stream(
-                X, W, SC, ZP, B, H, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, alpha, limit, p, expert, count,
-                program % RUNS, 0, 0, True, TOP_K, ACT, GATED, BIAS, ON_INPUT, KIND, GROUP,
+                X, W, SC, ZP, B, F, H, IDS, PLAN, WEIGHTS, T, N, K, KX2, NX, alpha, limit, p, expert, count,
+                program % RUNS, 0, 0, True, TOP_K, ACT, GATED, BIAS, HALVES, ON_INPUT, KIND, GROUP,
                 TOKENS, S, RW, R, D, STEPS, TILES, 1, True, "",
             )  # fmt: skip
             _done((PLAN + p.to(gl.int64) * (TOKENS + 8) + 2).to(gl.int64))
@@ -59,7 +60,7 @@ def _stream_layer_kernel(
         expert, count = _record(IDS, PLAN, p, T, TOKENS, True)
         if (expert >= 0) & (expert < E):
             _stream(
-                H_2, W_2, SC_2, ZP_2, B_2, Y, IDS, PLAN, WEIGHTS, T, N_2, K_2, KX2_2, NX_2, 0.0, 0.0, p,
-                expert, count, (program - first) % RUNS_2, 0, RUNS, False, 1, "", False, BIAS, not ON_INPUT,
-                KIND_2, GROUP, TOKENS, S_2, RW_2, R_2, D_2, STEPS_2, TILES_2, 1, True, "record",
+                H_2, W_2, SC_2, ZP_2, B_2, F_2, Y, IDS, PLAN, WEIGHTS, T, N_2, K_2, KX2_2, NX_2, 0.0, 0.0, p,
+                expert, count, (program - first) % RUNS_2, 0, RUNS, False, 1, "", False, BIAS, HALVES_2,
+                not ON_INPUT, KIND_2, GROUP, TOKENS, S_2, RW_2, R_2, D_2, STEPS_2, TILES_2, 1, True, "record",
             )  # fmt: skip

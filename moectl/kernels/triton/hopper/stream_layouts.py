@@ -7,7 +7,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .stream_asm import SOURCE, SumsAsm, TileAsm
+from .fragments import scale_words
+from .stream_asm import CODES, SOURCE, SumsAsm, TileAsm
 
 FILL_AT_ONCE = gl.constexpr(8)
 """16-byte loads of tokens that a thread keeps in flight."""
@@ -38,33 +39,31 @@ def _factor(KIND):
 @gluon.constexpr_function
 def _is_wide(KIND):
     """Whether codes have 8 bits."""
-    return KIND[0] == "int8"
+    return CODES[KIND[0], KIND[1]].words == 2
 
 
 @gluon.constexpr_function
 def _tile_words(KIND):
     """Code words in a tile."""
-    return 1024 if KIND[0] == "int8" else 512
+    return 1024 if _is_wide(KIND) else 512
 
 
 @gluon.constexpr_function
 def _run_words(KIND, GROUP):
     """Scale words of 64 rows over a tile or a wider group."""
-    return 64 if GROUP == 32 and KIND[0] != "mxfp4" else 32
+    return scale_words(KIND[0], GROUP)
 
 
 @gluon.constexpr_function
 def _input_scaled(KIND):
     """Whether tokens are stored times 2^64."""
-    return KIND[0] == "mxfp4" and KIND[1] == "bf16"
+    return CODES[KIND[0], KIND[1]].shift != 0 and KIND[1] == "bf16"
 
 
 @gluon.constexpr_function
 def _output_factor(KIND):
     """Factor on the sums that undoes the powers of two in codes and tokens."""
-    if KIND[0] != "mxfp4":
-        return 1.0
-    return 2.0**14 if KIND[1] == "fp16" else 1.0 if KIND[4] else 2.0**62
+    return 1.0 if KIND[1] == "bf16" and KIND[4] else 2.0 ** CODES[KIND[0], KIND[1]].shift
 
 
 @gluon.constexpr_function
@@ -143,4 +142,4 @@ def _quads_layout(S, RW, Q):
 @gluon.constexpr_function
 def _scale_stride(KIND, GROUP):
     """Scale words from one tile column to the next; 0 if it is not constant."""
-    return _run_words(KIND, GROUP) if GROUP in (32, 64) else 0
+    return _run_words(KIND, GROUP) if GROUP in (16, 32, 64) else 0

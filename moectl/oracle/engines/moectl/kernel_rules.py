@@ -29,11 +29,12 @@ def _keys(support: KernelSupport, any_act: bool, acts: tuple[ActFormat, ...] = (
 
 
 def scales_of(support: KernelSupport) -> NameSet:
-    """The supported dtypes of scales."""
+    """The supported dtypes of scales; formats that are defined with scales of one dtype bring it."""
     if support.scales is None:
         return ANY
+    defined = {form.number.byte_scale for form in support.formats} - {""}
     own = ("F32",) if any(row.own_scales for row in support.weights) else ()
-    return only(*support.scales, *own)
+    return only(*support.scales, *defined, *own)
 
 
 def scales_by_weights(support: KernelSupport) -> BackendRule:
@@ -42,7 +43,7 @@ def scales_by_weights(support: KernelSupport) -> BackendRule:
     def holds(ask: SupportQuery) -> bool:
         weight = ask.problem.scheme.weight
         row, stored = support.row(weight.name), weight.scale_dtype
-        own = row is not None and row.own_scales
+        own = row is not None and (row.own_scales or stored == weight.number.byte_scale)
         return own or support.scales is None or not stored or stored in support.scales
 
     return BackendRule(

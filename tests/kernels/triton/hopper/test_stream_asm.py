@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -12,10 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from moectl.kernels.triton.hopper.stream_asm import CODES, SumsAsm, TileAsm
+from support.simulated_warp import C, G, Register, as_f32, execute, f32, halves, paired
 
-Register = NDArray[np.uint32]
-LANE = np.arange(32)
-G, C = LANE // 4, LANE % 4
 TOKENS, COLUMNS, ROWS = 8, 64, 16
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -28,116 +25,16 @@ E2M1_PLACES = (
 """Bits of a code (sign, exponent, mantissa) by register and half word."""
 
 
-def halves(r: Register, dtype: str) -> NDArray[np.float64]:
-    """[32, 2] values of pairs of 16-bit floats."""
-    pairs = torch.from_numpy(r.copy().view(np.int16).reshape(32, 2))
-    return pairs.view(torch.bfloat16 if dtype == "bf16" else torch.float16).double().numpy()
-
-
-def paired(values: torch.Tensor) -> Register:
-    """[32, 2] values of a 16-bit dtype as registers."""
-    return values.contiguous().view(torch.int16).numpy().view(np.uint32).reshape(32).copy()
-
-
-def f32(values: NDArray[np.float64] | Register) -> Register:
-    return np.asarray(values).astype(np.float32).view(np.uint32)
-
-
-def as_f32(r: Register) -> NDArray[np.float64]:
-    return r.view(np.float32).astype(np.float64)
-
-
-def mma(dtype: str, a: Sequence[Register], b: Sequence[Register], c: Sequence[Register]) -> list[Register]:
-    """m16n8k16: fragments in, fragments out, the sum in fp64 rounded once."""
-    left, right, sums = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
-    for i in range(4):
-        for half in range(2):
-            left[G + 8 * (i % 2), 2 * C + 8 * (i // 2) + half] = halves(a[i], dtype)[:, half]
-        sums[G + 8 * (i // 2), 2 * C + i % 2] = as_f32(c[i])
-    for i in range(2):
-        for half in range(2):
-            right[2 * C + 8 * i + half, G] = halves(b[i], dtype)[:, half]
-    d = left @ right + sums
-    return [f32(d[G + 8 * (i // 2), 2 * C + i % 2]) for i in range(4)]
-
-
-def lop3(a: Register, b: Register, c: Register, table: Register) -> Register:
-    out = np.zeros_like(a)
-    for i in range(8):
-        if int(table[0]) >> i & 1:
-            out |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-    return out
-
-
-def prmt(a: Register, b: Register, selector: Register) -> Register:
-    source = np.concatenate([a.view(np.uint8).reshape(32, 4), b.view(np.uint8).reshape(32, 4)], 1)
-    picked = [source[:, int(selector[0]) >> 4 * i & 7] for i in range(4)]
-    return np.stack(picked, 1).reshape(-1).view(np.uint32).copy()
-
-
-def add_bf16x2(a: Register, b: Register) -> Register:
-    return paired(torch.from_numpy(halves(a, "bf16") + halves(b, "bf16")).bfloat16())
-
-
-def fma_bf16x2(a: Register, b: Register, c: Register) -> Register:
-    return paired(torch.from_numpy(halves(a, "bf16") * halves(b, "bf16") + halves(c, "bf16")).bfloat16())
-
-
-OPERATIONS: dict[str, Callable[..., Register]] = {
-    "and.b32": lambda a, b: a & b,
-    "shl.b32": lambda a, n: a << n,
-    "shr.u32": lambda a, n: a >> n,
-    "shr.b32": lambda a, n: a >> n,
-    "shf.r.wrap.b32": lambda a, b, n: (a >> n) | (b << (32 - n)),
-    "lop3.b32": lop3,
-    "prmt.b32": prmt,
-    "max.u32": np.maximum,
-    "mov.b32": lambda a: a,
-    "mov.f32": lambda a: a,
-    "add.rn.bf16x2": add_bf16x2,
-    "mul.rn.bf16x2": lambda a, b: fma_bf16x2(a, b, np.zeros_like(a)),
-    "fma.rn.bf16x2": fma_bf16x2,
-    "sub.rn.f32": lambda a, b: f32(as_f32(a) - as_f32(b)),
-    "mul.rn.f32": lambda a, b: f32(as_f32(a) * as_f32(b)),
-    "fma.rn.f32": lambda a, b, c: f32(as_f32(a) * as_f32(b) + as_f32(c)),
-    "cvt.f32.f16": lambda a: f32(halves(a, "fp16")[:, 0]),
-}
-
-
-def execute(text: str, registers: dict[str, Register]) -> None:
-    """Runs `text` on the registers, which start as its operands."""
-
-    def value(name: str) -> Register:
-        if name.startswith("0f"):
-            return np.full(32, int(name[2:], 16), np.uint32)
-        return registers[name] if name in registers else np.full(32, int(name, 0), np.uint32)
-
-    for line in re.split(r";\s*", text.strip()[1:-1]):
-        line = line.strip(" \n{}") if line.count("{") != line.count("}") else line.strip()
-        if not line or line.startswith(".reg"):
-            continue
-        name, rest = line.split(None, 1)
-        if name.startswith("mma"):
-            d, *operands = (group.split(",") for group in re.findall(r"\{([^}]*)\}", rest))
-            dtype = "bf16" if "bf16" in name else "fp16"
-            results = mma(dtype, *([value(x.strip()) for x in group] for group in operands))
-            registers.update(zip((x.strip() for x in d), results, strict=True))
-        elif unpacked := re.match(r"\{(\w+), (\w+)\}, (\S+)", rest):
-            whole = value(unpacked[3])
-            registers[unpacked[1]], registers[unpacked[2]] = whole & 0xFFFF, whole >> 16
-        else:
-            to, *operands = (x.strip() for x in rest.split(","))
-            registers[to] = OPERATIONS[name](*map(value, operands))
-
-
 def words_of(codes: NDArray[np.int64], weight: str) -> list[Register]:
     """A lane's words of [16, 64] codes, as the layout ``moectl-mtile64`` places them."""
-    registers = 8 if weight == "int8" else 4
+    registers = 8 if weight in ("int8", "mxfp8") else 4
     words = [np.zeros(32, np.uint32) for _ in range(registers)]
     for j, k8, h, b in product(range(4), range(2), range(2), range(2)):
         code = codes[G + 8 * h, 16 * j + 2 * C + 8 * k8 + b].astype(np.uint32)
         if weight == "int8":
             words[2 * j + k8] |= (code ^ 0x80) << np.uint32(8 * (2 * b + h))
+        elif weight == "mxfp8":
+            words[2 * j + k8] |= code << np.uint32(8 * (2 * b + h))
         elif weight == "int4":
             words[j] |= code << np.uint32(16 * b + 4 * (2 * k8 + h))
         else:
@@ -152,6 +49,19 @@ def tokens_of(x: torch.Tensor) -> list[Register]:
             for j in range(4) for k8 in range(2)]  # fmt: skip
 
 
+def e4m3(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy()
+
+
+def pairs_of(scales: NDArray[np.uint8], jj: int) -> Register:
+    """A lane's word of E4M3 scales [16, 4] for groups 2 * jj and 2 * jj + 1: `word_orders.E4M3_PAIRS`."""
+    word = np.zeros(32, np.uint32)
+    for h, jl, bit in product(range(2), range(2), range(7)):
+        at = ((29 if h == 0 else 13) if jl else (4 if h == 0 else 20)) + bit
+        word |= (scales[G + 8 * h, 2 * jj + jl].astype(np.uint32) >> bit & 1) << np.uint32(at % 32)
+    return word
+
+
 def spread(values: NDArray[np.float64], groups: int) -> NDArray[np.float64]:
     return np.repeat(values, COLUMNS // groups, 1)
 
@@ -160,6 +70,12 @@ KINDS = [
     ("mxfp4", "bf16", "bf16", True, False, False),
     ("mxfp4", "bf16", "bf16", True, False, True),
     ("mxfp4", "fp16", "bf16", True, False, False),
+    ("nvfp4", "bf16", "bf16", False, False, False),
+    ("nvfp4", "fp16", "fp16", False, False, False),
+    *(
+        ("mxfp8", tokens, "bf16", True, False, whole)
+        for tokens, whole in product(("bf16", "fp16"), (False, True))
+    ),
     *(
         (weight, tokens, scale, in_two, zeros, False)
         for weight, tokens, scale, in_two, zeros in product(
@@ -175,11 +91,18 @@ def test_a_tile_is_the_product(kind: tuple[str, str, str, bool, bool, bool], blo
     weight, dtype, scale, in_two, zeros, whole = kind
     asm = TileAsm(weight, dtype, scale, in_two, zeros, whole, blocks)
     draw = np.random.default_rng(blocks)
-    groups = 2 if in_two else 1
-    most = 256 if weight == "int8" else 16
+    groups = 4 if weight == "nvfp4" else 2 if in_two else 1
+    most = 256 if weight in ("int8", "mxfp8") else 16
     codes = draw.integers(0, most, (ROWS, COLUMNS))
+    if weight == "mxfp8":
+        codes -= (codes & 0x7F) == 0x7F  # the next test has NaN
     floats = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    if weight == "mxfp4":
+    if weight == "nvfp4":
+        stored = torch.from_numpy(draw.integers(0, 127, (ROWS, 4)).astype(np.uint8))
+        scales = e4m3(stored.numpy())
+        scale_words = [pairs_of(stored.numpy(), jj) for jj in range(2) for _ in range(4)]
+        decoded = np.where(codes & 8, -1, 1) * np.take(E2M1, codes & 7)
+    elif weight in ("mxfp4", "mxfp8"):
         low = 0 if whole and dtype == "bf16" else 110
         exponents = np.repeat(draw.integers(low, 140, (ROWS, 1)), groups, 1)
         exponents[0] = low
@@ -188,6 +111,8 @@ def test_a_tile_is_the_product(kind: tuple[str, str, str, bool, bool, bool], blo
                      for h in range(2) for k in range(2))  # fmt: skip
         scale_words = [packed] * 8
         decoded = np.where(codes & 8, -1, 1) * np.take(E2M1, codes & 7)
+        if weight == "mxfp8":
+            decoded = e4m3(codes.astype(np.uint8))
     else:
         stored = torch.from_numpy(draw.uniform(0.5, 2, (ROWS, groups))).to(floats[scale])
         scales = stored.double().numpy()
@@ -203,9 +128,10 @@ def test_a_tile_is_the_product(kind: tuple[str, str, str, bool, bool, bool], blo
     for _ in range(blocks):
         x = torch.from_numpy(draw.normal(size=(TOKENS, COLUMNS))).to(floats[dtype])
         start = draw.normal(size=(ROWS, TOKENS)).astype(np.float32).astype(float)
-        if weight == "mxfp4":
+        shift = CODES[weight, dtype].shift
+        if shift:
             start *= 0.0
-        stored_x = x * 2.0**64 if weight == "mxfp4" and dtype == "bf16" else x
+        stored_x = x * 2.0**64 if shift and dtype == "bf16" else x
         operands += tokens_of(stored_x)
         operands += [f32(start[G + 8 * (i // 2), 2 * C + i % 2]) for i in range(4)]
         factor = halves(np.full(32, asm.factor, np.uint32), dtype)[0, 0]
@@ -213,9 +139,9 @@ def test_a_tile_is_the_product(kind: tuple[str, str, str, bool, bool, bool], blo
             for k in range(groups):
                 sums = x.double().numpy().reshape(TOKENS, groups, -1).sum(2)[:, k] * factor
                 operands += [f32(sums[2 * C + i % 2]) for i in range(4)]
-        times = {("bf16", False): 2.0**-62, ("fp16", False): 2.0**-14}.get((dtype, whole), 1.0)
+        times = 1.0 if whole and dtype == "bf16" else 2.0**-shift
         product_ = (decoded * spread(scales, groups)) @ x.double().numpy().T
-        expected.append(start + product_ * (times if weight == "mxfp4" else 1.0))
+        expected.append(start + product_ * times)
     outputs = 4 * blocks
     assert constraints.count(",") + 1 == outputs + len(operands)
     registers = {f"${outputs + i}": r for i, r in enumerate(operands)}
