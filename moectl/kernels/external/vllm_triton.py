@@ -178,18 +178,20 @@ def tuned_folders() -> list[Path]:
     return [*([Path(named)] if named else []), experts_folder() / "configs"]
 
 
+def gpu_of(device: torch.device) -> tuple[str, bool]:
+    """Torch's name of a GPU, and whether FP8 operands are swapped in small blocks there; empty for a CPU."""
+    if device.type != "cuda":
+        return "", False
+    return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def ready(prepared: PreparedMoE) -> VllmTritonLayer:
     """The layer in the kernel's terms, created once; raises MoectlError for a tuned file that is broken."""
     return prepared.derive(NAME, _layer)
 
 
 def _layer(prepared: PreparedMoE) -> VllmTritonLayer:
-    device, swaps, gpu = prepared.device, False, ""
-    if device.type == "cuda":
-        gpu, swaps = (
-            torch.cuda.get_device_name(device),
-            torch.cuda.get_device_capability(device) == (9, 0),
-        )
+    gpu, swaps = gpu_of(prepared.device)
     name = tuned_name(prepared.problem, gpu)
     file = find_tuned_file(name, tuned_folders()) if gpu else None
     return VllmTritonLayer(

@@ -25,10 +25,16 @@ from support.runners import apply
 
 pytestmark = pytest.mark.gpu
 
+CODES = [name for name in cases.FORMATS if name not in cases.PLAIN]
 TAKEN = {
-    "humming": [name for name in cases.FORMATS if "on the input" not in name and name not in cases.FLOATS],
-    "marlin": [name for name in cases.FORMATS if name != "int8, zero points"],
-    "triton_kernels": [name for name in cases.FORMATS if name.startswith("mxfp4")],
+    "humming": [name for name in CODES if "on the input" not in name and name not in cases.FLOATS],
+    "marlin": [name for name in CODES if name != "int8, zero points"],
+    "triton_kernels": [name for name in CODES if name.startswith("mxfp4")],
+    "triton": list(cases.PLAIN),
+    "cutlass": [
+        "fp8 channel, fp8 tokens",
+        *("fp8 tensor, one scale of tokens", "fp8 tensor, static scale"),
+    ],
 }
 """By backend, the layers of `peer_cases` that it does not refuse."""
 
@@ -103,7 +109,7 @@ def test_no_tokens_and_other_dtypes(backend: str) -> None:
     from moectl.errors import UsageError
 
     runner, problem = runner_of(backend), cases.FORMATS[TAKEN[backend][0]]
-    prepared = random_layer(problem).prepared(backend, "cuda")
+    prepared = cases.layer_for(problem).prepared(backend, "cuda")
     inputs = inputs_of(problem, 3, device="cuda")
     y = apply(runner, prepared, inputs.x[:0], inputs.ids[:0], inputs.weights[:0])
     assert y.shape == (0, problem.dims.hidden)
@@ -115,7 +121,7 @@ def test_no_tokens_and_other_dtypes(backend: str) -> None:
 def test_graphs_and_two_streams(backend: str, close: None) -> None:
     """A replay with another routing is that routing's result; two streams do not disturb each other."""
     runner, problem = runner_of(backend), cases.FORMATS[TAKEN[backend][0]]
-    layer = random_layer(problem)
+    layer = cases.layer_for(problem)
     prepared = layer.prepared(backend, "cuda")
     inputs = inputs_of(problem, 37, device="cuda")
     other = cases.with_ids(inputs_of(problem, 37, distribution="zipf:1.2", device="cuda"), "skipped", 0)
@@ -162,7 +168,7 @@ def test_kernels_that_follow_each_other_closely(backend: str, top_k: int, close:
     """Routings that change from call to call, in one graph: each call's result is that routing's."""
     runner = runner_of(backend)
     problem = replace(cases.FORMATS[TAKEN[backend][0]], top_k=top_k)
-    prepared = random_layer(problem).prepared(backend, "cuda")
+    prepared = cases.layer_for(problem).prepared(backend, "cuda")
     every = [inputs_of(problem, tokens, device="cuda") for tokens in (1, 200, 17, 600, 3) * 4]
     wanted = []
     for inputs in every:
