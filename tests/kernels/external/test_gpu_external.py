@@ -5,12 +5,15 @@ A library that is not here skips its tests with the reason; ``MOECTL_PEERS`` may
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from moectl.kernels.external import humming
+from moectl.capabilities.vllm_launches import FIELDS, FOLDER_VARIABLE
+from moectl.kernels.external import humming, vllm_triton
 from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel
 from moectl.kernels.prepared_layer import CANONICAL, PreparedMoE
 from moectl.kernels.reference import route
@@ -183,3 +186,37 @@ def test_kernels_that_follow_each_other_closely(backend: str, top_k: int, close:
     for _ in range(10):
         graph.replay()
         assert all(torch.equal(y, right) for y, right in zip(replayed, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("triton", "bf16"),
+        ("triton", "fp8 blocks, fp8 tokens"),
+        ("triton", "fp8 tensor, static scale"),
+        ("cutlass", "fp8 channel, fp8 tokens"),
+        ("cutlass", "fp8 tensor, static scale"),
+    ],
+)
+def test_what_is_not_finite_stays_in_its_row(backend: str, name: str) -> None:
+    runner, problem = runner_of(backend), cases.FORMATS[name]
+    prepared = cases.layer_for(problem).prepared(backend, "cuda")
+    for tokens in (3, 65):
+        inputs = inputs_of(problem, tokens, device="cuda")
+        inputs.x[1, 7] = float("nan")
+        y = apply(runner, prepared, inputs.x, inputs.ids, inputs.weights)
+        finite = torch.isfinite(y).all(1).tolist()
+        assert not finite[1] and all(finite[:1] + finite[2:])
+
+
+def test_triton_launches_come_from_tuned_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch unlike vLLM's own, from a directory of the user's, computes the same."""
+    runner, problem = runner_of("triton"), cases.FORMATS["bf16"]
+    layer = cases.layer_for(problem)
+    name = vllm_triton.tuned_name(problem, torch.cuda.get_device_name())
+    entry = dict(zip(FIELDS, (16, 32, 32, 2, 2, 2), strict=True))
+    (tmp_path / str(name)).write_text(json.dumps({"triton_version": "0", "8": entry}))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    prepared = layer.prepared("triton", "cuda")
+    assert runner.tactic(prepared, 65) == "16x32x32, group 2, 2 warps, 2 stages, tuned file"
+    cases.run_agrees(runner, layer, prepared, 65, "uniform")
