@@ -57,16 +57,6 @@ Errors of elements are close to normally distributed, so that the largest of 1e8
 DECLARED = "declared"
 """As `accumulation`: fp32 sums of activations that are quantized to the checkpoint's declared format."""
 
-DECLARED_STEPS = "declared, steps"
-"""As `DECLARED`, and what the first GEMM leaves is rounded before the activation, as with ``steps``."""
-
-_DECLARED = {DECLARED: "fp32", DECLARED_STEPS: "steps"}
-
-
-def quantizes_activations(accumulation: str) -> bool:
-    """Whether a backend with this `accumulation` quantizes what enters the GEMMs."""
-    return accumulation in _DECLARED or accumulation in NUMBER_FORMATS
-
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
@@ -92,18 +82,17 @@ def tolerance_for(problem: MoEProblem, accumulation: str = "fp32") -> Tolerance:
     """The tolerance of a result; NoBackend when `TOLERANCES` has no row for it.
 
     `accumulation` is ``fp32``, or the format of activations that are quantized before they are multiplied
-    and summed in fp32: one with a `token_tolerance`; `DECLARED` or `DECLARED_STEPS` for the checkpoint's.
+    and summed in fp32: one with a `token_tolerance`, or `DECLARED` for the checkpoint's.
     """
-    sums = _DECLARED.get(accumulation)
-    act = problem.scheme.act.name if sums else accumulation
+    act = problem.scheme.act.name if accumulation == DECLARED else accumulation
     tokens = NUMBER_FORMATS[act].token_tolerance if act in NUMBER_FORMATS else None
     if tokens is not None:
-        exact = tolerance_for(problem, sums or "fp32")
+        exact = tolerance_for(problem)
         return Tolerance(
             exact.max + tokens.max, math.hypot(exact.rms, tokens.rms), f"{tokens.reason}; {exact.reason}"
         )
-    if sums:
-        return tolerance_for(problem, sums)
+    if accumulation == DECLARED:
+        return tolerance_for(problem)
     weight = problem.scheme.weight.name
     number = NUMBER_FORMATS.get(weight)
     tolerance = TOLERANCES.get((number.decoding, accumulation)) if number else None

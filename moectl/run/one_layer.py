@@ -13,12 +13,12 @@ from ..errors import UsageError
 from ..kernels.modular.fused_moe_kernel import FusedMoEKernel, kernel_of
 from ..kernels.prepared_layer import PreparedMoE
 from ..kernels.timing.cold_calls import time_calls
-from ..kernels.tolerance import CheckResult, check, quantizes_activations, tolerance_for
+from ..kernels.tolerance import CheckResult, check, tolerance_for
 from ..layer.experts import ExpertLayer
 from .backend_failures import guarded
 from .result_difference import ResultDifference, difference
 from .run_machine import RunMachine
-from .static_scales import beyond_static_scales
+from .static_scales import beyond_static_scales, quantizes_activations
 from .workload import Workload, expected_of, workload_of
 
 

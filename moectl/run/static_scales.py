@@ -7,8 +7,15 @@ from torch import Tensor
 
 from ..kernels.activation import activate
 from ..kernels.layer_inputs import LayerInputs
+from ..kernels.tolerance import DECLARED
 from ..layer.experts import ExpertLayer
+from ..problem.number_formats import NUMBER_FORMATS
 from .layer_variants import experts_on
+
+
+def quantizes_activations(accumulation: str) -> bool:
+    """Whether a backend with this `accumulation` (`tolerance_for`) quantizes what enters the GEMMs."""
+    return accumulation == DECLARED or accumulation in NUMBER_FORMATS
 
 
 def beyond_static_scales(layer: ExpertLayer, inputs: LayerInputs, device: torch.device) -> str:

@@ -16,12 +16,12 @@ from torch import Tensor
 from ..errors import BackendFailed, MoectlError, NoBackend
 from ..kernels.layer_inputs import LayerInputs, no_bias
 from ..kernels.modular.fused_moe_kernel import FusedMoEKernel, kernel_of
-from ..kernels.tolerance import CheckResult, check, quantizes_activations, tolerance_for
+from ..kernels.tolerance import CheckResult, check, tolerance_for
 from ..layer.experts import ExpertLayer
 from .backend_failures import device_failure, guarded
 from .layer_variants import every_second, expert_shard, poisoned_padding
 from .one_layer import RunnableLayer
-from .static_scales import beyond_static_scales
+from .static_scales import beyond_static_scales, quantizes_activations
 from .stress_cases import CASES, StressCase, StressInputs
 from .workload import Workload, expected_of
 

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moectl.checkpoint import open_checkpoint
-from moectl.kernels.tolerance import check, quantizes_activations, tolerance_for
+from moectl.kernels.tolerance import check, tolerance_for
 from moectl.kernels.torch_backends.emulation import RUNNER
 from moectl.layer.experts import ExpertLayer
 from moectl.layer.prepare import checkpoint_layer
 from moectl.run import plan_stress, run_layer, this_machine
 from moectl.run.one_layer import prepare_layer
-from moectl.run.static_scales import beyond_static_scales
+from moectl.run.static_scales import beyond_static_scales, quantizes_activations
 from moectl.run.stress import CaseResult, stress
 from moectl.run.stress_cases import CASES
 from moectl.synth import synthesize

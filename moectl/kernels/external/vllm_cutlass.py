@@ -21,7 +21,7 @@ from ...errors import Unavailable
 from ...problem.moe_problem import MoEProblem
 from ..prepared_layer import PreparedMoE
 from ..runner import Runner
-from ..tolerance import DECLARED_STEPS
+from ..tolerance import DECLARED
 from .fp8_rows import ExpertRows, expert_rows, formats_refusal, fp8_matrix, quantize_rows
 from .gemm_glue import (
     ACT_ORDER_REFUSAL,
@@ -203,5 +203,5 @@ def tactic(prepared: PreparedMoE, tokens: int) -> str:
 
 
 RUNNER = Runner(
-    NAME, layout, compute, refusal, accumulation=DECLARED_STEPS, ready=ready, tactic=tactic, keeps="numbers"
+    NAME, layout, compute, refusal, accumulation=DECLARED, ready=ready, tactic=tactic, keeps="numbers"
 )

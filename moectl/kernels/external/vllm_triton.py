@@ -45,7 +45,7 @@ from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL
 from ..prepared_layer import PreparedMoE
 from ..runner import Runner
-from ..tolerance import DECLARED_STEPS
+from ..tolerance import DECLARED
 from .fp8_rows import GROUP, formats_refusal, fp8_matrix, quantize_rows
 from .gemm_glue import (
     ACT_ORDER_REFUSAL,
@@ -367,6 +367,11 @@ def tactic(prepared: PreparedMoE, tokens: int) -> str:
     return f"{layer.launch_for(tokens)}, {'tuned file' if layer.launches else 'default'}"
 
 
+def accumulation(problem: MoEProblem) -> str:
+    """The tolerance of the layer: what the first GEMM leaves is rounded, and tokens as the layer declares."""
+    return "steps" if problem.scheme.act.bits == 16 else DECLARED
+
+
 RUNNER = Runner(
-    NAME, layout, compute, refusal, accumulation=DECLARED_STEPS, ready=ready, tactic=tactic, keeps="numbers"
+    NAME, layout, compute, refusal, accumulation=accumulation, ready=ready, tactic=tactic, keeps="numbers"
 )

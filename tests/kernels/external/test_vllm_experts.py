@@ -27,7 +27,7 @@ from moectl.kernels.external import vllm_cutlass, vllm_triton
 from moectl.kernels.external.fp8_rows import ExpertRows
 from moectl.kernels.external.gemm_glue import ExpertBlocks
 from moectl.kernels.registry import runner_for
-from moectl.kernels.tolerance import tolerance_for
+from moectl.kernels.tolerance import DECLARED, tolerance_for
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem, Routing
 from moectl.problem.schemes import (
     FP8_ACT_GROUP_128,
@@ -380,10 +380,10 @@ def test_operators_of_another_version_are_refused() -> None:
 
 def test_tolerances_follow_what_is_rounded() -> None:
     runner = runner_for("triton")
-    plain, quantized = (tolerance_for(it, runner.accumulation) for it in (BF16, BLOCKS))
+    plain, quantized = (tolerance_for(it, runner.accumulation_of(it)) for it in (BF16, BLOCKS))
     assert plain == tolerance_for(BF16, "steps") and plain.rms == 1e-2
     assert quantized.rms > 0.1 and "3 bits of mantissa" in quantized.reason
-    assert runner_for("cutlass").accumulation == runner.accumulation
+    assert runner_for("cutlass").accumulation_of(CHANNEL) == runner.accumulation_of(CHANNEL) == DECLARED
 
 
 def test_layouts_are_the_checkpoints_own_with_gates_first() -> None:

@@ -17,6 +17,7 @@ def archs_of(support: KernelSupport) -> Archs:
 def formats_of(support: KernelSupport) -> tuple[FormatSupport, ...]:
     """The weight formats by the activations that they are computed with: 16-bit ones first, any last."""
     rows = [row for row in support.weights if not row.any_act]
+    any_act = _keys(row for row in support.weights if row.any_act)
     groups = dict.fromkeys((row.acts, row.lowest) for row in rows)
     return (
         *(
@@ -27,11 +28,7 @@ def formats_of(support: KernelSupport) -> tuple[FormatSupport, ...]:
             )
             for acts, lowest in groups
         ),
-        *(
-            (FormatSupport(any_act, NameSet()),)
-            if (any_act := _keys(row for row in support.weights if row.any_act))
-            else ()
-        ),
+        *((FormatSupport(any_act, NameSet()),) if any_act else ()),
     )
 
 
