@@ -8,7 +8,7 @@ import torch
 
 from moectl.convert.layouts.registry import layout_named
 from moectl.environment import Packages, find_device
-from moectl.kernels.external import humming, triton_kernels, vllm_marlin
+from moectl.kernels.external import humming, triton_kernels, vllm_cutlass, vllm_marlin, vllm_triton
 from moectl.kernels.prepared_layer import CANONICAL
 from moectl.kernels.registry import runner_for
 from moectl.oracle import policy_named, select
@@ -112,8 +112,20 @@ def test_moectl_marlin_is_usable_exactly_where_it_runs(monkeypatch):
     assert 20 < taken < len(PROBLEMS)
 
 
-EXTERNAL = {"marlin": vllm_marlin, "humming": humming, "triton_kernels": triton_kernels}
-FLOATS = (NVFP4, MXFP8, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)
+EXTERNAL = {
+    "marlin": vllm_marlin,
+    "humming": humming,
+    "triton_kernels": triton_kernels,
+    "triton": vllm_triton,
+    "cutlass": vllm_cutlass,
+}
+FLOATS = (
+    *map(Scheme, (NVFP4, MXFP8, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)),
+    Scheme(FP8_BLOCK, FP8_ACT_GROUP_128),
+    Scheme(FP8_CHANNEL, FP8_ACT_TOKEN),
+    *(Scheme(FP8_TENSOR, act) for act in (FP8_ACT_TOKEN, FP8_ACT_TENSOR, FP8_ACT_TENSOR_STATIC)),
+)
+"""Schemes of numbers that some of the kernels take."""
 
 
 @pytest.mark.parametrize("name", EXTERNAL)
@@ -121,7 +133,8 @@ def test_external_kernels_are_usable_exactly_where_they_run(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(EXTERNAL[name], "unavailable_reason", lambda load: "")
     packages, device, policy = Packages({"vllm": "", name: ""}), find_device("h100"), policy_named("moectl")
-    floats = [replace(problem, scheme=Scheme(weight)) for problem in PROBLEMS[:8] for weight in FLOATS]
+    floats = [replace(problem, scheme=scheme) for problem in PROBLEMS[:24] for scheme in FLOATS]
+    floats += [replace(problem, dims=Dims(272, 80)) for problem in floats[:: len(FLOATS) + 1]]
     on_input = [replace(problem, routing=Routing(weight_on_input=True)) for problem in PROBLEMS[::7]]
     runner, taken = runner_for(name), 0
     for problem in (*PROBLEMS[::3], *floats, *on_input):

@@ -10,9 +10,10 @@ from ..checkpoint import open_checkpoint
 from ..environment import Device, find_device
 from ..errors import MoectlError
 from ..kernels.registry import RUNNERS
-from ..oracle import engine_named, packages_from, select
+from ..oracle import engine_named, packages_from, policy_named, select
 from ..problem.layouts import LAYOUTS
 from ..problem.moe_problem import MoEProblem
+from ..run import POLICY
 from .bench_rows import BenchRow
 from .pivot import TableKey, table_key
 
@@ -84,12 +85,19 @@ def picked(problem: MoEProblem, device: Device) -> EnginePick | None:
     name = chosen.backend.name
     kernel = engine_named().kernel_name(chosen.variant.experts)
     title = f"{name} ({kernel})" if kernel and kernel.lower() != name else name
-    if name in RUNNERS:
+    if name in RUNNERS and _reads(name, chosen.layout or ""):
         return EnginePick(name, title)
     facts = LAYOUTS.get(chosen.layout or "")
     own = [reader for reader in facts.readers if reader.engine == "moectl"] if facts else []
     readers = [name for reader in own for name in reader.backends]
     return EnginePick(next((name for name in readers if not name.startswith("moectl")), ""), title)
+
+
+def _reads(runner: str, layout: str) -> bool:
+    """Whether the backend that runs here has kernels for `layout`: engines give one name to several."""
+    own = [backend for backend in policy_named(POLICY).backends() if backend.runner == runner]
+    layouts = {form.layout for backend in own for form in backend.forms}
+    return not layouts or layout in layouts
 
 
 RECORD = "engine_picks"

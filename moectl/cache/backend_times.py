@@ -16,11 +16,13 @@ FEWEST_ROUNDS = 3
 TOGETHER = timedelta(hours=1)
 """Maximum age difference of comparable times from different runs, as clocks and load drift."""
 
-_FORMER_NAMES = {"triton": "moectl", "triton_marlin": "moectl_marlin"}
+_FORMER_NAMES = {"triton_marlin": "moectl_marlin"}
 
 
 def current_name(backend: str) -> str:
-    """The name of a backend that a file names: moectl's own ones had others in files before 2026-11-22.
+    """The name of a backend that a file names: one of moectl's own had another in files before 2026-11-22.
+
+    ``triton``, then the name of another, is now that of an engine's kernel.
 
     Example:
         >>> current_name("triton_marlin"), current_name("triton_kernels")

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from ..problem.schemes import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP4, MXFP8, NVFP4
+from ..problem.schemes import (
+    BF16,
+    FP8_ACT_GROUP_128,
+    FP8_ACT_TENSOR,
+    FP8_ACT_TENSOR_STATIC,
+    FP8_ACT_TOKEN,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+)
 from .kernel_support import KernelSupport, WeightSupport, integers
 from .own_kernels import GATED, UNGATED
 
@@ -46,3 +58,39 @@ TRITON_KERNELS = KernelSupport(
     weight_on_input=False,
 )
 """``matmul_ogs`` of OpenAI's triton_kernels with the Hopper layout, which requires gated experts."""
+
+_FP8 = (8, 9)
+"""The first compute capability with products of FP8 numbers."""
+
+VLLM_TRITON = KernelSupport(
+    (
+        WeightSupport((BF16,), "plain-bf16"),
+        WeightSupport((FP8_BLOCK,), "plain-fp8", acts=(FP8_ACT_GROUP_128,), own_scales=True, lowest=_FP8),
+        WeightSupport((FP8_CHANNEL,), "plain-fp8", acts=(FP8_ACT_TOKEN,), own_scales=True, lowest=_FP8),
+        WeightSupport(
+            (FP8_TENSOR,),
+            "plain-fp8-halves",
+            acts=(FP8_ACT_TENSOR_STATIC, FP8_ACT_TENSOR, FP8_ACT_TOKEN),
+            own_scales=True,
+            lowest=_FP8,
+        ),
+    ),
+    gated=GATED,
+    ungated=UNGATED,
+)
+"""``fused_moe_kernel`` of vLLM's Triton experts."""
+
+VLLM_CUTLASS = KernelSupport(
+    (
+        WeightSupport((FP8_CHANNEL,), "plain-fp8", acts=(FP8_ACT_TOKEN,), own_scales=True),
+        WeightSupport(
+            (FP8_TENSOR,), "plain-fp8-halves", acts=(FP8_ACT_TENSOR_STATIC, FP8_ACT_TENSOR), own_scales=True
+        ),
+    ),
+    lowest=(9, 0),
+    highest=(9, 0),
+    gated=GATED,
+    multiple=16,
+    weight_on_input=False,
+)
+"""``cutlass_moe_mm`` of vLLM's library: rows of 16 bytes, and two halves before the activation."""

@@ -9,6 +9,18 @@ from ..environment.package_probes import Probe
 MARLIN_LIBRARY = "_moe_C*.so"
 """File name pattern of vLLM's library of MoE kernels, whose suffix depends on the build."""
 
+CUTLASS_LIBRARY = "_C_stable_libtorch*.so"
+"""File name pattern of vLLM's library of other kernels, with its CUTLASS GEMMs."""
+
+TRITON_EXPERTS = "model_executor/layers/fused_moe"
+"""Directory of vLLM's Triton experts in its package, with their tuned files in ``configs``."""
+
+TRITON_KERNEL = "fused_moe_kernel"
+"""Name of the kernel in ``fused_moe.py`` of that directory."""
+
+TRITON_SYMBOL = ".".join((*TRITON_EXPERTS.split("/"), "fused_moe", TRITON_KERNEL))
+"""The kernel's dotted name in vLLM's package."""
+
 KERNEL_PACKAGES: Mapping[str, Probe] = {
     "flashinfer": Probe(
         ("flashinfer",),
@@ -64,7 +76,7 @@ KERNEL_PACKAGES: Mapping[str, Probe] = {
     "vllm": Probe(
         ("vllm",),
         "vllm",
-        own=(MARLIN_LIBRARY,),
+        own=(MARLIN_LIBRARY, CUTLASS_LIBRARY, TRITON_SYMBOL),
         get="pip install vllm==0.33.0",
     ),
 }

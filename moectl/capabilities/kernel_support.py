@@ -23,6 +23,7 @@ class WeightSupport:
         any_act: computed with 16-bit activations, whatever the checkpoint declares.
         acts: declared activation formats that it is computed with, unless `any_act`.
         own_scales: the layout converts scales of any dtype.
+        lowest: the first compute capability with these kernels; None for that of the backend.
     """
 
     formats: tuple[WeightFormat, ...]
@@ -31,6 +32,7 @@ class WeightSupport:
     any_act: bool = False
     acts: tuple[ActFormat, ...] = (A16,)
     own_scales: bool = False
+    lowest: Compute | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,10 @@ class KernelSupport:
         """The first row with a format of this name, or None."""
         return next((row for row in self.weights if any(format.name == name for format in row.formats)), None)
 
+    def row_of(self, weight: WeightFormat) -> WeightSupport | None:
+        """The row with this format, or None; the dtype of its scales is not compared."""
+        return next((row for row in self.weights if weight in row.formats), None)
+
     def act_of(self, scheme: Scheme) -> ActFormat | None:
         """The activation format that `scheme` is computed with; None if it is not supported.
 
@@ -93,15 +99,14 @@ class KernelSupport:
             >>> TRITON.act_of(Scheme(FP8_BLOCK, FP8_ACT_GROUP_128)) == FP8_ACT_GROUP_128
             True
         """
-        row = next((row for row in self.weights if scheme.weight in row.formats), None)
+        row = self.row_of(scheme.weight)
         if row is None:
             return None
         return A16 if row.any_act else scheme.act if scheme.act in row.acts else None
 
     def layout_of(self, weight: WeightFormat) -> str:
         """The layout of weights of a format; the first row's for a format that is not supported."""
-        row = next((row for row in self.weights if weight in row.formats), None)
-        return (row or self.row(weight.name) or self.weights[0]).layout
+        return (self.row_of(weight) or self.row(weight.name) or self.weights[0]).layout
 
     def runs_on(self, capability: Compute) -> bool:
         """True for a GPU with this compute capability."""

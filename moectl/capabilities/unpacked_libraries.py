@@ -13,7 +13,7 @@ from ..environment.cache_folder import cache_folder
 from ..environment.installed_packages import InstalledPackage, lacking, package_folder, source_version
 from ..errors import UsageError
 from ..files.user_paths import user_path
-from .kernel_packages import KERNEL_PACKAGES, MARLIN_LIBRARY
+from .kernel_packages import CUTLASS_LIBRARY, KERNEL_PACKAGES, MARLIN_LIBRARY, TRITON_EXPERTS
 
 VARIABLE = "MOECTL_PEERS"
 """Environment variable with the directory: packages from wheels, an unpacked vLLM wheel, or parts of one."""
@@ -30,18 +30,33 @@ class LibraryLocation:
         folders: candidate directories of its package; the first with one of the marks is used.
         marks: files of which the real package has at least one.
         files: patterns of its files, for libraries that are not Python packages.
+        package: of what installed package it is a part, if it is not a whole one.
+        part: pattern of the file or directory in that package.
     """
 
     folders: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    package: str = ""
+    part: str = ""
 
 
-MARLIN_FILES = (MARLIN_LIBRARY, f"vllm/{MARLIN_LIBRARY}", "moe_C.so.xz")
-"""vLLM's library of MoE kernels: on its own, in an unpacked wheel, or compressed."""
+TRITON_EXPERTS_PEER, CUTLASS_PEER = "vllm_triton", "vllm_cutlass"
+"""Names of two parts of vLLM: its Triton experts, and the library with its CUTLASS GEMMs."""
 
 LOCATIONS: Mapping[str, LibraryLocation] = {
-    "vllm": LibraryLocation(files=MARLIN_FILES),
+    "vllm": LibraryLocation(
+        files=(MARLIN_LIBRARY, f"vllm/{MARLIN_LIBRARY}", "moe_C.so.xz"), package="vllm", part=MARLIN_LIBRARY
+    ),
+    CUTLASS_PEER: LibraryLocation(
+        files=(CUTLASS_LIBRARY, f"vllm/{CUTLASS_LIBRARY}", "C.so.xz"), package="vllm", part=CUTLASS_LIBRARY
+    ),
+    TRITON_EXPERTS_PEER: LibraryLocation(
+        (TRITON_EXPERTS_PEER, f"vllm/{TRITON_EXPERTS}"),
+        ("fused_moe.py",),
+        package="vllm",
+        part=TRITON_EXPERTS,
+    ),
     "humming": LibraryLocation(("humming",), KERNEL_PACKAGES["humming"].marks),
     "triton_kernels": LibraryLocation(
         ("triton_kernels", "vllm/third_party/triton_kernels"), KERNEL_PACKAGES["triton_kernels"].marks
@@ -91,7 +106,8 @@ def find_peers(folder: Path | None) -> tuple[InstalledPackage, ...]:
     for name in LOCATIONS:
         path = find_peer(name, folder)
         if path is not None:
-            lacks = lacking(KERNEL_PACKAGES[name], path) if path.is_dir() else ()
+            whole = path.is_dir() and not LOCATIONS[name].package
+            lacks = lacking(KERNEL_PACKAGES[name], path) if whole else ()
             packages.append(InstalledPackage(PREFIX + name, name, _version(name, path), str(path), lacks))
     return tuple(packages)
 
@@ -104,8 +120,11 @@ def _version(name: str, path: Path) -> str:
     """
     if path.is_file():
         return _hash((path,), path.parent)
-    stem = KERNEL_PACKAGES[name].distribution.replace("-", "_")
-    metadata = sorted(path.parent.glob(f"{stem}-*.dist-info")) if stem else []
+    stem = KERNEL_PACKAGES[LOCATIONS[name].package or name].distribution.replace("-", "_")
+    folder = path
+    while folder.name in Path(TRITON_EXPERTS).parts:
+        folder = folder.parent
+    metadata = sorted(folder.parent.glob(f"{stem}-*.dist-info")) if stem else []
     version = metadata[-1].name.removesuffix(".dist-info").rpartition("-")[2] if metadata else ""
     return source_version(path) or version or _hash(tuple(sorted(path.rglob("*.py"))), path)
 
@@ -136,12 +155,13 @@ def _digest(files: tuple[Path, ...], folder: Path, stamps: tuple[tuple[int, int]
     return digest.hexdigest()[:12]
 
 
-def library_file(folder: Path | None) -> Path | None:
-    """vLLM's library of MoE kernels in `folder`, else in an installed vLLM; None if there is none."""
-    return find_peer("vllm", folder) or installed_library()
+def library_file(folder: Path | None, name: str = "vllm") -> Path | None:
+    """The library file or directory `name` in `folder`, else in an installed package; None if in neither."""
+    return find_peer(name, folder) or installed_part(name)
 
 
-def installed_library() -> Path | None:
-    """The library of MoE kernels of an installed vLLM; None if there is none."""
-    installed = package_folder("vllm")
-    return next(iter(sorted(installed.glob(MARLIN_LIBRARY))), None) if installed else None
+def installed_part(name: str) -> Path | None:
+    """The file or directory of an installed package that `LOCATIONS` names; None if there is none."""
+    location = LOCATIONS[name]
+    installed = package_folder(location.package) if location.package else None
+    return next(iter(sorted(installed.glob(location.part))), None) if installed else None

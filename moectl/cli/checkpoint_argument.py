@@ -85,9 +85,8 @@ def pick_backend(name: str, policy: "Policy") -> str:
     names = policy.request_names()
     if engine.family == POLICY and (own := current_name(key)) != key:
         raise UsageError(
-            f"backend {name!r} is not known: moectl's own backend is called {own}, and an engine's triton is "
-            "another kernel",
-            hint=f"give {own}, or triton_kernels for OpenAI's library",
+            f"backend {name!r} is not known: moectl's own backend is called {own}",
+            hint=f"give {own}",
         )
     theirs = [it for it in newest_engines() if it is not engine and key in it.policy.request_names()]
     if theirs and key not in names:

@@ -42,6 +42,8 @@ RUNNERS: dict[str, RunnerEntry] = {
     "humming": RunnerEntry("moectl.kernels.external.humming:RUNNER", _TRITON),
     "marlin": RunnerEntry("moectl.kernels.external.vllm_marlin:RUNNER", _TRITON),
     "triton_kernels": RunnerEntry("moectl.kernels.external.triton_kernels:RUNNER", _TRITON),
+    "triton": RunnerEntry("moectl.kernels.external.vllm_triton:RUNNER", _TRITON),
+    "cutlass": RunnerEntry("moectl.kernels.external.vllm_cutlass:RUNNER", _TRITON),
     "flashinfer_cutlass": RunnerEntry("moectl.kernels.external.flashinfer_cutlass:RUNNER"),
     "flashinfer_trtllm": RunnerEntry("moectl.kernels.external.flashinfer_trtllm:RUNNER"),
     "flashinfer_trtllm_monolithic": RunnerEntry("moectl.kernels.external.flashinfer_trtllm:MONOLITHIC"),

@@ -44,6 +44,7 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("plain", "fp32"): _EXACT,
     ("exact", "fp32"): _EXACT,
     ("rounded", "fp32"): _ROUNDED,
+    ("plain", "steps"): _STEPS,
     ("exact", "steps"): _STEPS,
     ("rounded", "steps"): _STEPS,
 }

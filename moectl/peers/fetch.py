@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from ..capabilities.kernel_packages import KERNEL_PACKAGES
-from ..capabilities.unpacked_libraries import LOCATIONS, find_peer, installed_library
+from ..capabilities.unpacked_libraries import LOCATIONS, find_peer, installed_part
 from ..environment.cache_folder import VARIABLE as CACHE_VARIABLE
 from ..environment.installed_packages import find_package
 from ..errors import Unavailable
@@ -60,9 +60,8 @@ def usable_already(peer: PinnedPeer, folder: Path | None) -> str:
     """Path of the library in `folder`, else of the installed package; empty if neither can be used."""
     if folder is not None and (path := find_peer(peer.library, folder)) is not None:
         return str(path)
-    if LOCATIONS[peer.library].files:
-        library = installed_library()
-        return str(library) if library else ""
+    if LOCATIONS[peer.library].package:
+        return str(installed_part(peer.library) or "")
     package = find_package(peer.library, KERNEL_PACKAGES[peer.library])
     return package.path if package.present and not package.lacks else ""
 

@@ -12,9 +12,16 @@ from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ..capabilities.unpacked_libraries import CUTLASS_PEER, TRITON_EXPERTS_PEER
 from ..errors import Unavailable
 
-LIBRARIES: Mapping[str, str] = {"marlin": "vllm", "humming": "humming", "triton_kernels": "triton_kernels"}
+LIBRARIES: Mapping[str, str] = {
+    "marlin": "vllm",
+    "humming": "humming",
+    "triton_kernels": "triton_kernels",
+    "triton": TRITON_EXPERTS_PEER,
+    "cutlass": CUTLASS_PEER,
+}
 """Backends whose kernels can be fetched, and their packages as `unpacked_libraries.LOCATIONS` names them."""
 
 FORMAT = {"format": "moectl-peers", "version": 1}

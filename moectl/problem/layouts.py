@@ -75,6 +75,7 @@ def _trtllm(function: str, *acts: str, backends: tuple[str, ...] = ("flashinfer_
 
 _OWN = LayoutReader("moectl", ("moectl",))
 _OWN_CUTLASS = LayoutReader("moectl", ("flashinfer_cutlass",))
+_OWN_PLAIN = LayoutReader("moectl", ("triton", "cutlass"))
 
 
 def _cutlass(
@@ -227,15 +228,19 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     "aiter-mxfp4-act-mxfp4": _aiter("mxfp4", "CK, FlyDSL", "aiter_mxfp4_mxfp4", instead_of="aiter-mxfp4"),
     "aiter-mxfp8": _aiter("mxfp8", "FlyDSL"),
     "plain-bf16": LayoutFacts(
-        "triton", ("sm75", *_SM80_UP), (_vllm("triton", "batched_triton"),), verified=False
+        "triton",
+        ("sm75", *_SM80_UP),
+        (_vllm("triton", "batched_triton"), LayoutReader("moectl", ("triton",))),
+        verified=False,
     ),
     "plain-fp8": LayoutFacts(
         "triton",
         _SM89_UP,
-        (_vllm("triton", "batched_triton", "cutlass", "batched_cutlass"),),
+        (_vllm("triton", "batched_triton", "cutlass", "batched_cutlass"), _OWN_PLAIN),
         ("fp8",),
         verified=False,
     ),
+    "plain-fp8-halves": LayoutFacts("triton-halves", _SM89_UP, (_OWN_PLAIN,), ("fp8",), verified=False),
     "triton-wna16": LayoutFacts("triton", ("sm75", *_SM80_UP), (_vllm("triton"),), verified=False),
     "cpu-bf16": _cpu(),
     "cpu-bf16-vec": _cpu("cpu-vec"),

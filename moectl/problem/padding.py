@@ -152,6 +152,7 @@ RULES: Mapping[str, SizeRule | Callable[[WeightFormat], SizeRule]] = {
     "aiter-mxfp8": SizeRule(needs=Align(256, 64)),
     "plain-bf16": SizeRule(),
     "plain-fp8": SizeRule(),
+    "plain-fp8-halves": SizeRule(),
     "triton-wna16": SizeRule(),
     "cpu-bf16": _CPU_BF16,
     "cpu-bf16-vec": _CPU_BF16,

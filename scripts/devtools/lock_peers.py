@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moectl.capabilities.kernel_packages import TRITON_EXPERTS
+from moectl.capabilities.unpacked_libraries import TRITON_EXPERTS_PEER
 from moectl.errors import CheckFailed
 from moectl.peers.pinned import FORMAT, PinnedFile, PinnedPeer, check_path
 
@@ -41,9 +43,13 @@ class Source:
 
 
 VLLM = {r"(vllm-[^/]+\.dist-info/(?:METADATA|licenses/LICENSE))": r"\1"}
+TUNED = r"fused_moe\.py|configs/[^/]+device_name=NVIDIA[^/]+\.json"
+TUNED_TO = rf"{TRITON_EXPERTS_PEER}/\1"
 SOURCES: Mapping[str, Source] = {
     "marlin": Source("vllm", "0.33.0", {r"vllm/(_moe_C[^/]*\.so)": r"\1", **VLLM}, cuda="13"),
     "triton_kernels": Source("vllm", "0.33.0", {r"vllm/third_party/(triton_kernels/.+)": r"\1", **VLLM}),
+    "triton": Source("vllm", "0.33.0", {rf"vllm/{TRITON_EXPERTS}/({TUNED})": TUNED_TO, **VLLM}),
+    "cutlass": Source("vllm", "0.33.0", {r"vllm/(_C_stable_libtorch[^/]*\.so)": r"\1", **VLLM}, cuda="13"),
     "humming": Source(
         "humming-kernels",
         "0.1.19",

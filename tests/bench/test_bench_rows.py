@@ -38,13 +38,16 @@ def test_bad_token_counts(text):
 
 def test_former_names_of_backends_are_read_as_the_present_ones(tmp_path):
     path = tmp_path / "rows.jsonl"
-    header = {"kind": "run", "schema_version": 2, "settings": {"backends": ["triton", "torch"]}}
+    header = {"kind": "run", "schema_version": 2, "settings": {"backends": ["triton_marlin", "torch"]}}
     names = ("triton", "triton_marlin", "triton_kernels")
     rows = [{"kind": "row", **row_of(backend=name).to_json()} for name in names]
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, *rows)))
     found = read_rows(path)
     assert [row.backend for row in found.rows] == ["moectl", "moectl_marlin", "triton_kernels"]
-    assert found.settings["backends"] == ["moectl", "torch"]
+    assert found.settings["backends"] == ["moectl_marlin", "torch"]
+    engine = row_of(backend="triton", scheme="bf16, a16 activations").to_json()
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, {"kind": "row", **engine})))
+    assert read_rows(path).rows[0].backend == "triton", "an engine's, which has other formats"
 
 
 @pytest.mark.parametrize(

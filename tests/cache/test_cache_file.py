@@ -224,12 +224,13 @@ def test_measurements_are_kept_by_cell(user_cache: Path) -> None:
     def keep(*rows: BackendTime) -> None:
         backend_times_file.save(H200, QWEN, rows, versions={"torch": "2"}, source="moectl bench")
 
-    keep(replace(TIMED, backend="triton"), replace(TIMED, tokens=1))  # as an earlier moectl called it
+    keep(TIMED, replace(TIMED, tokens=1), replace(TIMED, backend="triton_marlin"))  # its former name
     keep(replace(TIMED, us=25.0), replace(TIMED, backend="torch", us=90.0))
     rows = backend_times_file.known(H200, QWEN).measured.rows
     assert sorted((r.backend, r.tokens, r.us) for r in rows) == [
         ("moectl", 1, 30.0),
         ("moectl", 16, 25.0),
+        ("moectl_marlin", 16, 30.0),
         ("torch", 16, 90.0),
     ]
     assert {row.source for row in rows} == {f"moectl bench in {backend_times_file.KIND.path(H200)}"} and all(

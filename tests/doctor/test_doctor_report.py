@@ -227,6 +227,8 @@ def test_what_the_driver_says_besides_is_a_note(bench, monkeypatch) -> None:
 PEERS = {
     "humming": "humming.forward.humming_forward or MOECTL_PEERS/humming",
     "marlin": "vllm._moe_C*.so or MOECTL_PEERS/vllm",
+    "cutlass": "vllm._C_stable_libtorch*.so or MOECTL_PEERS/vllm_cutlass",
+    "triton": "vllm.model_executor.layers.fused_moe.fused_moe.fused_moe_kernel or MOECTL_PEERS/vllm_triton",
     "triton_kernels": "triton_kernels.routing.compute_expt_data or MOECTL_PEERS/triton_kernels",
 }
 FLASHINFER = "flashinfer.fused_moe.cutlass_fused_moe flashinfer_cubin or nvcc and ninja"
@@ -253,6 +255,8 @@ def test_libraries_of_others_are_found_installed_and_in_a_folder(bench, monkeypa
     bench.package("torch", "torch", "2.13.0")
     bench.package("triton", "triton", "3.6.0")
     bench.file("vllm/_moe_C_stable_libtorch.abi3.so", "")
+    bench.file("vllm/_C_stable_libtorch.abi3.so", "")
+    bench.file("peers/vllm_triton/fused_moe.py", "")
     bench.file("peers/humming/layer.py", "")
     bench.file("peers/humming_kernels-0.1.19.dist-info/METADATA", "")
     bench.file("peers/triton_kernels/matmul_ogs.py", "")

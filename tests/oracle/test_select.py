@@ -278,11 +278,13 @@ def test_documents_that_are_not_decisions_are_refused() -> None:
 def test_decisions_recorded_under_the_former_names_of_own_backends_are_replayed() -> None:
     now = select(KIMI, find_device("h100"), Packages(), OWN, "moectl").to_json()
     time = {"tactic": "", "tokens": 1, "routing": "uniform", "us": 9.0, "spread_us": 0.1, "cold": True}
-    now["inputs"] |= {"requested": "triton", "measured": [{"backend": "triton_marlin", **time, "error": 0.0}]}
+    now["inputs"] |= {"measured": [{"backend": "triton_marlin", **time, "error": 0.0}]}
     inputs = replay_inputs(now)
     assert inputs.requested == "moectl" and inputs.measured.rows[0].backend == "moectl_marlin"
     assert decide(inputs).require().backend.name == "moectl"
-    now["inputs"]["policy"] = VLLM.name
+    now["inputs"]["requested"] = "triton_marlin"
+    assert replay_inputs(now).requested == "moectl_marlin"
+    now["inputs"] |= {"requested": "triton", "policy": VLLM.name}
     assert replay_inputs(now).requested == "triton", "vLLM's own name of its backend"
 
 

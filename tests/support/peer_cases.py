@@ -24,6 +24,11 @@ from moectl.layer.experts import ExpertLayer
 from moectl.layer.random_layer import RandomLayer
 from moectl.problem.moe_problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
 from moectl.problem.schemes import (
+    BF16,
+    FP8_ACT_GROUP_128,
+    FP8_ACT_TENSOR,
+    FP8_ACT_TENSOR_STATIC,
+    FP8_ACT_TOKEN,
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,
@@ -74,10 +79,33 @@ FLOATS: dict[str, MoEProblem] = {
 """Layers that Marlin alone takes."""
 FORMATS |= FLOATS
 
+BLOCKS = replace(INT, scheme=Scheme(FP8_BLOCK, FP8_ACT_GROUP_128), dims=Dims(384, 256))
+CHANNEL, TENSOR = (replace(INT, scheme=Scheme(it, FP8_ACT_TOKEN)) for it in (FP8_CHANNEL, FP8_TENSOR))
+UNGATED = Activation("relu2", gated=False)
+PLAIN: dict[str, MoEProblem] = {
+    "bf16": replace(INT, scheme=Scheme(BF16)),
+    "bf16, bias": replace(INT, scheme=Scheme(BF16), bias=True, activation=SWIGLU_OAI, rows="interleaved"),
+    "bf16, not gated": replace(INT, scheme=Scheme(BF16), activation=UNGATED),
+    "bf16, fp16 model, odd sizes": replace(INT, scheme=Scheme(BF16), dtype="fp16", dims=Dims(200, 72)),
+    "bf16, weight on the input": replace(INT, scheme=Scheme(BF16), routing=Routing(weight_on_input=True)),
+    "fp8 blocks, fp8 tokens": BLOCKS,
+    "fp8 blocks, fp8 tokens, bias": replace(BLOCKS, bias=True, activation=SWIGLU_OAI, rows="interleaved"),
+    "fp8 channel, fp8 tokens": CHANNEL,
+    "fp8 channel, fp8 tokens, not gated": replace(CHANNEL, activation=UNGATED, dims=Dims(208, 80)),
+    "fp8 tensor, fp8 tokens": TENSOR,
+    "fp8 tensor, one scale of tokens": replace(TENSOR, scheme=Scheme(FP8_TENSOR, FP8_ACT_TENSOR)),
+    "fp8 tensor, static scale": replace(TENSOR, scheme=Scheme(FP8_TENSOR, FP8_ACT_TENSOR_STATIC)),
+    "fp8 tensor, static scale, not gated": replace(
+        TENSOR, scheme=Scheme(FP8_TENSOR, FP8_ACT_TENSOR_STATIC), activation=UNGATED
+    ),
+}
+"""16-bit layers, and FP8 ones whose tokens are quantized, too."""
+FORMATS |= PLAIN
+
 
 def layer_for(problem: MoEProblem) -> ExpertLayer:
     """A random layer on the CPU; of integers and MXFP4 with scales that differ more."""
-    if problem in FLOATS.values():
+    if problem.scheme.weight.name not in ("mxfp4", "int4", "int8"):
         return RandomLayer(problem, torch.device("cpu")).experts
     return random_layer(problem)
 

@@ -142,7 +142,7 @@ def bench(
         option(
             "--with",
             own=True,
-            help="Also marlin, humming, triton_kernels, from PyPI if missing.",
+            help="Also marlin, humming, triton_kernels, triton, cutlass, from PyPI.",
         ),
     ] = "",
     *,

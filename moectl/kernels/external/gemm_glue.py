@@ -142,19 +142,28 @@ def activate(x: Tensor, y: Tensor, problem: MoEProblem, interleaved: bool | None
     )  # fmt: skip
 
 
-def weighted_sum(parts: Tensor, y: Tensor, ids: Tensor, experts: int, weights: Tensor | None = None) -> None:
+def weighted_sum(
+    parts: Tensor,
+    y: Tensor,
+    ids: Tensor,
+    experts: int,
+    weights: Tensor | None = None,
+    places: Tensor | None = None,
+) -> None:
     """Writes `y` ``[tokens, hidden]``: the sum of each token's rows of `parts`, times `weights` if given.
 
     Args:
         parts: ``[T, >= hidden]``, a row per assignment; only rows of valid `ids` ``[T]`` int32 are read.
         weights: ``[T]`` fp32; None if `parts` have been multiplied by them.
+        places: ``[T]`` int32, the row of each assignment; None if rows are in the order of `ids`.
     """
     tokens, hidden = y.shape
     launch = next(entry for max_tokens, entry in SUMS if tokens <= max_tokens)
     grid = (triton.cdiv(tokens, launch.rows), triton.cdiv(hidden, launch.columns))
     kernels._weighted_sum_kernel[grid](
-        parts, y, ids, ids if weights is None else weights, tokens, hidden, parts.shape[1],
-        E=experts, TOP_K=ids.numel() // tokens, WEIGH=weights is not None,
+        parts, y, ids, ids if weights is None else weights, ids if places is None else places,
+        tokens, hidden, parts.shape[1],
+        E=experts, TOP_K=ids.numel() // tokens, WEIGH=weights is not None, PLACED=places is not None,
         ROWS=launch.rows, BH=launch.columns, INTERP=INTERPRETED, num_warps=launch.warps, **launch_options(),
     )  # fmt: skip
 

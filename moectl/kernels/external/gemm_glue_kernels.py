@@ -107,6 +107,27 @@ def _ragged_kernel(
 
 
 @triton.jit
+def _activated(
+    X, row, part, N, alpha, limit,
+    ACT: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The activation of columns ``[part * BLOCK, (part + 1) * BLOCK)`` of N of a row of X, in fp32."""
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    if not GATED:
+        y = _ungated(tl.load(X + row * N + at, mask=at < N, other=0.0).to(tl.float32), ACT)
+    else:
+        if PAIRS:
+            two = part * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+            both = tl.load(X + row * 2 * N + two, mask=two < 2 * N, other=0.0).to(tl.float32)
+            gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
+        else:
+            gate = tl.load(X + row * 2 * N + at, mask=at < N, other=0.0).to(tl.float32)
+            up = tl.load(X + row * 2 * N + N + at, mask=at < N, other=0.0).to(tl.float32)
+        y = _gated(gate, up, alpha, limit, ACT)
+    return y
+
+
+@triton.jit
 def _activation_kernel(
     X, Y, N, alpha, limit,
     ACT: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
@@ -116,27 +137,20 @@ def _activation_kernel(
     _await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if not GATED:
-        y = _ungated(tl.load(X + row * N + at, mask=at < N, other=0.0).to(tl.float32), ACT)
-    else:
-        if PAIRS:
-            two = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
-            both = tl.load(X + row * 2 * N + two, mask=two < 2 * N, other=0.0).to(tl.float32)
-            gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
-        else:
-            gate = tl.load(X + row * 2 * N + at, mask=at < N, other=0.0).to(tl.float32)
-            up = tl.load(X + row * 2 * N + N + at, mask=at < N, other=0.0).to(tl.float32)
-        y = _gated(gate, up, alpha, limit, ACT)
+    y = _activated(X, row, tl.program_id(1), N, alpha, limit, ACT, GATED, PAIRS, BLOCK)
     tl.store(Y + row * N + at, _nearest(y, Y.dtype.element_ty, INTERP).to(Y.dtype.element_ty), mask=at < N)
 
 
 @triton.jit(do_not_specialize=["TOKENS"])
 def _weighted_sum_kernel(
-    PARTS, OUT, IDS, WEIGHTS, TOKENS, HIDDEN, STRIDE,
-    E: tl.constexpr, TOP_K: tl.constexpr, WEIGH: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr,
-    PDL: tl.constexpr, INTERP: tl.constexpr,
+    PARTS, OUT, IDS, WEIGHTS, PLACES, TOKENS, HIDDEN, STRIDE,
+    E: tl.constexpr, TOP_K: tl.constexpr, WEIGH: tl.constexpr, PLACED: tl.constexpr,
+    ROWS: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """OUT ``[TOKENS, HIDDEN]``: sum of a token's rows of PARTS times its weights, in the order of choices."""
+    """OUT ``[TOKENS, HIDDEN]``: sum of a token's rows of PARTS times its weights, in the order of choices.
+
+    The row of a slot is the slot itself or, if PLACED, PLACES[slot].
+    """
     _await_inputs(PDL)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
@@ -146,7 +160,10 @@ def _weighted_sum_kernel(
         slot = m * TOP_K + k
         expert = tl.load(IDS + slot, mask=m < TOKENS, other=-1)
         valid = (expert >= 0) & (expert < E)
-        at = slot.to(tl.int64)[:, None] * STRIDE + h[None, :]
+        row = slot
+        if PLACED:
+            row = tl.load(PLACES + slot, mask=(m < TOKENS) & valid, other=0)
+        at = row.to(tl.int64)[:, None] * STRIDE + h[None, :]
         part = tl.load(PARTS + at, mask=inside & valid[:, None], other=0.0).to(tl.float32)
         if WEIGH:
             part = part * tl.load(WEIGHTS + slot, mask=m < TOKENS, other=0.0)[:, None]

@@ -94,21 +94,35 @@ def marlin_operator() -> Any:
 
     Raises Unavailable if there is no such library, or this torch cannot load it.
     """
-    if not hasattr(torch.ops._moe_C, MARLIN_OPERATOR):
-        file = library_file(peers_folder())
+    return library_operator("_moe_C", MARLIN_OPERATOR, "vllm", "marlin")
+
+
+def library_operator(namespace: str, name: str, library: str, backend: str) -> Any:
+    """The operator `name` in ``torch.ops.NAMESPACE``; its library is loaded into torch first if necessary.
+
+    Args:
+        library: the file's name in `unpacked_libraries.LOCATIONS`.
+        backend: what `moectl peers` fetches it for.
+
+    Raises Unavailable if there is no such library, or this torch cannot load it.
+    """
+    operators = getattr(torch.ops, namespace)
+    if not hasattr(operators, name):
+        file = library_file(peers_folder(), library)
         if file is None:
             raise Unavailable(
-                f"the _moe_C library is neither in the directory {VARIABLE} nor part of an installed vLLM",
-                hint="moectl peers marlin",
+                f"the {namespace} library is neither in the directory {VARIABLE} nor part of an installed "
+                "vLLM",
+                hint=f"moectl peers {backend}",
             )
-        library = _decompress(file) if file.suffix == ".xz" else file
+        loadable = _decompress(file) if file.suffix == ".xz" else file
         try:
-            torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+            torch.ops.load_library(str(loadable))  # type: ignore[no-untyped-call]
         except (OSError, RuntimeError) as error:
             raise Unavailable(f"torch {torch.__version__} cannot load {file}: {first_line(error)}") from error
-    operator = getattr(torch.ops._moe_C, MARLIN_OPERATOR, None)
+    operator = getattr(operators, name, None)
     if operator is None:
-        raise Unavailable(f"the _moe_C library has no operator {MARLIN_OPERATOR}")
+        raise Unavailable(f"the {namespace} library has no operator {name}")
     return operator.default
 
 
@@ -124,7 +138,7 @@ def _decompress(compressed: Path) -> Path:
             hint="Remove it, or set TMPDIR to a directory of your own.",
         )
     file_stat = compressed.stat()
-    library = folder / f"moe_C-{file_stat.st_size}-{file_stat.st_mtime_ns}.so"
+    library = folder / f"{compressed.name.partition('.')[0]}-{file_stat.st_size}-{file_stat.st_mtime_ns}.so"
     if not library.exists():
         try:
             content = lzma.decompress(compressed.read_bytes())

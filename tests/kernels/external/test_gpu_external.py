@@ -5,12 +5,15 @@ A library that is not here skips its tests with the reason; ``MOECTL_PEERS`` may
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from moectl.kernels.external import humming
+from moectl.capabilities.vllm_launches import FIELDS, FOLDER_VARIABLE
+from moectl.kernels.external import humming, vllm_triton
 from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel
 from moectl.kernels.prepared_layer import CANONICAL, PreparedMoE
 from moectl.kernels.reference import route
@@ -25,10 +28,16 @@ from support.runners import apply
 
 pytestmark = pytest.mark.gpu
 
+CODES = [name for name in cases.FORMATS if name not in cases.PLAIN]
 TAKEN = {
-    "humming": [name for name in cases.FORMATS if "on the input" not in name and name not in cases.FLOATS],
-    "marlin": [name for name in cases.FORMATS if name != "int8, zero points"],
-    "triton_kernels": [name for name in cases.FORMATS if name.startswith("mxfp4")],
+    "humming": [name for name in CODES if "on the input" not in name and name not in cases.FLOATS],
+    "marlin": [name for name in CODES if name != "int8, zero points"],
+    "triton_kernels": [name for name in CODES if name.startswith("mxfp4")],
+    "triton": list(cases.PLAIN),
+    "cutlass": [
+        "fp8 channel, fp8 tokens",
+        *("fp8 tensor, one scale of tokens", "fp8 tensor, static scale"),
+    ],
 }
 """By backend, the layers of `peer_cases` that it does not refuse."""
 
@@ -103,7 +112,7 @@ def test_no_tokens_and_other_dtypes(backend: str) -> None:
     from moectl.errors import UsageError
 
     runner, problem = runner_of(backend), cases.FORMATS[TAKEN[backend][0]]
-    prepared = random_layer(problem).prepared(backend, "cuda")
+    prepared = cases.layer_for(problem).prepared(backend, "cuda")
     inputs = inputs_of(problem, 3, device="cuda")
     y = apply(runner, prepared, inputs.x[:0], inputs.ids[:0], inputs.weights[:0])
     assert y.shape == (0, problem.dims.hidden)
@@ -115,7 +124,7 @@ def test_no_tokens_and_other_dtypes(backend: str) -> None:
 def test_graphs_and_two_streams(backend: str, close: None) -> None:
     """A replay with another routing is that routing's result; two streams do not disturb each other."""
     runner, problem = runner_of(backend), cases.FORMATS[TAKEN[backend][0]]
-    layer = random_layer(problem)
+    layer = cases.layer_for(problem)
     prepared = layer.prepared(backend, "cuda")
     inputs = inputs_of(problem, 37, device="cuda")
     other = cases.with_ids(inputs_of(problem, 37, distribution="zipf:1.2", device="cuda"), "skipped", 0)
@@ -162,7 +171,7 @@ def test_kernels_that_follow_each_other_closely(backend: str, top_k: int, close:
     """Routings that change from call to call, in one graph: each call's result is that routing's."""
     runner = runner_of(backend)
     problem = replace(cases.FORMATS[TAKEN[backend][0]], top_k=top_k)
-    prepared = random_layer(problem).prepared(backend, "cuda")
+    prepared = cases.layer_for(problem).prepared(backend, "cuda")
     every = [inputs_of(problem, tokens, device="cuda") for tokens in (1, 200, 17, 600, 3) * 4]
     wanted = []
     for inputs in every:
@@ -177,3 +186,37 @@ def test_kernels_that_follow_each_other_closely(backend: str, top_k: int, close:
     for _ in range(10):
         graph.replay()
         assert all(torch.equal(y, right) for y, right in zip(replayed, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("triton", "bf16"),
+        ("triton", "fp8 blocks, fp8 tokens"),
+        ("triton", "fp8 tensor, static scale"),
+        ("cutlass", "fp8 channel, fp8 tokens"),
+        ("cutlass", "fp8 tensor, static scale"),
+    ],
+)
+def test_what_is_not_finite_stays_in_its_row(backend: str, name: str) -> None:
+    runner, problem = runner_of(backend), cases.FORMATS[name]
+    prepared = cases.layer_for(problem).prepared(backend, "cuda")
+    for tokens in (3, 65):
+        inputs = inputs_of(problem, tokens, device="cuda")
+        inputs.x[1, 7] = float("nan")
+        y = apply(runner, prepared, inputs.x, inputs.ids, inputs.weights)
+        finite = torch.isfinite(y).all(1).tolist()
+        assert not finite[1] and all(finite[:1] + finite[2:])
+
+
+def test_triton_launches_come_from_tuned_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch unlike vLLM's own, from a directory of the user's, computes the same."""
+    runner, problem = runner_of("triton"), cases.FORMATS["bf16"]
+    layer = cases.layer_for(problem)
+    name = vllm_triton.tuned_name(problem, torch.cuda.get_device_name())
+    entry = dict(zip(FIELDS, (16, 32, 32, 2, 2, 2), strict=True))
+    (tmp_path / str(name)).write_text(json.dumps({"triton_version": "0", "8": entry}))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    prepared = layer.prepared("triton", "cuda")
+    assert runner.tactic(prepared, 65) == "16x32x32, group 2, 2 warps, 2 stages, tuned file"
+    cases.run_agrees(runner, layer, prepared, 65, "uniform")

@@ -6,6 +6,8 @@ KERNEL_NAMES: tuple[tuple[str, str], ...] = (
     ("indexed", "Humming"),
     ("moe_wna16_marlin_gemm", "vLLM Marlin"),
     ("matmul_ogs", "OpenAI triton_kernels"),
+    ("fused_moe_kernel", "vLLM Triton"),
+    ("cutlass_moe_mm", "vLLM CUTLASS"),
     ("cutlass_fused_moe", "FlashInfer CUTLASS"),
     ("logits", "FlashInfer TRT-LLM, routing fused"),
     ("ids and weights", "FlashInfer TRT-LLM"),

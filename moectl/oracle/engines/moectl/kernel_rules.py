@@ -1,7 +1,8 @@
 """Capabilities derived from what kernels support, and rules for external kernels."""
 
-from ....capabilities.kernel_support import KernelSupport
-from ....problem.schemes import ActFormat
+from collections.abc import Iterable
+
+from ....capabilities.kernel_support import KernelSupport, WeightSupport
 from ...backend import ANY, BackendRule, FormatSupport, NameSet, SupportQuery, only
 from ...format_keys import act_key, exact_key
 from ...gpu_archs import Archs, sm
@@ -15,16 +16,24 @@ def archs_of(support: KernelSupport) -> Archs:
 
 def formats_of(support: KernelSupport) -> tuple[FormatSupport, ...]:
     """The weight formats by the activations that they are computed with: 16-bit ones first, any last."""
-    acts = dict.fromkeys(row.acts for row in support.weights if not row.any_act)
+    rows = [row for row in support.weights if not row.any_act]
+    any_act = _keys(row for row in support.weights if row.any_act)
+    groups = dict.fromkeys((row.acts, row.lowest) for row in rows)
     return (
-        *(FormatSupport(_keys(support, False, these), only(*map(act_key, these))) for these in acts),
-        *((FormatSupport(any_act, NameSet()),) if (any_act := _keys(support, True)) else ()),
+        *(
+            FormatSupport(
+                _keys(row for row in rows if (row.acts, row.lowest) == (acts, lowest)),
+                only(*map(act_key, acts)),
+                None if lowest is None else (sm(10 * lowest[0] + lowest[1]),),
+            )
+            for acts, lowest in groups
+        ),
+        *((FormatSupport(any_act, NameSet()),) if any_act else ()),
     )
 
 
-def _keys(support: KernelSupport, any_act: bool, acts: tuple[ActFormat, ...] = ()) -> frozenset[str]:
-    """Keys of the formats that are computed with `acts`, or with any activations."""
-    rows = (row for row in support.weights if row.any_act == any_act and (any_act or row.acts == acts))
+def _keys(rows: Iterable[WeightSupport]) -> frozenset[str]:
+    """Keys of the formats of `rows`."""
     return frozenset(exact_key(form) for row in rows for form in row.formats)
 
 

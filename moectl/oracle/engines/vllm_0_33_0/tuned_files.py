@@ -1,87 +1,43 @@
 """Tuned files of vLLM's Triton kernels: which one a layer would look up, and whether it exists.
 
 A file holds kernel configs by batch size for one shape on one GPU. Without one the kernels use the
-default config, which may be slower and is never an error. The names are vLLM 0.33.0's
-(`get_config_file_name` and `try_get_optimal_moe_config` of `fused_moe.py`). The kernels take the nearest
-number of tokens, and ignore ``triton_version``; the default configs are those of `get_default_config`.
+default config, which may be slower and is never an error. Names and defaults are in
+`moectl.capabilities.vllm_launches`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
+from ....capabilities.vllm_launches import (
+    FIELDS,
+    FOLDER_VARIABLE,
+    FP8_TOKENS,
+    TunedName,
+    VllmLaunch,
+    block_in_names,
+    default_launch,
+    gpu_in_names,
+    parse_name,
+)
 from ....environment import Device
 from ....environment.named_devices import find_device
 from ....errors import UsageError
-from ....problem.schemes import Scheme
 from ...backend import is_on
 from ...decision import Decision
 from ...tuned_files import TunedFile, TunedFiles, TunedKernel, TunedStatus, reads_none
 from . import data
 from .variables import VARIABLES
 
-FOLDER = "VLLM_TUNED_CONFIG_FOLDER"
-"""Names a directory that is searched before vLLM's own."""
-
 SHIPPED = "vLLM's own folder"
 NEAR = 3
 """Near misses to list, of each kind."""
-
-_NAME = re.compile(
-    r"E=(?P<experts>\d+),N=(?P<size>\d+),device_name=(?P<gpu>[^,]+)"
-    r"(?:,dtype=(?P<dtype>[a-z0-9_]+))?(?:,block_shape=\[(?P<rows>\d+),(?P<columns>\d+)\])?\.json"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class TunedName:
-    """The name of a tuned file, in parts.
-
-    Attributes:
-        experts: experts on one rank.
-        size: reduction size of the second GEMM on one rank, padded.
-        gpu: the GPU's name, blanks and slashes as underscores.
-        dtype: empty for 16-bit weights and for formats that file names do not spell.
-        block: rows and columns that share a scale; ``(0, 0)`` for other formats.
-    """
-
-    experts: int
-    size: int
-    gpu: str
-    dtype: str = ""
-    block: tuple[int, int] = (0, 0)
-
-    @property
-    def shape(self) -> str:
-        """Experts and size, as spelled in the name."""
-        return f"E={self.experts},N={self.size}"
-
-    def __str__(self) -> str:
-        dtype = f",dtype={self.dtype}" if self.dtype else ""
-        block = f",block_shape=[{self.block[0]},{self.block[1]}]" if all(self.block) else ""
-        return f"{self.shape},device_name={self.gpu}{dtype}{block}.json"
-
-
-def parse_name(name: str) -> TunedName | None:
-    """The parts of a file's name; None for another file."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return None
-    block = (int(match["rows"] or 0), int(match["columns"] or 0))
-    return TunedName(int(match["experts"]), int(match["size"]), match["gpu"], match["dtype"] or "", block)
-
-
-def gpu_in_names(device: Device) -> str:
-    """The GPU's name as spelled in file names: every GPU of the H200 family is ``NVIDIA_H200``."""
-    name = re.sub(r"[\s/]+", "_", device.name)
-    return "NVIDIA_H200" if "H200" in name.split("_") else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +70,12 @@ READERS: Mapping[str, FileReader] = {
 """vLLM's experts classes that look for a tuned file. No other class does."""
 
 _DTYPES: Mapping[tuple[str, str], str] = {
-    ("fp8", "fp8"): "fp8_w8a8",
+    ("fp8", "fp8"): FP8_TOKENS,
     ("fp8", "a16"): "fp8_w8a16",
     ("int8", "a16"): "int8_w8a16",
     ("int4", "a16"): "int4_w4a16",
 }
 """dtype in the name, by weight and activation format; others have none."""
-
-
-def _block(scheme: Scheme) -> tuple[int, int]:
-    """Rows and columns that share a scale, where the name holds them."""
-    rows, columns = scheme.weight.block
-    return (rows, columns) if scheme.weight.name == "fp8" and rows > 1 and columns > 1 else (0, 0)
 
 
 def lookup(decision: Decision, folders: Mapping[str, Iterable[str]]) -> TunedStatus:
@@ -159,13 +109,13 @@ def _wanted(decision: Decision, reader: FileReader) -> TunedName:
     problem = decision.problem
     scheme = problem.scheme
     size = problem.dims.padded_intermediate // reader.codes
-    gpu = gpu_in_names(decision.inputs.device)
+    gpu = gpu_in_names(decision.inputs.device.name)
     if reader.plain:
         return TunedName(problem.local_experts, size, gpu)
     dtype = _DTYPES.get((scheme.weight.name, scheme.act.name), "")
     if not dtype and problem.dtype == "fp32":
         dtype = "float32"
-    return TunedName(problem.local_experts, size, gpu, dtype, _block(scheme))
+    return TunedName(problem.local_experts, size, gpu, dtype, block_in_names(scheme))
 
 
 def _other_gpus(wanted: TunedName, device: Device, names: Iterable[TunedName]) -> tuple[TunedName, ...]:
@@ -243,32 +193,19 @@ def file_remark(file: Path, triton: str) -> str:
     return ""
 
 
-CHOICES: Mapping[str, str] = {
-    "BLOCK_SIZE_M": "block_m",
-    "BLOCK_SIZE_N": "block_n",
-    "BLOCK_SIZE_K": "block_k",
-    "GROUP_SIZE_M": "group_m",
-    "num_warps": "num_warps",
-    "num_stages": "num_stages",
-}
+CHOICES: Mapping[str, str] = dict(zip(FIELDS, VllmLaunch._fields, strict=True))
 """The engine's name of each of `GemmConfig`'s fields."""
 
 
-def _plain_default(tokens: int, experts: int) -> tuple[int, ...]:
-    rows = next((size for most, size in ((32, 16), (96, 32), (512, 64)) if tokens <= most), 128)
-    columns, depth = (64, 128) if tokens <= 64 else (128, 64)
-    group = 16 if tokens // max(experts, 1) > 128 else 1
-    return rows, columns, depth, group, 4 if tokens <= 128 else 8, 4 if tokens <= 32 else 3
-
-
-def _block_default(tokens: int, experts: int) -> tuple[int, ...]:
-    columns = 64 if tokens <= 8 else 128
-    return 16 if tokens <= 64 else 64, columns, 128, 1 if tokens <= 16 else 32, 4, 4 if tokens <= 4 else 3
-
+_FP8_BLOCKS = (FP8_TOKENS, (128, 128))
 
 KERNELS: Mapping[tuple[str, tuple[int, int]], TunedKernel] = {
-    ("", (0, 0)): TunedKernel("16-bit weights", False, _plain_default),
-    ("fp8_w8a8", (128, 128)): TunedKernel("FP8 weights in blocks of 128x128", True, _block_default),
+    ("", (0, 0)): TunedKernel("16-bit weights", False, default_launch),
+    _FP8_BLOCKS: TunedKernel(
+        "FP8 weights in blocks of 128x128",
+        True,
+        partial(default_launch, dtype=_FP8_BLOCKS[0], block=_FP8_BLOCKS[1]),
+    ),
 }
 """By dtype and block in the file's name: what moectl has a kernel for. The kernels of other files unpack
 integers or have other scales, so that times of another kernel would be meaningless."""
@@ -279,7 +216,7 @@ def _kernel(name: TunedFile) -> TunedKernel | None:
 
 
 TUNED_FILES = TunedFiles(
-    variable=FOLDER,
+    variable=FOLDER_VARIABLE,
     shipped=SHIPPED,
     lookup=lookup,
     parse=parse_name,
