@@ -8,7 +8,15 @@ import torch
 
 from moectl.convert.layouts.registry import layout_named
 from moectl.environment import Packages, find_device
-from moectl.kernels.external import humming, triton_kernels, vllm_cutlass, vllm_marlin, vllm_triton
+from moectl.kernels.external import (
+    deep_gemm,
+    humming,
+    torch_grouped,
+    triton_kernels,
+    vllm_cutlass,
+    vllm_marlin,
+    vllm_triton,
+)
 from moectl.kernels.prepared_layer import CANONICAL
 from moectl.kernels.registry import runner_for
 from moectl.oracle import policy_named, select
@@ -118,11 +126,14 @@ EXTERNAL = {
     "triton_kernels": triton_kernels,
     "triton": vllm_triton,
     "cutlass": vllm_cutlass,
+    "torch_grouped": torch_grouped,
+    "deep_gemm": deep_gemm,
+    "batched_deep_gemm": deep_gemm,
 }
 FLOATS = (
-    *map(Scheme, (NVFP4, MXFP8, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)),
-    Scheme(FP8_BLOCK, FP8_ACT_GROUP_128),
-    Scheme(FP8_CHANNEL, FP8_ACT_TOKEN),
+    *map(Scheme, (BF16, NVFP4, MXFP8, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)),
+    *(Scheme(FP8_BLOCK, act) for act in (FP8_ACT_GROUP_128, FP8_ACT_TOKEN)),
+    *(Scheme(FP8_CHANNEL, act) for act in (FP8_ACT_GROUP_128, FP8_ACT_TOKEN)),
     *(Scheme(FP8_TENSOR, act) for act in (FP8_ACT_TOKEN, FP8_ACT_TENSOR, FP8_ACT_TENSOR_STATIC)),
 )
 """Schemes of numbers that some of the kernels take."""
@@ -132,7 +143,8 @@ FLOATS = (
 def test_external_kernels_are_usable_exactly_where_they_run(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(EXTERNAL[name], "unavailable_reason", lambda load: "")
-    packages, device, policy = Packages({"vllm": "", name: ""}), find_device("h100"), policy_named("moectl")
+    there = dict.fromkeys(("vllm", "deep_gemm", "nvcc", name), "")
+    packages, device, policy = Packages(there), find_device("h100"), policy_named("moectl")
     floats = [replace(problem, scheme=scheme) for problem in PROBLEMS[:24] for scheme in FLOATS]
     floats += [replace(problem, dims=Dims(272, 80)) for problem in floats[:: len(FLOATS) + 1]]
     on_input = [replace(problem, routing=Routing(weight_on_input=True)) for problem in PROBLEMS[::7]]

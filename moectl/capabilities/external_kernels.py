@@ -94,3 +94,31 @@ VLLM_CUTLASS = KernelSupport(
     weight_on_input=False,
 )
 """``cutlass_moe_mm`` of vLLM's library: rows of 16 bytes, and two halves before the activation."""
+
+TORCH_GROUPED = KernelSupport(
+    (
+        WeightSupport((BF16,), "plain-bf16", _BF16),
+        WeightSupport((FP8_CHANNEL,), "plain-fp8", _BF16, own_scales=True, acts=(FP8_ACT_TOKEN,)),
+    ),
+    lowest=(9, 0),
+    highest=(9, 0),
+    gated=GATED,
+    ungated=UNGATED,
+    multiple=16,
+    weight_on_input=False,
+)
+"""torch's grouped products, with rows of multiples of 16 bytes; on other GPUs a call waits for the GPU."""
+
+DEEP_GEMM = KernelSupport(
+    (
+        WeightSupport((BF16,), "plain-bf16", _BF16),
+        WeightSupport((FP8_BLOCK,), "plain-fp8", _BF16, own_scales=True, acts=(FP8_ACT_GROUP_128,)),
+    ),
+    lowest=(9, 0),
+    highest=(9, 0),
+    gated=GATED,
+    ungated=UNGATED,
+    multiple=128,
+    weight_on_input=False,
+)
+"""DeepGEMM's grouped GEMMs as moectl calls them, on SM90: newer GPUs take other scales."""

@@ -58,6 +58,9 @@ LOCATIONS: Mapping[str, LibraryLocation] = {
         part=TRITON_EXPERTS,
     ),
     "humming": LibraryLocation(("humming",), KERNEL_PACKAGES["humming"].marks),
+    "deep_gemm": LibraryLocation(
+        ("deep_gemm", "vllm/third_party/deep_gemm"), KERNEL_PACKAGES["deep_gemm"].marks
+    ),
     "triton_kernels": LibraryLocation(
         ("triton_kernels", "vllm/third_party/triton_kernels"), KERNEL_PACKAGES["triton_kernels"].marks
     ),

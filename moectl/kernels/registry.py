@@ -51,6 +51,9 @@ RUNNERS: dict[str, RunnerEntry] = {
     "flashinfer_trtllm_afp8_monolithic": RunnerEntry(
         "moectl.kernels.external.flashinfer_trtllm:FP8_MONOLITHIC"
     ),
+    "deep_gemm": RunnerEntry("moectl.kernels.external.deep_gemm:RUNNER", _TRITON),
+    "batched_deep_gemm": RunnerEntry("moectl.kernels.external.deep_gemm:MASKED", _TRITON),
+    "torch_grouped": RunnerEntry("moectl.kernels.external.torch_grouped:RUNNER", _TRITON),
     "emulation": RunnerEntry("moectl.kernels.torch_backends.emulation:RUNNER"),
 }
 """Every backend that runs here. Other projects' packages are imported only when a layer is checked or run."""

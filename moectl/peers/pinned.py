@@ -21,6 +21,7 @@ LIBRARIES: Mapping[str, str] = {
     "triton_kernels": "triton_kernels",
     "triton": TRITON_EXPERTS_PEER,
     "cutlass": CUTLASS_PEER,
+    "deep_gemm": "deep_gemm",
 }
 """Backends whose kernels can be fetched, and their packages as `unpacked_libraries.LOCATIONS` names them."""
 

@@ -76,6 +76,7 @@ def _trtllm(function: str, *acts: str, backends: tuple[str, ...] = ("flashinfer_
 _OWN = LayoutReader("moectl", ("moectl",))
 _OWN_CUTLASS = LayoutReader("moectl", ("flashinfer_cutlass",))
 _OWN_PLAIN = LayoutReader("moectl", ("triton", "cutlass"))
+_OWN_GROUPED = LayoutReader("moectl", ("torch_grouped", "deep_gemm", "batched_deep_gemm"))
 
 
 def _cutlass(
@@ -230,13 +231,13 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     "plain-bf16": LayoutFacts(
         "triton",
         ("sm75", *_SM80_UP),
-        (_vllm("triton", "batched_triton"), LayoutReader("moectl", ("triton",))),
+        (_vllm("triton", "batched_triton"), LayoutReader("moectl", ("triton",)), _OWN_GROUPED),
         verified=False,
     ),
     "plain-fp8": LayoutFacts(
         "triton",
         _SM89_UP,
-        (_vllm("triton", "batched_triton", "cutlass", "batched_cutlass"), _OWN_PLAIN),
+        (_vllm("triton", "batched_triton", "cutlass", "batched_cutlass"), _OWN_PLAIN, _OWN_GROUPED),
         ("fp8",),
         verified=False,
     ),

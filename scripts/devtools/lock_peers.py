@@ -45,11 +45,18 @@ class Source:
 VLLM = {r"(vllm-[^/]+\.dist-info/(?:METADATA|licenses/LICENSE))": r"\1"}
 TUNED = r"fused_moe\.py|configs/[^/]+device_name=NVIDIA[^/]+\.json"
 TUNED_TO = rf"{TRITON_EXPERTS_PEER}/\1"
+DEEP_GEMM = (
+    r"deep_gemm/(?:[^/]+\.(?:py|so)|(?:legacy|mega|testing|utils)/[^/]+\.py|include/(?:cute|cutlass"
+    r"|cute/(?:arch|container|numeric|util)|cutlass/(?:arch|detail|layout|platform)"
+    r"|deep_gemm/(?!impls)[^/]+|deep_gemm/impls(?=/sm(?:90|xx)))/[^/]+)"
+)
+"""The package with the headers that its kernels for SM90 include."""
 SOURCES: Mapping[str, Source] = {
     "marlin": Source("vllm", "0.33.0", {r"vllm/(_moe_C[^/]*\.so)": r"\1", **VLLM}, cuda="13"),
     "triton_kernels": Source("vllm", "0.33.0", {r"vllm/third_party/(triton_kernels/.+)": r"\1", **VLLM}),
     "triton": Source("vllm", "0.33.0", {rf"vllm/{TRITON_EXPERTS}/({TUNED})": TUNED_TO, **VLLM}),
     "cutlass": Source("vllm", "0.33.0", {r"vllm/(_C_stable_libtorch[^/]*\.so)": r"\1", **VLLM}, cuda="13"),
+    "deep_gemm": Source("vllm", "0.33.0", {rf"vllm/third_party/({DEEP_GEMM})": r"\1", **VLLM}, cuda="13"),
     "humming": Source(
         "humming-kernels",
         "0.1.19",

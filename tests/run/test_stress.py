@@ -17,6 +17,14 @@ from moectl.kernels.reference import route
 from moectl.kernels.registry import RUNNERS
 from moectl.layer.experts import ExpertLayer
 from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.schemes import (
+    BF16,
+    FP8_ACT_GROUP_128,
+    FP8_ACT_TOKEN,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    Scheme,
+)
 from moectl.run import plan_stress, this_machine
 from moectl.run.backend_failures import device_failure
 from moectl.run.layer_variants import poisoned_padding
@@ -25,6 +33,7 @@ from moectl.run.stress import CaseResult, PlannedCase, poisoned_memory, stress
 from moectl.run.stress_cases import CASES
 from support.absent_backends import refusals, skip_if_absent
 from support.fake_backends import CPU, Compute, register, right, routing
+from support.peer_cases import layer_for
 from support.random_layers import GPT_OSS, KIMI, random_layer
 
 SMALL = replace(KIMI, dims=Dims(64, 32), experts=5, local_experts=5, top_k=2)
@@ -359,7 +368,13 @@ def test_memory_of_the_allocator_is_poisoned_on_a_gpu(
             assert bool(torch.empty(size, device="cuda").isnan().all())
 
 
-FAMILIES = {"gpt-oss": GPT_OSS, "kimi": replace(KIMI, dims=Dims(256, 96))}
+FAMILIES = {
+    "gpt-oss": GPT_OSS,
+    "kimi": replace(KIMI, dims=Dims(256, 96)),
+    "mixtral": replace(KIMI, dims=Dims(256, 128), scheme=Scheme(BF16)),
+    "deepseek": replace(KIMI, dims=Dims(256, 128), scheme=Scheme(FP8_BLOCK, FP8_ACT_GROUP_128)),
+    "qwen3": replace(KIMI, dims=Dims(256, 128), scheme=Scheme(FP8_CHANNEL, FP8_ACT_TOKEN)),
+}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -370,7 +385,7 @@ def test_a_backend_that_is_here_serves_a_layer(backend: str, device: str) -> Non
     told = {name: refusals(problem, backend, machine) for name, problem in FAMILIES.items()}
     served = [name for name, why in told.items() if not why]
     for name in served:
-        layer = random_layer(FAMILIES[name])
+        layer = layer_for(FAMILIES[name])
         (one,) = (it for it in plan_stress(layer, machine.torch) if it.case.name == "3 tokens")
         held = prepare_layer(layer, backend, machine)
         (found,) = stress(held, [one], machine.torch, lambda text: None)
@@ -379,7 +394,7 @@ def test_a_backend_that_is_here_serves_a_layer(backend: str, device: str) -> Non
     assert machine.torch.type == "cpu" or served == SERVED.get(backend, served)
 
 
-SERVED = {name: list(FAMILIES) for name in ("torch", "moectl")}
+SERVED = {"torch": list(FAMILIES)}
 """Backends that serve every family on a GPU."""
 
 
@@ -388,7 +403,7 @@ SERVED = {name: list(FAMILIES) for name in ("torch", "moectl")}
 @pytest.mark.parametrize("backend", RUNNERS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_backends_on_a_gpu_pass(family: str, backend: str, dtype: str) -> None:
-    layer, machine = random_layer(replace(FAMILIES[family], dtype=dtype)), this_machine("cuda")
+    layer, machine = layer_for(replace(FAMILIES[family], dtype=dtype)), this_machine("cuda")
     if why := refusals(layer.problem, backend, machine):
         pytest.skip(f"{backend} refuses such a layer here: {why}")
     held = prepare_layer(layer, backend, machine)

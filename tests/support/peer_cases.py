@@ -86,6 +86,9 @@ PLAIN: dict[str, MoEProblem] = {
     "bf16": replace(INT, scheme=Scheme(BF16)),
     "bf16, bias": replace(INT, scheme=Scheme(BF16), bias=True, activation=SWIGLU_OAI, rows="interleaved"),
     "bf16, not gated": replace(INT, scheme=Scheme(BF16), activation=UNGATED),
+    "bf16, interleaved": replace(
+        INT, scheme=Scheme(BF16), activation=replace(SWIGLU_OAI, limit=1.0), rows="interleaved"
+    ),
     "bf16, fp16 model, odd sizes": replace(INT, scheme=Scheme(BF16), dtype="fp16", dims=Dims(200, 72)),
     "bf16, weight on the input": replace(INT, scheme=Scheme(BF16), routing=Routing(weight_on_input=True)),
     "fp8 blocks, fp8 tokens": BLOCKS,
@@ -101,6 +104,14 @@ PLAIN: dict[str, MoEProblem] = {
 }
 """16-bit layers, and FP8 ones whose tokens are quantized, too."""
 FORMATS |= PLAIN
+GROUPED = {
+    name: PLAIN[name]
+    for name in (
+        *("bf16", "bf16, not gated", "bf16, interleaved"),
+        *("fp8 blocks, fp8 tokens", "fp8 channel, fp8 tokens"),
+    )
+}
+"""Those that grouped products take, which add no biases."""
 
 
 def layer_for(problem: MoEProblem) -> ExpertLayer:

@@ -13,18 +13,25 @@ import torch
 
 from moectl.capabilities.unpacked_libraries import find_peers, library_file, peers_folder
 from moectl.errors import BackendFailed, NoBackend, Unavailable, UsageError
-from moectl.kernels.external import humming, import_library, triton_kernels, vllm_marlin
+from moectl.kernels.external import (
+    deep_gemm,
+    humming,
+    import_library,
+    torch_grouped,
+    triton_kernels,
+    vllm_marlin,
+)
 from moectl.kernels.external.gemm_glue import ExpertBlocks
 from moectl.kernels.prepared_layer import CANONICAL
 from moectl.kernels.registry import RUNNERS, runner_for
 from moectl.oracle.machine_packages import packages_from
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem, Routing
-from moectl.problem.schemes import BF16, FP8_BLOCK, FULL, MXFP4, MXFP8, NVFP4, Scheme, int_format
+from moectl.problem.schemes import BF16, FP8_BLOCK, FP8_CHANNEL, FULL, MXFP4, MXFP8, NVFP4, Scheme, int_format
 from support import peer_cases as cases
 from support.random_layers import canonical_roles, random_layer
 
 CPU = torch.device("cpu")
-INT4, MX = cases.FORMATS["int4"], cases.MX
+INT4, MX, BF = cases.FORMATS["int4"], cases.MX, cases.GROUPED["bf16"]
 
 
 def of(weight: object, **changes: object) -> MoEProblem:
@@ -72,6 +79,20 @@ REFUSALS = [
     (triton_kernels, replace(MX, dtype="fp16"), "it supports bf16 models"),
     (triton_kernels, replace(MX, routing=Routing(weight_on_input=True)), "to its input"),
     (triton_kernels, replace(MX, activation=Activation("situ")), "it has silu"),
+    (deep_gemm, of(FP8_BLOCK), "it takes fp8 dynamic group 128 tokens; the layer has 16-bit ones"),
+    (deep_gemm, replace(BF, dims=Dims(256, 192)), "of 128; the layer's intermediate size is 192"),
+    (deep_gemm, replace(BF, act_order="group"), "columns are permuted (act_order)"),
+    (torch_grouped, INT4, "it supports bf16, fp8 per channel weights; the layer has int4 group 32"),
+    (torch_grouped, of(FP8_CHANNEL), "it takes fp8 dynamic per token tokens; the layer has 16-bit ones"),
+    (torch_grouped, replace(BF, dtype="fp16"), "with bf16 weights it supports bf16 models"),
+    (torch_grouped, replace(BF, bias=True), "its products add no bias"),
+    (
+        torch_grouped,
+        replace(BF, dims=Dims(256, 120)),
+        "multiples of 16; the layer's intermediate size is 120",
+    ),
+    (torch_grouped, replace(BF, routing=Routing(weight_on_input=True)), "to its input"),
+    (torch_grouped, replace(BF, activation=Activation("situ")), "for gated experts it has silu"),
 ]
 
 

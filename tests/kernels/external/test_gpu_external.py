@@ -38,6 +38,9 @@ TAKEN = {
         "fp8 channel, fp8 tokens",
         *("fp8 tensor, one scale of tokens", "fp8 tensor, static scale"),
     ],
+    "torch_grouped": [name for name in cases.GROUPED if "blocks" not in name],
+    "deep_gemm": [name for name in cases.GROUPED if "channel" not in name],
+    "batched_deep_gemm": [name for name in cases.GROUPED if "channel" not in name],
 }
 """By backend, the layers of `peer_cases` that it does not refuse."""
 

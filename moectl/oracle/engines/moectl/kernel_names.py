@@ -11,6 +11,9 @@ KERNEL_NAMES: tuple[tuple[str, str], ...] = (
     ("cutlass_fused_moe", "FlashInfer CUTLASS"),
     ("logits", "FlashInfer TRT-LLM, routing fused"),
     ("ids and weights", "FlashInfer TRT-LLM"),
+    ("m_grouped_gemm_nt_contiguous", "DeepGEMM"),
+    ("m_grouped_gemm_nt_masked", "DeepGEMM, batched"),
+    ("torch_grouped", "torch's grouped products"),
     ("torch", "plain torch"),
     ("emulation", "emulation: dequantized to 16 bits"),
 )

@@ -4,9 +4,9 @@ from ....environment import Device
 from ....problem.moe_problem import MoEProblem, Parallel
 from ....problem.number_formats import NUMBER_FORMATS
 from ...backend import ANY, Backend
-from ...gpu_archs import OUT_OF_TREE, TPU
+from ...gpu_archs import CPU, OUT_OF_TREE, TPU
 from ...policy import Policy, ServeOptions
-from ...route import DECLARED_ACT, EngineSubstitute, Order, Route
+from ...route import DECLARED_ACT, EngineSubstitute, Order, OrderMove, Route
 from .external import HUMMING, MARLIN, TRITON_KERNELS
 from .external_flashinfer import (
     FLASHINFER_CUTLASS,
@@ -15,6 +15,7 @@ from .external_flashinfer import (
     FLASHINFER_TRTLLM_FP8_MONOLITHIC,
     FLASHINFER_TRTLLM_MONOLITHIC,
 )
+from .external_grouped import BATCHED_DEEP_GEMM, DEEP_GEMM, TORCH_GROUPED
 from .external_vllm import VLLM_CUTLASS, VLLM_TRITON
 from .own import EMULATION, TORCH, TRITON, TRITON_MARLIN
 
@@ -22,7 +23,9 @@ BACKENDS: tuple[Backend, ...] = (
     *(TRITON, TRITON_MARLIN),
     *(HUMMING, MARLIN, TRITON_KERNELS),
     *(VLLM_CUTLASS, VLLM_TRITON),
+    *(DEEP_GEMM, BATCHED_DEEP_GEMM),
     *(FLASHINFER_TRTLLM, FLASHINFER_TRTLLM_MONOLITHIC),
+    TORCH_GROUPED,
     *(TORCH, EMULATION),
     FLASHINFER_CUTLASS,
 )
@@ -55,6 +58,14 @@ POLICY = Policy(
             act=DECLARED_ACT,
             rounds=True,
             orders=(Order(BACKENDS),),
+            moves=(
+                OrderMove(
+                    TORCH_GROUPED,
+                    (CPU,),
+                    after=TORCH,
+                    why="plain torch has priority on CPUs, where it is the reference",
+                ),
+            ),
             on_request=ON_REQUEST,
             covers=ANY,
             substitutes=(

@@ -16,12 +16,7 @@ PACKAGES: Mapping[str, Probe] = {
     "flashinfer": KERNEL_PACKAGES["flashinfer"],
     "flashinfer_cubin": KERNEL_PACKAGES["flashinfer_cubin"],
     "triton_kernels": KERNEL_PACKAGES["triton_kernels"],
-    "deep_gemm": Probe(
-        ("deep_gemm", "vllm.third_party.deep_gemm"),
-        "deep-gemm",
-        symbols=("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
-        get="comes with vLLM; its source is github.com/deepseek-ai/DeepGEMM",
-    ),
+    "deep_gemm": KERNEL_PACKAGES["deep_gemm"],
     "humming": KERNEL_PACKAGES["humming"],
     "deep_ep": Probe(
         ("deep_ep",),
