@@ -158,7 +158,7 @@ def test_external_kernels_are_usable_exactly_where_they_run(name, monkeypatch):
         decided = select(problem, device, packages, policy, name)
         assert (decided.chosen is not None) == (not any(reasons)), (problem, reasons, decided.error)
         taken += not any(reasons)
-    assert taken > 5
+    assert taken >= 5
 
 
 @pytest.mark.parametrize("device", ["cpu", "t4"])

@@ -76,11 +76,9 @@ KERNEL_PACKAGES: Mapping[str, Probe] = {
     "deep_gemm": Probe(
         ("deep_gemm", "vllm.third_party.deep_gemm"),
         "deep-gemm",
-        marks=("include/deep_gemm",),
         symbols=("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
         own=("m_grouped_bf16_gemm_nt_contiguous",),
         get="comes with vLLM; its source is github.com/deepseek-ai/DeepGEMM",
-        other="a package of that name without DeepGEMM's kernels",
     ),
     "vllm": Probe(
         ("vllm",),

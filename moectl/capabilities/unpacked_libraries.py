@@ -58,9 +58,7 @@ LOCATIONS: Mapping[str, LibraryLocation] = {
         part=TRITON_EXPERTS,
     ),
     "humming": LibraryLocation(("humming",), KERNEL_PACKAGES["humming"].marks),
-    "deep_gemm": LibraryLocation(
-        ("deep_gemm", "vllm/third_party/deep_gemm"), KERNEL_PACKAGES["deep_gemm"].marks
-    ),
+    "deep_gemm": LibraryLocation(("deep_gemm", "vllm/third_party/deep_gemm"), ("include/deep_gemm",)),
     "triton_kernels": LibraryLocation(
         ("triton_kernels", "vllm/third_party/triton_kernels"), KERNEL_PACKAGES["triton_kernels"].marks
     ),

@@ -17,6 +17,7 @@ from .package_probes import TOOLS, Probe
 from .python_environments import PythonEnvironment
 
 _DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
+_NVCC_WHEELS = ("nvidia.cu13", "nvidia.cuda_nvcc")
 _VERSION = re.compile(r"^(?:__version__|version)\s*(?::\s*str\s*)?=\s*[\"']([^\"']+)[\"']", re.MULTILINE)
 
 
@@ -97,13 +98,21 @@ def unrelated_package(package: InstalledPackage) -> str:
 
 
 def find_tool(name: str, where: PythonEnvironment | None = None) -> InstalledPackage:
-    """A compiler or build tool; nvcc also in ``CUDA_HOME``, ``CUDA_PATH`` or /usr/local/cuda."""
+    """A compiler or build tool; nvcc also in ``CUDA_HOME``, ``CUDA_PATH``, /usr/local/cuda or a wheel."""
     path = (where and shutil.which(name, path=where.programs)) or shutil.which(name)
     if name == "nvcc":
         home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
         if home or not path:
             path = shutil.which(str(Path(home or _DEFAULT_CUDA_HOME) / "bin" / "nvcc"))
+        path = path or next((str(compiler) for compiler in nvcc_of_wheels(where)), None)
     return InstalledPackage(name, name, "", path) if path else InstalledPackage(name)
+
+
+def nvcc_of_wheels(where: PythonEnvironment | None = None) -> tuple[Path, ...]:
+    """Every nvcc in NVIDIA's wheels."""
+    folders = (package_folder(package, where) for package in _NVCC_WHEELS)
+    programs = (shutil.which(str(folder / "bin" / "nvcc")) for folder in folders if folder)
+    return tuple(Path(program) for program in programs if program)
 
 
 def package_folder(module: str, where: PythonEnvironment | None = None) -> Path | None:

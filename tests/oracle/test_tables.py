@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from moectl.environment.package_probes import TOOLS
 from moectl.oracle.backend import GROUPS, Backend, ExpertsClass
 from moectl.oracle.checks import CHECKS
 from moectl.oracle.engines.vllm_0_33_0.routes.terms import routing as engine_routing
@@ -64,7 +65,7 @@ def test_who_reads_a_layout_is_said_by_both_tables() -> None:
 def test_needed_packages_and_symbols_are_probed() -> None:
     for backend, variant in variants():
         for need in variant.capability.needs:
-            assert need.package in PROBES, backend.name
+            assert need.package in (*PROBES, *TOOLS), backend.name
             if need.symbol:
                 probe = PROBES[need.package]
                 assert need.symbol in (*probe.symbols, *probe.own), need

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from ...environment.installed_packages import find_tool, package_folder
+from ...environment.installed_packages import find_tool, nvcc_of_wheels
 from ...errors import Unavailable
 
 SECONDS = 30
 """Time after which a compiler that does not answer counts as broken."""
-
-WHEELS = ("nvidia.cu13", "nvidia.cuda_nvcc")
-"""Packages of NVIDIA's wheels with ``bin/nvcc``."""
 
 
 def compilers() -> Iterator[Path]:
@@ -25,10 +21,7 @@ def compilers() -> Iterator[Path]:
     found = find_tool("nvcc")
     if found.present:
         yield Path(found.path)
-    for package in WHEELS:
-        folder = package_folder(package)
-        if folder is not None and (path := shutil.which(str(folder / "bin" / "nvcc"))):
-            yield Path(path)
+    yield from nvcc_of_wheels()
 
 
 @cache

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moectl.environment.installed_packages import nvcc_of_wheels
 from moectl.errors import Unavailable
 from moectl.kernels.external import cuda_compiler, deep_gemm
 from moectl.kernels.external.import_library import unavailable_reason
@@ -42,7 +43,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("moectl.environment.installed_packages._DEFAULT_CUDA_HOME", tmp_path / "none")
-    monkeypatch.setattr(cuda_compiler, "package_folder", lambda name: None)
+    monkeypatch.setattr(cuda_compiler, "nvcc_of_wheels", lambda: ())
+    monkeypatch.setattr("moectl.environment.installed_packages._NVCC_WHEELS", ())
     caches = (cuda_compiler.cuda_toolkit, deep_gemm.library)
     for cached in caches:
         cached.cache_clear()
@@ -92,9 +94,11 @@ def test_an_old_compiler_is_refused_and_one_of_a_wheel_taken(
     nvcc(machine / "bin/nvcc", "12.4")
     monkeypatch.setenv("PATH", f"{machine / 'bin'}:/usr/bin:/bin")
     assert f"{machine}/bin/nvcc is 12.4" in unavailable_reason(deep_gemm.library)
-    nvcc(machine / "site/nvidia/cu13/bin/nvcc", "13.0")
-    found = {"nvidia.cu13": machine / "site/nvidia/cu13"}
-    monkeypatch.setattr(cuda_compiler, "package_folder", found.get)
+    found = nvcc(machine / "site/nvidia/cu13/bin/nvcc", "13.0")
+    monkeypatch.setattr("moectl.environment.installed_packages._NVCC_WHEELS", ("nvidia.cu13",))
+    monkeypatch.syspath_prepend(str(machine / "site"))
+    assert nvcc_of_wheels() == (found,)
+    monkeypatch.setattr(cuda_compiler, "nvcc_of_wheels", nvcc_of_wheels)
     assert cuda_compiler.cuda_toolkit(deep_gemm.OLDEST_NVCC) == machine / "site/nvidia/cu13"
 
 
