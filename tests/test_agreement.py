@@ -38,6 +38,7 @@ from moectl.problem.schemes import (
     MXFP8_ACT,
     NVFP4,
     Scheme,
+    act_format,
     int_format,
     weight_format,
 )
@@ -123,6 +124,7 @@ def test_moectl_marlin_is_usable_exactly_where_it_runs(monkeypatch):
 EXTERNAL = {
     "marlin": vllm_marlin,
     "humming": humming,
+    "humming_grouped": humming,
     "triton_kernels": triton_kernels,
     "triton": vllm_triton,
     "cutlass": vllm_cutlass,
@@ -134,6 +136,7 @@ FLOATS = (
     *map(Scheme, (BF16, NVFP4, MXFP8, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)),
     *(Scheme(FP8_BLOCK, act) for act in (FP8_ACT_GROUP_128, FP8_ACT_TOKEN)),
     *(Scheme(FP8_CHANNEL, act) for act in (FP8_ACT_GROUP_128, FP8_ACT_TOKEN)),
+    *(Scheme(int_format(bits, FULL), act_format("int8", (1, FULL))) for bits in (4, 8)),
     *(Scheme(FP8_TENSOR, act) for act in (FP8_ACT_TOKEN, FP8_ACT_TENSOR, FP8_ACT_TENSOR_STATIC)),
 )
 """Schemes of numbers that some of the kernels take."""
@@ -143,7 +146,7 @@ FLOATS = (
 def test_external_kernels_are_usable_exactly_where_they_run(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(EXTERNAL[name], "unavailable_reason", lambda load: "")
-    there = dict.fromkeys(("vllm", "deep_gemm", "nvcc", name), "")
+    there = dict.fromkeys(("vllm", "deep_gemm", "nvcc", "humming", name), "")
     packages, device, policy = Packages(there), find_device("h100"), policy_named("moectl")
     floats = [replace(problem, scheme=scheme) for problem in PROBLEMS[:24] for scheme in FLOATS]
     floats += [replace(problem, dims=Dims(272, 80)) for problem in floats[:: len(FLOATS) + 1]]

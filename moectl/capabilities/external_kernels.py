@@ -11,9 +11,12 @@ from ..problem.schemes import (
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,
+    FULL,
     MXFP4,
     MXFP8,
     NVFP4,
+    act_format,
+    int_format,
 )
 from .kernel_support import KernelSupport, WeightSupport, integers
 from .own_kernels import GATED, UNGATED
@@ -41,14 +44,28 @@ HUMMING = KernelSupport(
         WeightSupport(integers(4), "humming-int4"),
         WeightSupport(integers(8), "humming-int8"),
         WeightSupport((MXFP4,), "humming-mxfp4", _BF16),
+        WeightSupport((NVFP4,), "humming-nvfp4", _BF16, any_act=True, own_scales=True),
+        WeightSupport((MXFP8,), "humming-mxfp8", _BF16, any_act=True),
+        WeightSupport((FP8_BLOCK, FP8_CHANNEL), "humming-fp8", _BF16, own_scales=True),
+        WeightSupport((FP8_TENSOR,), "humming-fp8", _BF16, any_act=True, own_scales=True),
+        *(
+            WeightSupport(
+                (weight,), "humming-fp8-act-fp8", _BF16, own_scales=True, acts=(act,), lowest=(9, 0)
+            )
+            for weight, act in ((FP8_BLOCK, FP8_ACT_GROUP_128), (FP8_CHANNEL, FP8_ACT_TOKEN))
+        ),
+        WeightSupport(
+            (int_format(8, FULL), int_format(4, 32), int_format(4, 128), int_format(4, FULL)),
+            acts=(act_format("int8", (1, FULL)),),
+            lowest=(9, 0),
+        ),
     ),
     gated=GATED,
     ungated=UNGATED,
-    scales=frozenset(("E8M0", "BF16", "F16")),
     multiple=32,
     weight_on_input=False,
 )
-"""Humming's indexed GEMMs; packed words and zero points require sizes divisible by 32."""
+"""Humming's GEMMs; packed words and zero points require sizes divisible by 32."""
 
 TRITON_KERNELS = KernelSupport(
     (WeightSupport((MXFP4,), "triton-hopper", _BF16),),

@@ -40,6 +40,7 @@ RUNNERS: dict[str, RunnerEntry] = {
     "moectl": RunnerEntry("moectl.kernels.triton.triton_runner:RUNNER", _TRITON),
     "moectl_marlin": RunnerEntry("moectl.kernels.triton.marlin:RUNNER", _TRITON),
     "humming": RunnerEntry("moectl.kernels.external.humming:RUNNER", _TRITON),
+    "humming_grouped": RunnerEntry("moectl.kernels.external.humming:GROUPED_RUNNER", _TRITON),
     "marlin": RunnerEntry("moectl.kernels.external.vllm_marlin:RUNNER", _TRITON),
     "triton_kernels": RunnerEntry("moectl.kernels.external.triton_kernels:RUNNER", _TRITON),
     "triton": RunnerEntry("moectl.kernels.external.vllm_triton:RUNNER", _TRITON),

@@ -94,7 +94,7 @@ def _humming(
     own: bool = False,
 ) -> LayoutFacts:
     readers = (_vllm("humming"), LayoutReader("humming-kernels", ("humming_forward",)))
-    runner = (LayoutReader("moectl", ("humming",)),) if own else ()
+    runner = (LayoutReader("moectl", ("humming", "humming_grouped")),) if own else ()
     by_values = target in ("humming-e0m", "humming-rows")
     return LayoutFacts(target, archs, (*readers, *runner), (act,), instead_of, by_values=by_values)
 
@@ -209,10 +209,11 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     "humming-int8-e0m7": _humming(archs=_HUMMING_ARCHS + _SM10X + _SM12X, target="humming-e0m"),
     "humming-mxfp4": _humming(own=True),
     "humming-mxfp4-act-fp8": _humming("fp8", "humming-mxfp4", archs=("sm90",)),
-    "humming-nvfp4": _humming(),
+    "humming-nvfp4": _humming(own=True),
     "humming-nvfp4-rows": _humming(target="humming-rows"),
-    "humming-fp8": _humming(),
-    "humming-mxfp8": _humming(),
+    "humming-fp8": _humming(own=True),
+    "humming-fp8-act-fp8": _humming("fp8", "humming-fp8", archs=("sm90",), own=True),
+    "humming-mxfp8": _humming(own=True),
     "humming-mxfp4-sm100": _humming(archs=_SM10X + _SM12X, target="humming-sm100"),
     "humming-mxfp4-act-mxfp8-sm100": _humming(
         "mxfp8", "humming-mxfp4-sm100", archs=_SM10X, target="humming-sm100"

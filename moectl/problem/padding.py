@@ -144,6 +144,7 @@ RULES: Mapping[str, SizeRule | Callable[[WeightFormat], SizeRule]] = {
     "humming-mxfp8": _HUMMING_GROUPS,
     "humming-mxfp8-sm100": _HUMMING_GROUPS,
     "humming-fp8": _humming_fp8,
+    "humming-fp8-act-fp8": SizeRule(needs=Align(256, 128), ungated=SizeRule(needs=Align(256, 256))),
     "humming-fp8-sm100": _humming_fp8,
     "aiter-bf16": SizeRule(needs=Align(32, 128)),
     "aiter-fp8": _aiter_fp8,

@@ -36,6 +36,7 @@ from moectl.problem.schemes import (
     MXFP8,
     NVFP4,
     Scheme,
+    act_format,
     int_format,
 )
 from support.random_layers import GPT_OSS, KIMI, inputs_of, judged, random_layer, skipping
@@ -104,6 +105,12 @@ PLAIN: dict[str, MoEProblem] = {
 }
 """16-bit layers, and FP8 ones whose tokens are quantized, too."""
 FORMATS |= PLAIN
+INT8_TOKENS = {
+    "int8, int8 tokens": replace(INT, scheme=Scheme(int_format(8, FULL), act_format("int8", (1, FULL)))),
+    "int4, int8 tokens": replace(INT, scheme=Scheme(int_format(4, 128), act_format("int8", (1, FULL)))),
+}
+"""Integers with quantized tokens."""
+FORMATS |= INT8_TOKENS
 GROUPED = {
     name: PLAIN[name]
     for name in (

@@ -9,6 +9,9 @@ lie in their own order, as the GPU's own conversions take them. Scales, with N r
   up have different ones (``-rows``), `w13` has one per row, ``[N]`` in the model's dtype, ordered as biases;
 - FP8: one scale per row and block of columns in the model's dtype, ``[groups, N]``; per tensor ``[e]`` F32.
 
+FP8 with FP8 activations, before SM100: bytes in chunks of 16 columns of all rows, int32 ``[K / 16, N * 4]``;
+scales of blocks ``[K / 128, N / 128]`` F32, or one per row in the order of biases in the model's dtype.
+
 MXFP4 with 8-bit activations:
 
 - FP8 in groups of 128, SM90: tiles of 64 k by 16 n, with only the signs interleaved. Scales are exponents
@@ -34,7 +37,7 @@ from ..steps.transforms import Pad, Rearrange, Step
 from ..steps.value_steps import Shapes
 from .humming import ROWS, WEIGHTS_4BIT_A8, bias, scale_values, start
 from .marlin import BIAS, SCALES_GROUPED, SCALES_PER_CHANNEL, WEIGHTS_4BIT, WEIGHTS_8BIT
-from .scaled_tensors import E4M3_SCALES, E8M0_SCALES, fp8_tensor
+from .scaled_tensors import E4M3_SCALES, E8M0_SCALES, FLOAT_DTYPES, float32, fp8_tensor
 from .weight_layout import Build, WeightLayout, round_up
 from .word_orders import SIGNS_INTERLEAVED, WORDS
 
@@ -60,6 +63,7 @@ _FUSED: tuple[Step, ...] = (
     WORDS,
     SIGNS_INTERLEAVED,
 )
+_CHUNKS: tuple[Step, ...] = (Rearrange("e n (c b) -> e c (n b)", {"b": 16}), WORDS)
 _SCALES_SM100: tuple[Step, ...] = (
     Rearrange("e (n r l) (g q) -> e g (n l r q)", {"r": 4, "l": 32, "q": 4}),
     WORDS,
@@ -167,6 +171,15 @@ def _fp8(weights: tuple[Step, ...]) -> Build:
     return build
 
 
+def _fp8_tokens(problem: MoEProblem, role: str) -> StoredOutput:
+    if not role.endswith("_scale"):
+        return StoredOutput(role, chain=Chain((*start(problem, role), *_CHUNKS)))
+    if problem.scheme.weight.group == FULL:
+        steps = (*start(problem, role, every_row=True), SCALES_PER_CHANNEL)
+        return StoredOutput(role, scale_values(problem), Chain(steps))
+    return StoredOutput(role, chain=Chain((*float32(problem), Rearrange("e n g -> e g n"))))
+
+
 def _mx_layout(name: str, build: Build, weight: WeightFormat = MXFP4) -> WeightLayout:
     return WeightLayout(name, 1, (weight,), build, E8M0_SCALES, ("U8",))
 
@@ -186,6 +199,9 @@ FLOAT: tuple[WeightLayout, ...] = (
     _nvfp4_layout("humming-nvfp4", _nvfp4(WEIGHTS_4BIT)),
     _nvfp4_layout("humming-nvfp4-rows", _nvfp4(WEIGHTS_4BIT, rows=True)),
     _fp8_layout("humming-fp8", WEIGHTS_8BIT),
+    WeightLayout(
+        "humming-fp8-act-fp8", 1, (FP8_CHANNEL, FP8_BLOCK), _build(_fp8_tokens), scale_dtypes=FLOAT_DTYPES
+    ),
     _mx_layout("humming-mxfp8", _mx(WEIGHTS_8BIT), MXFP8),
     _mx_layout("humming-mxfp4-sm100", _mx(_PLAIN_4BIT)),
     _mx_layout("humming-mxfp4-act-mxfp8-sm100", _mx((WORDS,), _SCALES_SM100, software=False)),

@@ -28,7 +28,8 @@ LEAST_SCALE = 1e-10
 """Smallest block scale: below it FlashInfer's FP8 kernels return NaN."""
 
 
-def _float32(problem: MoEProblem) -> tuple[Step, ...]:
+def float32(problem: MoEProblem) -> tuple[Step, ...]:
+    """Steps that widen scales to F32."""
     dtype = scale_dtype(problem)
     return () if dtype == "F32" else (Widen(dtype),)
 
@@ -68,7 +69,7 @@ def fp8_tensor(weights: Steps) -> Build:
             requantized = requantize and count == 2
             if kind == "scale":
                 take = PerExpert("requantized" if requantized else "same", count)
-                outputs[role] = StoredOutput(role, (take,), Chain(_float32(problem)))
+                outputs[role] = StoredOutput(role, (take,), Chain(float32(problem)))
             elif kind == "input":
                 outputs[role] = StoredOutput(role, (LayerMaximum(role),), per_layer=True)
             else:
@@ -87,7 +88,7 @@ def fp8_block(weights: Steps, rows: Steps) -> Build:
         for role in shapes:
             kind = role.partition("_")[2]
             if kind == "scale":
-                chain = Chain((*rows(problem, role), *_float32(problem)))
+                chain = Chain((*rows(problem, role), *float32(problem)))
                 outputs[role] = StoredOutput(role, (AtLeast(LEAST_SCALE),), chain)
             elif kind != "input":
                 outputs[role] = StoredOutput(role, chain=Chain(weights(problem, role)))

@@ -1,8 +1,9 @@
-"""The humming backend: Humming's indexed GEMMs, on weights in its layout.
+"""The humming and humming_grouped backends: Humming's indexed and grouped GEMMs, on weights in its layout.
 
 Weights are converted to it, or transformed by Humming from canonical ones where its order of codes depends
-on the CUDA compiler: MXFP4 on SM100 and newer. A call groups the assignments in blocks of one expert, runs a
-GEMM, the activation and a GEMM, and sums with the router's weights. Humming rounds sizes up itself, and
+on the CUDA compiler: MXFP4 on SM100 and newer, and integers with INT8 tokens. A call groups the assignments
+in blocks of one expert (or puts the tokens into rows by expert), runs a GEMM, the activation and a GEMM, and
+sums with the router's weights; tokens are quantized in the call as declared. Humming rounds sizes up, and
 selects a kernel from a table by the number of assignments. The first use of a row compiles its kernel, and
 the kernel for a single assignment.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...capabilities.external_kernels import HUMMING
-from ...dtypes import DTYPES, MODEL_DTYPES
+from ...dtypes import MODEL_DTYPES
 from ...errors import NoBackend, Unavailable
 from ...problem.moe_problem import MoEProblem
 from ...problem.padding import pad, size_rule
@@ -28,16 +29,28 @@ from ...problem.schemes import FULL
 from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..prepared_layer import CANONICAL, PreparedMoE
 from ..runner import Runner
+from ..tolerance import DECLARED_STEPS
 from .gemm_glue import (
-    ACT_ORDER_REFUSAL,
-    INPUT_WEIGHT_REFUSAL,
     ExpertBlocks,
     activate,
     align_blocks,
     check_dtype,
     device_refusal,
-    scale_refusal,
     weighted_sum,
+)
+from .grouped_formats import row_for
+from .grouped_rows import WHOLE_ROWS, RowScales, activate_rows, place_rows, scatter_tokens
+from .humming_formats import (
+    A_DTYPES,
+    SCALE_DTYPES,
+    fused_activation,
+    gpu_refusal,
+    grouped_refusal,
+    input_arguments,
+    problem_refusal,
+    schema_arguments,
+    source_tensors,
+    tokens_of,
 )
 from .import_library import failing_as, module, package, unavailable_reason
 
@@ -48,14 +61,15 @@ PAD_N, PAD_K = 256, 128
 LOCKS = 2048
 """Lock words for its programs."""
 
-GEMM_TYPE = "indexed"
-COMPUTE = json.dumps({"gemm_type": GEMM_TYPE})
+GROUPED = "humming_grouped"
+GEMM_TYPES: Mapping[str, str] = {NAME: "indexed", GROUPED: "grouped_contiguous"}
+"""Its kind of GEMM, by backend."""
+
+FLAT = "humming-fp8-act-fp8"
+"""The layout of weights that are as wide as tokens, which are not in tiles."""
 
 CHUNK_BYTES = 1 << 30
 """Bytes of codes that are transformed at a time; the transformation needs several times that."""
-
-B_DTYPES: Mapping[str, str] = {"int4": "uint4", "int8": "uint8", "mxfp4": "float4e2m1"}
-"""Its dtype of the codes, by weight format. Integers without zero points are offset by half their range."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,8 @@ def library() -> HummingLibrary:
     )
     used = (
         (modules.forward, "humming_forward"),
+        (modules.forward, "may_process_input"),
+        (modules.schema, "HummingInputSchema"),
         (modules.schema, "HummingWeightSchema"),
         (modules.transform, "prepare_layer_config"),
         (modules.transform, "transform_humming_tensors"),
@@ -96,9 +112,11 @@ class HummingMatrix:
 
     Attributes:
         config: Humming's layer config.
-        tensors: ``weight``, ``weight_scale`` and, if the layer has them, ``zero_point`` and ``bias``.
+        tensors: ``weight``, ``weight_scale`` and, if the layer has them, ``zero_point``, ``bias`` and
+            ``weight_scale_2``.
         n, k: its rows and columns, without those that Humming adds.
         rows: its tuning table. A row is (a, b, launch) for a < assignments <= b.
+        gemm: the kind of GEMM, in JSON.
         launches: tuning config and block size, by number of assignments.
     """
 
@@ -107,6 +125,7 @@ class HummingMatrix:
     n: int
     k: int
     rows: Sequence[Any]
+    gemm: str = ""
     launches: dict[int, tuple[str, int]] = field(default_factory=dict)
 
     def launch_for(self, assignments: int) -> tuple[str, int]:
@@ -125,8 +144,8 @@ def rows_for(rows: Sequence[Any], counts: Sequence[int]) -> list[Any]:
 
 def layout(problem: MoEProblem) -> str:
     """The layout in which it reads `problem`'s weights; canonical ones where Humming lays them out itself."""
-    weight = problem.scheme.weight
-    name = next((row.layout for row in HUMMING.weights if weight in row.formats), "")
+    weight, row = problem.scheme.weight, row_for(HUMMING, problem)
+    name = row.layout if row is not None else ""
     if not name or problem.dtype not in MODEL_DTYPES or (weight.name == "mxfp4" and _converts_natively()):
         return CANONICAL
     needs = size_rule(name, weight, problem.activation.gated, problem.dims.hidden).needs
@@ -137,44 +156,6 @@ def layout(problem: MoEProblem) -> str:
 def _converts_natively() -> bool:
     """True if this machine's GPU converts 4-bit floats with instructions of its own."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
-
-
-def schema_arguments(problem: MoEProblem) -> dict[str, Any]:
-    """Keyword arguments of ``HummingWeightSchema`` for the layer's weight format."""
-    weight, model_dtype = problem.scheme.weight, DTYPES[MODEL_DTYPES[problem.dtype]].torch
-    return {
-        "b_dtype": B_DTYPES[weight.name],
-        "bs_dtype": "float8e8m0" if weight.name == "mxfp4" else model_dtype,
-        "weight_scale_group_size": 0 if weight.group == FULL else weight.group,
-        "has_zero_point": weight.zero_point,
-    }
-
-
-def source_tensors(problem: MoEProblem, roles: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
-    """Canonical tensors of some experts, under Humming's names.
-
-    Codes are viewed as int32 along columns; an int32 packs the zero points of 32 / bits consecutive rows.
-    """
-    weight, scales = problem.scheme.weight, roles[f"{role}_scale"]
-    tensors = {
-        "weight": roles[role].contiguous().view(torch.int32),
-        "weight_scale": scales.view(torch.float8_e8m0fnu) if weight.name == "mxfp4" else scales,
-    }
-    if weight.zero_point:
-        tensors["zero_point"] = pack_zeros(roles[f"{role}_zero"], weight.bits)
-    if problem.bias:
-        tensors["bias"] = roles[f"{role}_bias"]
-    return tensors
-
-
-def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
-    """Zero points ``[e, n, groups]`` uint8 as ``[e, n * bits / 32, groups]`` int32, the first row lowest."""
-    e, n, groups = zeros.shape
-    per_word = 32 // bits
-    values = zeros.view(e, n // per_word, per_word, groups).long()
-    shifts = torch.arange(0, 32, bits, device=zeros.device).view(1, 1, per_word, 1)
-    words = (values << shifts).sum(2)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).contiguous()
 
 
 def matrix_sizes(prepared: PreparedMoE, role: str) -> tuple[int, int]:
@@ -195,8 +176,10 @@ def _config(prepared: PreparedMoE, role: str, experts: int) -> Any:
     """
     modules, problem = library(), prepared.problem
     n, k = matrix_sizes(prepared, role)
+    inputs = input_arguments(problem)
     return modules.transform.prepare_layer_config(
         shape_n=n, shape_k=k, weight_schema=modules.schema.HummingWeightSchema(**schema_arguments(problem)),
+        input_schema=modules.schema.HummingInputSchema(**inputs) if inputs else None,
         num_experts=experts, has_bias=problem.bias, pad_n_to_multiple=PAD_N, pad_k_to_multiple=PAD_K,
         torch_dtype=MODEL_TORCH_DTYPES[problem.dtype], device=prepared.device,
     )  # fmt: skip
@@ -205,10 +188,16 @@ def _config(prepared: PreparedMoE, role: str, experts: int) -> Any:
 def converted_tensors(prepared: PreparedMoE, role: str) -> dict[str, Tensor]:
     """The tensors of a layer in Humming's layout, under Humming's names; nothing is copied."""
     weights, names = prepared.weights, {"weight": role, "weight_scale": f"{role}_scale"}
-    names |= {"zero_point": f"{role}_zero", "bias": f"{role}_bias"}
+    names |= {"zero_point": f"{role}_zero", "bias": f"{role}_bias", "weight_scale_2": f"{role}_global"}
     tensors = {name: weights[stored] for name, stored in names.items() if stored in weights}
-    if prepared.problem.scheme.weight.name == "mxfp4":
-        tensors["weight_scale"] = tensors["weight_scale"].view(torch.float8_e8m0fnu)
+    weight = prepared.problem.scheme.weight
+    if weight.name in SCALE_DTYPES:
+        tensors["weight_scale"] = tensors["weight_scale"].view(SCALE_DTYPES[weight.name][1])
+    if prepared.layout == FLAT:
+        # In memory chunks of 16 columns of all rows; Humming's shape is that of the matrix.
+        n, k = matrix_sizes(prepared, role)
+        full = (-(-n // PAD_N) * PAD_N, -(-k // PAD_K) * PAD_K * weight.bits // 32)
+        tensors["weight"] = tensors["weight"].view(-1, *full)
     return tensors
 
 
@@ -238,9 +227,10 @@ def _matrix(prepared: PreparedMoE, role: str) -> HummingMatrix:
     if layer_config.use_native_dequant and not by_humming:
         raise NoBackend(f"Humming reads {prepared.layout} weights in another order on this GPU")
     rows = library().tune.get_heuristics_config(
-        layer_config=layer_config, gemm_type=GEMM_TYPE, device=prepared.device
+        layer_config=layer_config, gemm_type=GEMM_TYPES[prepared.backend], device=prepared.device
     )
-    return HummingMatrix(layer_config, tensors, *matrix_sizes(prepared, role), rows)
+    gemm = json.dumps({"gemm_type": GEMM_TYPES[prepared.backend]})
+    return HummingMatrix(layer_config, tensors, *matrix_sizes(prepared, role), rows, gemm)
 
 
 def ready(prepared: PreparedMoE) -> tuple[HummingMatrix, HummingMatrix]:
@@ -254,30 +244,47 @@ def _matrices(prepared: PreparedMoE) -> tuple[HummingMatrix, HummingMatrix]:
 
 
 def gemm_arguments(
-    matrix: HummingMatrix, x: Tensor, y: Tensor, blocks: ExpertBlocks, top_k: int, tuning_config: str
+    matrix: HummingMatrix, x: Tensor, scales: Tensor | None, y: Tensor, tuning_config: str
 ) -> dict[str, Any]:
-    """Keyword arguments of ``humming_forward``, without the layer config.
+    """Keyword arguments of ``humming_forward``, without the layer config and where the rows of experts are.
 
-    Slot s reads row ``s // top_k`` of `x` ``[rows, k]``; only rows of valid slots of `y` are written.
+    Args:
+        x: ``[rows, k]``, 16-bit or quantized, then with fp32 `scales` ``[rows, groups]``.
+        y: ``[slots, n]``; only rows of valid slots are written.
     """
     tensors = matrix.tensors
     return {
         "inputs": x,
+        "input_scale": scales,
         "weight": tensors["weight"],
         "weight_scale": tensors["weight_scale"],
         "zero_point": tensors.get("zero_point"),
         "bias": tensors.get("bias"),
         "weight_scale_2": tensors.get("weight_scale_2"),
         "outputs": y,
+        "valid_shape_m": len(y),
+        "compute_config": matrix.gemm,
+        "tuning_config": tuning_config,
+    }
+
+
+def block_arguments(blocks: ExpertBlocks, top_k: int) -> dict[str, Any]:
+    """Those of an indexed GEMM: slot s reads row ``s // top_k``."""
+    return {
         "sorted_ids": blocks.slots,
         "expert_ids": blocks.experts,
         "num_tokens_padded": blocks.total,
         "locks": blocks.locks,
         "top_k": top_k,
-        "valid_shape_m": len(y),
-        "compute_config": COMPUTE,
-        "tuning_config": tuning_config,
     }
+
+
+def quantized(matrix: HummingMatrix, x: Tensor, y: Tensor, **activation: str) -> tuple[Tensor, Tensor]:
+    """Rows `x`, after an activation if given, quantized into `y` as they enter `matrix`; and their scales."""
+    codes, groups, tokens = library().forward.may_process_input(
+        matrix.config, inputs=x, outputs=y, **activation
+    )
+    return codes, groups if matrix.config.input_quant_mode.has_group_scale else tokens
 
 
 def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -289,51 +296,79 @@ def compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> T
         return y
     forward, (w13, w2) = library().forward.humming_forward, ready(prepared)
     ids, weights, experts = ids.contiguous().view(-1), weights.contiguous().view(-1), problem.local_experts
-    slots = ids.numel()
+    slots, act = ids.numel(), tokens_of(problem)
+    codes = None if act.bits == 16 else A_DTYPES[act.name][1]
     (tuning1, size1), (tuning2, size2) = w13.launch_for(slots), w2.launch_for(slots)
     with failing_as(NAME, x.device):
         # Humming's kernels use programmatic dependent launch, and read the blocks before they wait.
         blocks1 = align_blocks(ids, experts, size1, LOCKS, overlap=False)
         blocks2 = blocks1 if size2 == size1 else align_blocks(ids, experts, size2, LOCKS, overlap=False)
+        tokens, scales = x.contiguous(), None
+        if codes is not None:
+            tokens, scales = quantized(w13, tokens, torch.empty_like(tokens, dtype=codes))
         gate_up = x.new_empty(slots, w13.n)
-        forward(w13.config, **gemm_arguments(w13, x.contiguous(), gate_up, blocks1, problem.top_k, tuning1))
-        h = x.new_empty(slots, w2.k)
-        activate(gate_up, h, problem)
+        given = gemm_arguments(w13, tokens, scales, gate_up, tuning1)
+        forward(w13.config, **given, **block_arguments(blocks1, problem.top_k))
+        fused = fused_activation(problem) if codes is not None else {}
+        h, scales = gate_up, None
+        if not fused:
+            h = x.new_empty(slots, w2.k)
+            activate(gate_up, h, problem)
+        if codes is not None:
+            h, scales = quantized(w2, h, x.new_empty(slots, w2.k, dtype=codes), **fused)
         parts = x.new_empty(slots, problem.dims.hidden)
-        forward(w2.config, **gemm_arguments(w2, h, parts, blocks2, 1, tuning2))
+        forward(w2.config, **gemm_arguments(w2, h, scales, parts, tuning2), **block_arguments(blocks2, 1))
         weighted_sum(parts, y, ids, experts, weights)
     return y
 
 
-def problem_refusal(problem: MoEProblem) -> str:
-    """Why Humming does not support `problem` on any GPU, as a clause; empty if it does."""
-    weight = problem.scheme.weight
-    row = HUMMING.row(weight.name) if weight.block[0] == 1 else None
-    if row is None:
-        return f"it supports {', '.join(HUMMING.names)} weights with scales by row; the layer has {weight}"
-    if not HUMMING.reads(weight):
-        return f"it supports scales of whole rows and of {HUMMING.groups} columns; the layer has {weight}"
-    if problem.dtype not in row.dtypes:
-        return (
-            f"with {weight.name} weights it supports {' and '.join(row.dtypes)} models; this one is "
-            f"{problem.dtype}"
-        )
-    if problem.act_order == "group":
-        return ACT_ORDER_REFUSAL
-    if problem.routing.weight_on_input and not HUMMING.weight_on_input:
-        return INPUT_WEIGHT_REFUSAL
-    for name, size in (("hidden", problem.dims.hidden), ("intermediate", problem.dims.intermediate)):
-        if size % HUMMING.multiple:
-            return (
-                f"its packed weights need sizes that are multiples of {HUMMING.multiple}; the layer's {name} "
-                f"size is {size}"
-            )
-    return scale_refusal(problem) or HUMMING.activation_refusal(problem.activation)
+def compute_grouped(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """`compute` by grouped GEMMs, on tokens in rows by expert, which moectl's kernels quantize."""
+    problem = prepared.problem
+    check_dtype(problem, x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not len(x):
+        return y
+    forward, (w13, w2) = library().forward.humming_forward, ready(prepared)
+    ids, weights, experts = ids.contiguous().view(-1), weights.contiguous().view(-1), problem.local_experts
+    act, slots = tokens_of(problem), ids.numel()
+    scaling = None if act.bits == 16 else RowScales(WHOLE_ROWS if act.block[1] == FULL else act.block[1])
+    (tuning1, _), (tuning2, _) = w13.launch_for(slots), w2.launch_for(slots)
+    with failing_as(GROUPED, x.device):
+        # Scales are read row by row: each row is a matrix of its own.
+        placed = replace(place_rows(ids, experts), span=1)
+        ends = torch.nn.functional.pad(placed.ends, (1, 0)).long()
+        where = {"expert_layout": ends, "locks": torch.zeros(LOCKS, dtype=torch.int32, device=x.device)}
+
+        def gemm(matrix: HummingMatrix, rows: Tensor, scales: Tensor, tuning: str) -> Tensor:
+            product = x.new_empty(placed.size, matrix.n)
+            given = scales.view(placed.size, -1) if scaling else None
+            forward(matrix.config, **gemm_arguments(matrix, rows, given, product, tuning), **where)
+            return product
+
+        gate_up = gemm(w13, *scatter_tokens(x, placed, problem.top_k, scaling), tuning1)
+        if scaling is None:
+            h = x.new_empty(placed.size, w2.k)
+            activate(gate_up, h, problem)
+            parts = gemm(w2, h, h, tuning2)
+        else:
+            parts = gemm(w2, *activate_rows(gate_up, placed, problem.activation, scaling), tuning2)
+        weighted_sum(parts, y, ids, experts, weights, placed.rows)
+    return y
 
 
 def refusal(problem: MoEProblem, device: torch.device) -> str:
     """Why Humming cannot run `problem` on `device`, as a clause; empty if it can."""
-    return device_refusal(device, HUMMING) or problem_refusal(problem) or unavailable_reason(library)
+    return (
+        device_refusal(device, HUMMING)
+        or problem_refusal(problem)
+        or gpu_refusal(problem, device)
+        or unavailable_reason(library)
+    )
+
+
+def _refusal_of_groups(problem: MoEProblem, device: torch.device) -> str:
+    return refusal(problem, device) or grouped_refusal(problem)
 
 
 def tactic(prepared: PreparedMoE, tokens: int) -> str:
@@ -347,5 +382,15 @@ def tactic(prepared: PreparedMoE, tokens: int) -> str:
 
 
 RUNNER = Runner(
-    NAME, layout, compute, refusal, accumulation="steps", ready=ready, tactic=tactic, keeps="weights"
+    NAME, layout, compute, refusal, accumulation=DECLARED_STEPS, ready=ready, tactic=tactic, keeps="weights"
+)
+GROUPED_RUNNER = Runner(
+    GROUPED,
+    layout,
+    compute_grouped,
+    _refusal_of_groups,
+    accumulation=DECLARED_STEPS,
+    ready=ready,
+    tactic=tactic,
+    keeps="weights",
 )

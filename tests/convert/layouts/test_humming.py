@@ -193,6 +193,29 @@ def test_scales_of_mx_tokens():
             assert (raw[..., None] >> shifts & np.uint64(15) == codes.reshape(*raw.shape, 8)).all()
 
 
+@pytest.mark.parametrize("weight", [FP8_BLOCK, FP8_CHANNEL])
+def test_weights_as_wide_as_tokens_lie_in_chunks_of_columns(weight):
+    layout = layout_named("humming-fp8-act-fp8")
+    problem = problem_for(layout, weight, "concatenated", 256, 128)
+    tensors = tensors_for(layout, problem)
+    forms = stored(layout, problem, tensors)
+    for role in ("w13", "w2"):
+        e, n, k = tensors[role].shape
+        words = forms[role]
+        assert words.dtype == torch.int32 and words.shape == (e, k // 16, n * 4)
+        chunks = words.view(torch.uint8).view(e, k // 16, n, 16)
+        for row, column in ((0, 0), (n - 1, 17), (5, k - 1)):
+            assert (
+                chunks[:, column // 16, row, column % 16].tolist() == tensors[role][:, row, column].tolist()
+            )
+        scales, got = tensors[f"{role}_scale"], forms[f"{role}_scale"]
+        if weight == FP8_BLOCK:
+            assert got.dtype == torch.float32 and torch.equal(got, scales.float().transpose(1, 2))
+        else:
+            want = by_channel(rows_added(scales.bfloat16(), n))
+            assert (got.view(torch.int16).numpy() == want).all()
+
+
 def test_block_scales_are_repeated_for_their_rows():
     layout = layout_named("humming-fp8")
     problem = problem_for(layout, FP8_BLOCK, "concatenated", 256, 128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from moectl.kernels.external import deep_gemm, torch_grouped
+from moectl.kernels.external import deep_gemm, humming, humming_formats, torch_grouped
 from moectl.kernels.external.gemm_glue import weighted_sum
 from moectl.kernels.prepared_layer import PreparedMoE
+from moectl.kernels.quantize_tokens import quantize
+from moectl.problem.moe_problem import Dims
+from moectl.problem.schemes import ActFormat
 from support import peer_cases as cases
 from support.kernel_cases import poison_new_memory
 from support.random_layers import inputs_of, judged
@@ -160,3 +164,82 @@ def test_sums_of_rows_leave_out_skipped_ones() -> None:
     y = torch.empty(2, 64).half()
     weighted_sum(parts, y, ids, 3, torch.tensor([2.0, 9.0, 5.0, 0.5]), rows)
     assert y[:, 0].tolist() == [6.0, 3.5]
+
+
+class HummingStandIn:
+    """Humming's functions on a CPU: it quantizes with torch, and multiplies decoded weights."""
+
+    def __init__(self, prepared: PreparedMoE, form: ActFormat) -> None:
+        self.prepared, self.form = prepared, form
+        self.forward = SimpleNamespace(humming_forward=self.gemm, may_process_input=self.process)
+        self.activated = False
+
+    def process(
+        self, config: Any, *, inputs: torch.Tensor, outputs: torch.Tensor, **activation: str
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        if activation:
+            assert activation == humming_formats.FUSED
+            gate, up = inputs.float().chunk(2, 1)
+            inputs, self.activated = torch.nn.functional.silu(gate) * up, True
+        made = quantize(inputs.nan_to_num(), self.form)
+        outputs.copy_(made.values)
+        by_group = config.input_quant_mode.has_group_scale
+        return outputs, made.scales if by_group else None, None if by_group else made.scales
+
+    def gemm(self, config: Any, **given: Any) -> None:
+        x, y, scales = given["inputs"], given["outputs"], given["input_scale"]
+        assert x.dtype in (torch.float8_e4m3fn, torch.int8) and scales.shape[0] == len(x)
+        assert scales.stride(0) == scales.shape[1] and json.loads(given["compute_config"])
+        dense = decoded(x, scales)
+        ends = given.get("expert_layout")
+        if ends is None:
+            slots, experts = given["sorted_ids"], given["expert_ids"]
+            valid = [
+                (int(slot), int(experts[at // config.block]))
+                for at, slot in enumerate(slots[: int(given["num_tokens_padded"])])
+                if slot < len(y)
+            ]
+        else:
+            assert ends.dtype == torch.int64 and int(ends[0]) == 0
+            valid = [(r, e) for e in range(len(ends) - 1) for r in range(int(ends[e]), int(ends[e + 1]))]
+        for slot, expert in valid:
+            weight = getattr(self.prepared.expert(expert), config.role)
+            y[slot] = (dense[slot // given.get("top_k", 1)] @ weight.float().T).to(y.dtype)
+
+
+@pytest.mark.parametrize("kind", ["skipped", "none"])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        *(("humming", name) for name in (BLOCKS, CHANNEL, "int8, int8 tokens")),
+        *(("humming_grouped", name) for name in (BLOCKS, CHANNEL)),
+    ],
+)
+def test_a_layer_from_hummings_products_of_quantized_tokens(
+    backend: str, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = replace(cases.FORMATS[name], dims=Dims(256, 128), experts=4, local_experts=4, top_k=2)
+    if name == CHANNEL:  # without an activation in Humming's own kernel
+        problem = replace(problem, activation=replace(problem.activation, limit=2.0))
+    layer = cases.layer_for(problem)
+    prepared = layer.prepared(backend, "cpu")
+    assert prepared.layout == ("canonical" if "int8" in name else "humming-fp8-act-fp8")
+    stand_in = HummingStandIn(prepared, problem.scheme.act)
+    mode = SimpleNamespace(has_group_scale=name == BLOCKS)
+    rows = [(0, 1 << 30, {"block_shape": [8, 64, 64]})]
+    prepared.derived[humming.NAME] = tuple(
+        humming.HummingMatrix(
+            SimpleNamespace(role=role, input_quant_mode=mode, block=8),
+            {"weight": prepared.weights[role], "weight_scale": prepared.weights[role]},
+            *humming.matrix_sizes(prepared, role),
+            rows,
+            '{"gemm_type": "any"}',
+        )
+        for role in ("w13", "w2")
+    )
+    monkeypatch.setattr(humming, "library", lambda: stand_in)
+    inputs = cases.with_ids(inputs_of(problem, 5), kind, problem.local_experts)
+    run = humming.compute if backend == "humming" else humming.compute_grouped
+    y = run(prepared, inputs.x, inputs.ids, inputs.weights)
+    assert judged(layer, prepared, y, inputs).ok if kind != "none" else not y.any()
+    assert stand_in.activated == (backend == "humming" and name != CHANNEL)

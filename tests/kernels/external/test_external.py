@@ -16,6 +16,7 @@ from moectl.errors import BackendFailed, NoBackend, Unavailable, UsageError
 from moectl.kernels.external import (
     deep_gemm,
     humming,
+    humming_formats,
     import_library,
     torch_grouped,
     triton_kernels,
@@ -62,8 +63,14 @@ REFUSALS = [
     ),
     (vllm_marlin, of(int_format(4, 32, "F16")), "scales in the model's dtype, BF16; the layer has F16"),
     (vllm_marlin, replace(INT4, activation=Activation("situ")), "for gated experts it has silu"),
-    (humming, of(int_format(4, 96)), "it supports scales of whole rows and of 32, 64 and 128 columns"),
-    (humming, of(NVFP4), "it supports int4, int8, mxfp4 weights with scales by row"),
+    (
+        humming,
+        of(int_format(4, 96)),
+        "int4 per channel with zero points, int4 group 32,",
+    ),
+    (humming, of(BF16), "it supports int4, int8, mxfp4, nvfp4, mxfp8, fp8 weights; the layer has bf16"),
+    (humming, of(FP8_BLOCK, dims=Dims(256, 96)), "multiples of 128; the layer's intermediate size is 96"),
+    (humming, replace(of(NVFP4), dtype="fp16"), "with nvfp4 weights it supports bf16 models"),
     (humming, replace(MX, dtype="fp16"), "with mxfp4 weights it supports bf16 models; this one is fp16"),
     (humming, replace(INT4, act_order="group"), "columns are permuted (act_order)"),
     (humming, replace(INT4, routing=Routing(weight_on_input=True)), "the layer applies them to its input"),
@@ -202,7 +209,7 @@ def test_an_operator_of_another_version_is_refused(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("bits", [4, 8])
 def test_hummings_zero_points_are_packed_along_rows(bits: int) -> None:
     zeros = torch.randint(0, 1 << bits, (3, 64, 5), dtype=torch.uint8)
-    words = humming.pack_zeros(zeros, bits)
+    words = humming_formats.pack_zeros(zeros, bits)
     assert words.shape == (3, 64 * bits // 32, 5) and words.dtype == torch.int32
     each = 32 // bits
     back = torch.stack([(words >> (bits * i)) & ((1 << bits) - 1) for i in range(each)], 2)

@@ -28,9 +28,12 @@ from support.runners import apply
 
 pytestmark = pytest.mark.gpu
 
-CODES = [name for name in cases.FORMATS if name not in cases.PLAIN]
+CODES = [name for name in cases.FORMATS if name not in cases.PLAIN | cases.INT8_TOKENS]
+WITHOUT_INPUT = [name for name in CODES if "on the input" not in name and name != "nvfp4, bias"]
+FP8_TOKENS = [name for name in cases.GROUPED if name.startswith("fp8")]
 TAKEN = {
-    "humming": [name for name in CODES if "on the input" not in name and name not in cases.FLOATS],
+    "humming": [*WITHOUT_INPUT, *FP8_TOKENS, *cases.INT8_TOKENS],
+    "humming_grouped": [*WITHOUT_INPUT, *FP8_TOKENS],
     "marlin": [name for name in CODES if name != "int8, zero points"],
     "triton_kernels": [name for name in CODES if name.startswith("mxfp4")],
     "triton": list(cases.PLAIN),
@@ -79,11 +82,11 @@ def test_agrees_with_the_reference(backend: str, name: str) -> None:
         print(f"{backend} {name} {tokens} tokens: {error:.1e} {runner.tactic(prepared, tokens)}")
 
 
-@pytest.mark.parametrize("name", TAKEN["humming"])
+@pytest.mark.parametrize("name", [*CODES[:9], *FP8_TOKENS])
 def test_humming_computes_the_same_from_conversions_and_from_its_own_transformation(name: str) -> None:
     runner_of("humming")
     problem = cases.FORMATS[name]
-    layer = random_layer(problem)
+    layer = cases.layer_for(problem)
     converted = layer.prepared("humming", "cuda")
     if converted.layout == CANONICAL:
         pytest.skip("Humming lays this format out itself on this GPU")

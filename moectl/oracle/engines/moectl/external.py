@@ -1,11 +1,13 @@
 """External kernels that moectl calls: Humming, vLLM's Marlin without the engine, triton_kernels."""
 
+from collections.abc import Iterator
 from functools import partial
 
 from ....capabilities import external_kernels as kernels
 from ....capabilities.kernel_packages import MARLIN_LIBRARY
 from ....capabilities.unpacked_libraries import PREFIX
 from ....problem.padding import padding, size_rule
+from ....problem.schemes import FP8_BLOCK
 from ...backend import (
     Backend,
     BackendRule,
@@ -17,60 +19,120 @@ from ...backend import (
     only,
 )
 from ...gpu_archs import SM90, sm
-from .kernel_rules import SCALE_DTYPE, archs_of, formats_of, model_dtype, scales_of, weighting
+from .kernel_rules import SCALE_DTYPE, archs_of, formats_of, model_dtype, weighting
 from .own import GATE, NAIVE
 
 
 def _whole_words(ask: SupportQuery) -> bool:
-    dims = ask.problem.dims
-    return dims.hidden % kernels.HUMMING.multiple == 0 and dims.intermediate % kernels.HUMMING.multiple == 0
+    dims, weight = ask.problem.dims, ask.problem.scheme.weight
+    multiple = FP8_BLOCK.block[1] if weight == FP8_BLOCK else kernels.HUMMING.multiple
+    return dims.hidden % multiple == 0 == dims.intermediate % multiple
+
+
+def _sizes(ask: SupportQuery) -> str:
+    return f"{ask.problem.dims.hidden} and {ask.problem.dims.intermediate}"
 
 
 _BEFORE_SM100 = sm(80, 99)
 
-HUMMING = Backend(
-    name="humming",
-    engine_name="humming",
-    variants=(
-        ExpertsClass(
-            "indexed",
-            Capability(
-                arch=archs_of(kernels.HUMMING),
-                needs=(PackageNeed("humming", "forward.humming_forward", instead=(f"{PREFIX}humming",)),),
-                formats=formats_of(kernels.HUMMING),
-                parallel=NAIVE,
-                act_order=False,
-                scales=scales_of(kernels.HUMMING),
-                rules=(
-                    GATE,
-                    BackendRule(
-                        question="sizes",
-                        group="shape",
-                        code="other",
-                        holds=_whole_words,
-                        wanted=lambda ask: f"{ask.problem.dims.hidden} and {ask.problem.dims.intermediate}",
-                        offered=f"multiples of {kernels.HUMMING.multiple}",
+_BEFORE_SM100_ONLY = frozenset(("fp8", "mxfp8", "nvfp4"))
+
+
+def _laid_out(ask: SupportQuery) -> bool:
+    """False for layouts on SM100 and newer that are those of older GPUs."""
+    return ask.device.capability < 100 or not (
+        ask.problem.scheme.weight.name in _BEFORE_SM100_ONLY or ask.act != "a16"
+    )
+
+
+def _humming_forms() -> Iterator[WeightForm]:
+    for row in kernels.HUMMING.weights:
+        if row.layout and not row.acts:
+            name = row.formats[0].name
+            where = (_BEFORE_SM100,) if name in {"mxfp4", *_BEFORE_SM100_ONLY} else None
+            yield WeightForm(row.layout, partial(padding, row.layout), where, frozenset({name}))
+
+
+def _humming(name: str, gemm: str, note: str, *rules: BackendRule) -> Backend:
+    """A backend of Humming with one kind of GEMM."""
+    return Backend(
+        name=name,
+        engine_name=name,
+        variants=(
+            ExpertsClass(
+                gemm,
+                Capability(
+                    arch=archs_of(kernels.HUMMING),
+                    needs=(PackageNeed("humming", "forward.humming_forward", instead=(f"{PREFIX}humming",)),),
+                    formats=formats_of(kernels.HUMMING),
+                    parallel=NAIVE,
+                    act_order=False,
+                    rules=(
+                        GATE,
+                        BackendRule(
+                            question="sizes",
+                            group="shape",
+                            code="other",
+                            holds=_whole_words,
+                            wanted=lambda ask: (
+                                f"{ask.problem.dims.hidden} and {ask.problem.dims.intermediate}"
+                            ),
+                            offered=f"multiples of {kernels.HUMMING.multiple}, of 128 for FP8 in blocks",
+                        ),
+                        BackendRule(
+                            question="layout by GPU",
+                            group="arch",
+                            code="other",
+                            holds=_laid_out,
+                            wanted=lambda ask: f"{ask.problem.scheme} on {ask.device.arch}",
+                            offered="those of GPUs before SM100 for these formats",
+                        ),
+                        model_dtype(kernels.HUMMING),
+                        SCALE_DTYPE,
+                        *weighting(kernels.HUMMING),
+                        *rules,
                     ),
-                    model_dtype(kernels.HUMMING),
-                    SCALE_DTYPE,
-                    *weighting(kernels.HUMMING),
                 ),
             ),
         ),
-    ),
-    forms=tuple(
-        WeightForm(
-            row.layout,
-            partial(padding, row.layout),
-            (_BEFORE_SM100,) if row.formats[0].name == "mxfp4" else None,
-            frozenset({row.formats[0].name}),
-        )
-        for row in kernels.HUMMING.weights
-    ),
-    runner="humming",
-    verified=(SM90,),
-    note="Humming's indexed GEMMs: kernels are compiled at the first call with a new number of tokens. "
+        forms=tuple(_humming_forms()),
+        runner=name,
+        verified=(SM90,) if name == "humming" else (),
+        note=note,
+    )
+
+
+HUMMING = _humming(
+    "humming",
+    "indexed",
+    "Humming's indexed GEMMs: kernels are compiled at the first call with a new number of tokens. "
     "On SM100 and newer, Humming repacks MXFP4 weights when a layer is prepared.",
+)
+
+
+def _in_rows(ask: SupportQuery) -> bool:
+    """True for tokens that can be quantized in their rows: to FP8, with gates before ups."""
+    problem = ask.problem
+    alternate = problem.rows == "interleaved" and problem.activation.gated
+    declared = problem.scheme.act
+    taken = any(
+        problem.scheme.weight in row.formats and declared in row.acts for row in kernels.HUMMING.weights
+    )
+    return not taken or (declared.name == "fp8" and not alternate)
+
+
+HUMMING_GROUPED = _humming(
+    "humming_grouped",
+    "grouped_contiguous",
+    "Humming's grouped GEMMs, on tokens in rows by expert.",
+    BackendRule(
+        question="tokens in rows",
+        group="scheme",
+        code="other",
+        holds=_in_rows,
+        wanted=lambda ask: f"{ask.problem.scheme.act}, rows {ask.problem.rows}",
+        offered="16-bit tokens, or FP8 ones and gates before ups",
+    ),
 )
 
 _MARLIN_LAYOUTS = {row.formats[0].name: row.layout for row in kernels.MARLIN.weights}

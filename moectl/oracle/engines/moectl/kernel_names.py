@@ -4,6 +4,7 @@ KERNEL_NAMES: tuple[tuple[str, str], ...] = (
     ("grouped_gemm", "own Triton kernels"),
     ("marlin", "own Triton kernels, Marlin layout"),
     ("indexed", "Humming"),
+    ("grouped_contiguous", "Humming, grouped"),
     ("moe_wna16_marlin_gemm", "vLLM Marlin"),
     ("matmul_ogs", "OpenAI triton_kernels"),
     ("fused_moe_kernel", "vLLM Triton"),

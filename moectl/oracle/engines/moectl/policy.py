@@ -7,7 +7,7 @@ from ...backend import ANY, Backend
 from ...gpu_archs import CPU, OUT_OF_TREE, TPU
 from ...policy import Policy, ServeOptions
 from ...route import DECLARED_ACT, EngineSubstitute, Order, OrderMove, Route
-from .external import HUMMING, MARLIN, TRITON_KERNELS
+from .external import HUMMING, HUMMING_GROUPED, MARLIN, TRITON_KERNELS
 from .external_flashinfer import (
     FLASHINFER_CUTLASS,
     FLASHINFER_TRTLLM,
@@ -23,7 +23,7 @@ BACKENDS: tuple[Backend, ...] = (
     *(TRITON, TRITON_MARLIN),
     *(HUMMING, MARLIN, TRITON_KERNELS),
     *(VLLM_CUTLASS, VLLM_TRITON),
-    *(DEEP_GEMM, BATCHED_DEEP_GEMM),
+    *(DEEP_GEMM, BATCHED_DEEP_GEMM, HUMMING_GROUPED),
     *(FLASHINFER_TRTLLM, FLASHINFER_TRTLLM_MONOLITHIC),
     TORCH_GROUPED,
     *(TORCH, EMULATION),
