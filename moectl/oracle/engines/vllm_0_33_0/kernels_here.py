@@ -1,0 +1,82 @@
+"""Which of vLLM's experts on SM90 moectl's runners stand for, and why the others cannot be run or timed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+RUNNERS_OF: Mapping[str, tuple[str, ...]] = {
+    "BatchedDeepGemmExperts": ("batched_deep_gemm",),
+    "BatchedHummingGroupedExperts": ("humming_grouped", "humming"),
+    "BatchedMarlinExperts": ("marlin",),
+    "BatchedTritonExperts": ("triton",),
+    "CutlassBatchedExpertsFp8": ("cutlass",),
+    "DeepGemmExperts": ("deep_gemm",),
+    "FlashInferExperts": ("flashinfer_cutlass",),
+    "HummingGroupedExperts": ("humming_grouped",),
+    "HummingIndexedExperts": ("humming",),
+    "Int4EmulationTritonExperts": ("emulation",),
+    "MarlinExperts": ("marlin",),
+    "Mxfp8EmulationTritonExperts": ("emulation",),
+    "Nvfp4QuantizationEmulationTritonExperts": ("emulation",),
+    "OAITritonExperts": ("triton_kernels",),
+    "OAITritonMxfp4ExpertsMonolithic": ("triton_kernels",),
+    "OCP_MXQuantizationEmulationTritonExperts": ("emulation",),
+    "TritonExperts": ("triton",),
+    "TritonOrCutlassExperts": ("cutlass", "triton"),
+    "TritonOrDeepGemmExperts": ("deep_gemm", "triton"),
+    "UnfusedOAITritonExperts": ("triton_kernels",),
+}
+"""Runners with the same GEMMs, by the engine's class; their rows may lie otherwise than in batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelGap:
+    """What of a class of experts no runner computes.
+
+    Attributes:
+        experts: the engine's class.
+        why: the reason, as a sentence.
+        weights: names of weight formats; empty for all.
+        acts: names of activation formats; empty for all.
+    """
+
+    experts: str
+    why: str
+    weights: tuple[str, ...] = ()
+    acts: tuple[str, ...] = ()
+
+    def covers(self, weight: str, act: str) -> bool:
+        """True for a pair of formats that it is about."""
+        return (not self.weights or weight in self.weights) and (not self.acts or act in self.acts)
+
+
+_HUMMING = ("BatchedHummingGroupedExperts", "HummingGroupedExperts", "HummingIndexedExperts")
+_CHANGED = "The engine quantizes tokens that the checkpoint does not declare so; moectl's runner does not."
+_MARLIN = ("BatchedMarlinExperts", "MarlinExperts")
+_QUANTIZED = ("fp8", "int8", "mxfp4", "mxfp8", "nvfp4")
+_WIDE = "The engine multiplies 16-bit tokens whatever is declared; moectl's runner only where they are."
+_INT8 = "moectl has no runner for INT8 tokens in vLLM's Triton experts."
+
+GAPS: tuple[KernelGap, ...] = (
+    KernelGap("CutlassExpertsW4A8Fp8", "moectl has no layout for CUTLASS with INT4 weights and FP8 tokens."),
+    KernelGap("HPCExperts", "HPC-Ops has no wheel to fetch or to test with; it is built from its source."),
+    KernelGap("MoonEPExperts", "It needs an exchange between ranks that moectl does not have."),
+    KernelGap("TritonWNA16Experts", "moectl has no runner for vLLM's Triton kernel of integer weights."),
+    KernelGap("FlashInferExperts", "moectl's runner has CUTLASS for FP8 in blocks only.", ("fp8",), ("fp8",)),
+    KernelGap("TritonExperts", _INT8, ("int8",), ("int8",)),
+    *(KernelGap(experts, _WIDE, ("mxfp4", "int4", "int8"), _QUANTIZED) for experts in _MARLIN),
+    *(
+        KernelGap(experts, _CHANGED, weights, acts)
+        for experts in _HUMMING
+        for weights, acts in (
+            (("mxfp4",), ("mxfp4", "mxfp8", "fp8")),
+            (("int4", "int8"), ("fp8",)),
+            (("fp8",), ("fp8",)),
+        )
+    ),
+    KernelGap(
+        "HummingGroupedExperts", "moectl's rows are quantized to FP8 only.", ("int4", "int8"), ("int8",)
+    ),
+)
+"""Pairs of formats that an engine's class takes on SM90 and no runner does."""
