@@ -136,10 +136,10 @@ FLOATS = (
     *map(Scheme, (BF16, NVFP4, MXFP8, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)),
     *(Scheme(FP8_BLOCK, act) for act in (FP8_ACT_GROUP_128, FP8_ACT_TOKEN)),
     *(Scheme(FP8_CHANNEL, act) for act in (FP8_ACT_GROUP_128, FP8_ACT_TOKEN)),
-    *(Scheme(int_format(bits, FULL), act_format("int8", (1, FULL))) for bits in (4, 8)),
     *(Scheme(FP8_TENSOR, act) for act in (FP8_ACT_TOKEN, FP8_ACT_TENSOR, FP8_ACT_TENSOR_STATIC)),
 )
 """Schemes of numbers that some of the kernels take."""
+INT8_TOKENS = tuple(Scheme(int_format(bits, FULL), act_format("int8", (1, FULL))) for bits in (4, 8))
 
 
 @pytest.mark.parametrize("name", EXTERNAL)
@@ -149,6 +149,8 @@ def test_external_kernels_are_usable_exactly_where_they_run(name, monkeypatch):
     there = dict.fromkeys(("vllm", "deep_gemm", "nvcc", "humming", name), "")
     packages, device, policy = Packages(there), find_device("h100"), policy_named("moectl")
     floats = [replace(problem, scheme=scheme) for problem in PROBLEMS[:24] for scheme in FLOATS]
+    if EXTERNAL[name] is humming:
+        floats += [replace(problem, scheme=scheme) for problem in PROBLEMS[:24] for scheme in INT8_TOKENS]
     floats += [replace(problem, dims=Dims(272, 80)) for problem in floats[:: len(FLOATS) + 1]]
     on_input = [replace(problem, routing=Routing(weight_on_input=True)) for problem in PROBLEMS[::7]]
     runner, taken = runner_for(name), 0

@@ -47,7 +47,6 @@ HUMMING = KernelSupport(
         WeightSupport((NVFP4,), "humming-nvfp4", _BF16, any_act=True, own_scales=True),
         WeightSupport((MXFP8,), "humming-mxfp8", _BF16, any_act=True),
         WeightSupport((FP8_BLOCK, FP8_CHANNEL), "humming-fp8", _BF16, own_scales=True),
-        WeightSupport((FP8_TENSOR,), "humming-fp8", _BF16, any_act=True, own_scales=True),
         *(
             WeightSupport(
                 (weight,), "humming-fp8-act-fp8", _BF16, own_scales=True, acts=(act,), lowest=(9, 0)

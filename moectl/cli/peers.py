@@ -69,9 +69,9 @@ def peers(
 ) -> ExitCode:
     """Fetch the kernels of other libraries to compare with.
 
-    Pinned releases of Humming, Marlin, triton_kernels, and an engine's Triton experts and CUTLASS GEMMs, from
-    PyPI. `moectl bench`, `run`, `explain` and `doctor` find them in the user's cache, or in the directory
-    MOECTL_PEERS, which can be copied to a machine without network.
+    Pinned releases of DeepGEMM, Humming, Marlin, triton_kernels, and an engine's Triton experts and CUTLASS
+    GEMMs, from PyPI. `moectl bench`, `run`, `explain` and `doctor` find them in the user's cache, or in the
+    directory MOECTL_PEERS, which can be copied to a machine without network.
     """
     folder = directory_of(peers)
     every = names is None or names.strip().lower() == "all"

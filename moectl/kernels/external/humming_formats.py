@@ -11,7 +11,7 @@ from torch import Tensor
 from ...capabilities.external_kernels import HUMMING
 from ...dtypes import DTYPES, MODEL_DTYPES
 from ...problem.moe_problem import MoEProblem
-from ...problem.schemes import A16, FP8_BLOCK, FP8_TENSOR, FULL, ActFormat
+from ...problem.schemes import A16, FP8_BLOCK, FULL, ActFormat
 from ...torch_dtypes import MODEL_TORCH_DTYPES
 from .gemm_glue import ACT_ORDER_REFUSAL, INPUT_WEIGHT_REFUSAL, scale_refusal
 from .grouped_formats import formats_refusal, row_for
@@ -61,9 +61,7 @@ def schema_arguments(problem: MoEProblem) -> dict[str, Any]:
         "weight_scale_group_size": 0 if weight.group == FULL else weight.group,
         "has_zero_point": weight.zero_point,
     }
-    if weight == FP8_TENSOR:
-        arguments |= {"bs_dtype": "float32", "weight_scale_type": "tensor"}
-    elif in_blocks(problem):
+    if in_blocks(problem):
         rows, _ = weight.block
         arguments |= {
             "bs_dtype": "float32",

@@ -27,7 +27,18 @@ from moectl.kernels.prepared_layer import CANONICAL
 from moectl.kernels.registry import RUNNERS, runner_for
 from moectl.oracle.machine_packages import packages_from
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem, Routing
-from moectl.problem.schemes import BF16, FP8_BLOCK, FP8_CHANNEL, FULL, MXFP4, MXFP8, NVFP4, Scheme, int_format
+from moectl.problem.schemes import (
+    BF16,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    FULL,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    Scheme,
+    int_format,
+)
 from support import peer_cases as cases
 from support.random_layers import canonical_roles, random_layer
 
@@ -70,6 +81,7 @@ REFUSALS = [
     ),
     (humming, of(BF16), "it supports int4, int8, mxfp4, nvfp4, mxfp8, fp8 weights; the layer has bf16"),
     (humming, of(FP8_BLOCK, dims=Dims(256, 96)), "multiples of 128; the layer's intermediate size is 96"),
+    (humming, of(FP8_TENSOR), "it supports fp8 block 128x128, fp8 per channel weights; the layer has fp8"),
     (humming, replace(of(NVFP4), dtype="fp16"), "with nvfp4 weights it supports bf16 models"),
     (humming, replace(MX, dtype="fp16"), "with mxfp4 weights it supports bf16 models; this one is fp16"),
     (humming, replace(INT4, act_order="group"), "columns are permuted (act_order)"),

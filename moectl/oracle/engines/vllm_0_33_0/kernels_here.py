@@ -56,6 +56,7 @@ _CHANGED = "The engine quantizes tokens that the checkpoint does not declare so;
 _MARLIN = ("BatchedMarlinExperts", "MarlinExperts")
 _QUANTIZED = ("fp8", "int8", "mxfp4", "mxfp8", "nvfp4")
 _WIDE = "The engine multiplies 16-bit tokens whatever is declared; moectl's runner only where they are."
+_HALVES = "moectl's layout of Humming cannot hold gate and up with different scales per tensor."
 _INT8 = "moectl has no runner for INT8 tokens in vLLM's Triton experts."
 
 GAPS: tuple[KernelGap, ...] = (
@@ -75,6 +76,7 @@ GAPS: tuple[KernelGap, ...] = (
             (("fp8",), ("fp8",)),
         )
     ),
+    *(KernelGap(experts, _HALVES, ("fp8",), ("a16",)) for experts in _HUMMING),
     KernelGap(
         "HummingGroupedExperts", "moectl's rows are quantized to FP8 only.", ("int4", "int8"), ("int8",)
     ),
