@@ -25,10 +25,9 @@ from ...problem.moe_problem import MoEProblem
 from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..prepared_layer import PreparedMoE
 from ..runner import Runner
-from ..tolerance import DECLARED_STEPS
 from .cuda_compiler import cuda_toolkit
 from .gemm_glue import check_dtype, device_refusal, weighted_sum
-from .grouped_formats import grouped_refusal, layout_for
+from .grouped_formats import accumulation, grouped_refusal, layout_for
 from .grouped_rows import (
     GROUP,
     GroupedRows,
@@ -237,14 +236,14 @@ def _layout(problem: MoEProblem) -> str:
 
 
 RUNNER = Runner(
-    NAME, _layout, compute, refusal, accumulation=DECLARED_STEPS, ready=ready, tactic=tactic, keeps="numbers"
+    NAME, _layout, compute, refusal, accumulation=accumulation, ready=ready, tactic=tactic, keeps="numbers"
 )
 MASKED = Runner(
     BATCHED,
     _layout,
     compute_masked,
     refusal,
-    accumulation=DECLARED_STEPS,
+    accumulation=accumulation,
     ready=ready,
     tactic=tactic,
     keeps="numbers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...capabilities.kernel_support import KernelSupport, WeightSupport
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL, ActFormat
+from ..tolerance import DECLARED
 from .gemm_glue import ACT_ORDER_REFUSAL, INPUT_WEIGHT_REFUSAL
 
 BIAS_REFUSAL = "its products add no bias; the layer has biases"
@@ -17,7 +18,7 @@ def row_for(support: KernelSupport, problem: MoEProblem) -> WeightSupport | None
 
 
 def _takes(row: WeightSupport, act: ActFormat) -> bool:
-    return row.any_act or (act in row.acts if row.acts else act.bits == 16)
+    return row.any_act or act in row.acts
 
 
 def layout_for(support: KernelSupport, problem: MoEProblem) -> str:
@@ -45,7 +46,7 @@ def formats_refusal(support: KernelSupport, problem: MoEProblem) -> str:
         return f"it supports {', '.join(known)} weights; the layer has {weight}"
     row = row_for(support, problem)
     if row is None:
-        words = (act_words(form) for it in rows for form in it.acts) if rows[0].acts else ("16-bit",)
+        words = dict.fromkeys(act_words(form) for it in rows for form in it.acts)
         return (
             f"with {weight} weights it takes {' or '.join(words)} tokens; the layer has {act_words(act)} ones"
         )
@@ -73,3 +74,8 @@ def grouped_refusal(support: KernelSupport, problem: MoEProblem) -> str:
                 f"it needs sizes that are multiples of {support.multiple}; the layer's {name} size is {size}"
             )
     return support.activation_refusal(problem.activation)
+
+
+def accumulation(problem: MoEProblem) -> str:
+    """The row of the tolerance table: that of the declared tokens, or of 16-bit ones with rounded steps."""
+    return DECLARED if problem.scheme.act.bits < 16 else "steps"

@@ -29,7 +29,6 @@ from ...problem.schemes import FULL
 from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..prepared_layer import CANONICAL, PreparedMoE
 from ..runner import Runner
-from ..tolerance import DECLARED_STEPS
 from .gemm_glue import (
     ExpertBlocks,
     activate,
@@ -43,6 +42,7 @@ from .grouped_rows import WHOLE_ROWS, RowScales, activate_rows, place_rows, scat
 from .humming_formats import (
     A_DTYPES,
     SCALE_DTYPES,
+    accumulation,
     fused_activation,
     gpu_refusal,
     grouped_refusal,
@@ -382,14 +382,14 @@ def tactic(prepared: PreparedMoE, tokens: int) -> str:
 
 
 RUNNER = Runner(
-    NAME, layout, compute, refusal, accumulation=DECLARED_STEPS, ready=ready, tactic=tactic, keeps="weights"
+    NAME, layout, compute, refusal, accumulation=accumulation, ready=ready, tactic=tactic, keeps="weights"
 )
 GROUPED_RUNNER = Runner(
     GROUPED,
     layout,
     compute_grouped,
     _refusal_of_groups,
-    accumulation=DECLARED_STEPS,
+    accumulation=accumulation,
     ready=ready,
     tactic=tactic,
     keeps="weights",

@@ -13,6 +13,7 @@ from ...dtypes import DTYPES, MODEL_DTYPES
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import A16, FP8_BLOCK, FULL, ActFormat
 from ...torch_dtypes import MODEL_TORCH_DTYPES
+from ..tolerance import DECLARED
 from .gemm_glue import ACT_ORDER_REFUSAL, INPUT_WEIGHT_REFUSAL, scale_refusal
 from .grouped_formats import formats_refusal, row_for
 
@@ -43,7 +44,12 @@ SCALE_DTYPES: Mapping[str, tuple[str, torch.dtype]] = {
 def tokens_of(problem: MoEProblem) -> ActFormat:
     """The format in which tokens enter the GEMMs: the declared one if there are such kernels, else 16-bit."""
     row = row_for(HUMMING, problem)
-    return problem.scheme.act if row is not None and row.acts else A16
+    return problem.scheme.act if row is not None and problem.scheme.act in row.acts else A16
+
+
+def accumulation(problem: MoEProblem) -> str:
+    """The row of the tolerance table: that of the tokens' format, or of 16-bit ones with rounded steps."""
+    return DECLARED if tokens_of(problem).bits < 16 else "steps"
 
 
 def in_blocks(problem: MoEProblem) -> bool:
@@ -172,7 +178,7 @@ def gpu_refusal(problem: MoEProblem, device: torch.device) -> str:
     """Why a GPU has no kernels for the formats here, as a clause; empty if it has."""
     row = row_for(HUMMING, problem)
     major, minor = torch.cuda.get_device_capability(device)
-    if (problem.scheme.weight.name in BEFORE_SM100 or (row and row.acts)) and major >= 10:
+    if (problem.scheme.weight.name in BEFORE_SM100 or tokens_of(problem).bits < 16) and major >= 10:
         return f"its layouts of {problem.scheme} are those of GPUs before SM100"
     if row is not None and row.lowest is not None and (major, minor) < row.lowest:
         needed = ".".join(map(str, row.lowest))

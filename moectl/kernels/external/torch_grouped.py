@@ -21,9 +21,8 @@ from ...problem.moe_problem import MoEProblem
 from ..activation import activate as activate_in_torch
 from ..prepared_layer import PreparedMoE
 from ..runner import Runner
-from ..tolerance import DECLARED_STEPS
 from .gemm_glue import check_dtype, device_refusal, weighted_sum
-from .grouped_formats import grouped_refusal, layout_for, row_for
+from .grouped_formats import accumulation, grouped_refusal, layout_for, row_for
 from .grouped_rows import WHOLE_ROWS, RowScales, activate_rows, place_rows, scatter_tokens
 from .import_library import failing_as, unavailable_reason
 
@@ -142,7 +141,7 @@ def refusal(problem: MoEProblem, device: torch.device) -> str:
     """Why torch's products cannot run `problem` on `device`, as a clause; empty if they can."""
     if device.type == "cpu":
         row = row_for(TORCH_GROUPED, problem)
-        if row is not None and row.acts:
+        if row is not None and problem.scheme.act.bits < 16:
             return (
                 f"on a CPU torch multiplies 16-bit rows only; the layer has {problem.scheme.act.name} tokens"
             )
@@ -160,5 +159,5 @@ def _layout(problem: MoEProblem) -> str:
 
 
 RUNNER = Runner(
-    NAME, _layout, compute, refusal, accumulation=DECLARED_STEPS, ready=ready, tactic=tactic, keeps="numbers"
+    NAME, _layout, compute, refusal, accumulation=accumulation, ready=ready, tactic=tactic, keeps="numbers"
 )

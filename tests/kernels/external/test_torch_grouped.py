@@ -89,10 +89,11 @@ def test_a_torch_without_the_product_is_unavailable(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("device", "chosen"), [("h200", "torch_grouped"), ("cpu", "torch"), ("a100", "torch")]
+    ("device", "plain", "fp8"), [("h200", True, True), ("cpu", True, False), ("a100", False, False)]
 )
-def test_it_is_chosen_without_any_package_where_it_is_fast(device: str, chosen: str) -> None:
-    decision = select(cases.GROUPED["bf16"], find_device(device), Packages(), policy_named("moectl"))
-    assert decision.chosen is not None and decision.chosen.backend.name == chosen
-    fp8 = select(FP8, find_device(device), Packages(), policy_named("moectl"))
-    assert fp8.chosen is not None and fp8.chosen.backend.name == chosen
+def test_it_needs_no_package(device: str, plain: bool, fp8: bool) -> None:
+    for problem, runs in ((cases.GROUPED["bf16"], plain), (FP8, fp8)):
+        given = (problem, find_device(device), Packages(), policy_named("moectl"))
+        assert (select(*given, "torch_grouped").chosen is not None) == runs
+        ranked = [it.backend.name for it in select(*given).candidates]
+        assert (ranked.index("torch_grouped") < ranked.index("torch")) == (device != "cpu")

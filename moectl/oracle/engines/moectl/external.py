@@ -7,7 +7,7 @@ from ....capabilities import external_kernels as kernels
 from ....capabilities.kernel_packages import MARLIN_LIBRARY
 from ....capabilities.unpacked_libraries import PREFIX
 from ....problem.padding import padding, size_rule
-from ....problem.schemes import FP8_BLOCK
+from ....problem.schemes import A16, FP8_BLOCK
 from ...backend import (
     Backend,
     BackendRule,
@@ -47,7 +47,7 @@ def _laid_out(ask: SupportQuery) -> bool:
 
 def _humming_forms() -> Iterator[WeightForm]:
     for row in kernels.HUMMING.weights:
-        if row.layout and not row.acts:
+        if row.layout and A16 in row.acts:
             name = row.formats[0].name
             where = (_BEFORE_SM100,) if name in {"mxfp4", *_BEFORE_SM100_ONLY} else None
             yield WeightForm(row.layout, partial(padding, row.layout), where, frozenset({name}))
@@ -112,13 +112,12 @@ HUMMING = _humming(
 
 def _in_rows(ask: SupportQuery) -> bool:
     """True for tokens that can be quantized in their rows: to FP8, with gates before ups."""
-    problem = ask.problem
+    problem, declared = ask.problem, ask.problem.scheme.act
     alternate = problem.rows == "interleaved" and problem.activation.gated
-    declared = problem.scheme.act
-    taken = any(
+    quantized = declared.bits < 16 and any(
         problem.scheme.weight in row.formats and declared in row.acts for row in kernels.HUMMING.weights
     )
-    return not taken or (declared.name == "fp8" and not alternate)
+    return not quantized or (declared.name == "fp8" and not alternate)
 
 
 HUMMING_GROUPED = _humming(
