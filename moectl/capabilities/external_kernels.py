@@ -44,12 +44,18 @@ HUMMING = KernelSupport(
         WeightSupport(integers(4), "humming-int4"),
         WeightSupport(integers(8), "humming-int8"),
         WeightSupport((MXFP4,), "humming-mxfp4", _BF16),
-        WeightSupport((NVFP4,), "humming-nvfp4", _BF16, any_act=True, own_scales=True),
-        WeightSupport((MXFP8,), "humming-mxfp8", _BF16, any_act=True),
-        WeightSupport((FP8_BLOCK, FP8_CHANNEL), "humming-fp8", _BF16, own_scales=True),
+        WeightSupport((NVFP4,), "humming-nvfp4", _BF16, any_act=True, own_scales=True, untried=True),
+        WeightSupport((MXFP8,), "humming-mxfp8", _BF16, any_act=True, untried=True),
+        WeightSupport((FP8_BLOCK, FP8_CHANNEL), "humming-fp8", _BF16, own_scales=True, untried=True),
         *(
             WeightSupport(
-                (weight,), "humming-fp8-act-fp8", _BF16, own_scales=True, acts=(act,), lowest=(9, 0)
+                (weight,),
+                "humming-fp8-act-fp8",
+                _BF16,
+                own_scales=True,
+                acts=(act,),
+                lowest=(9, 0),
+                untried=True,
             )
             for weight, act in ((FP8_BLOCK, FP8_ACT_GROUP_128), (FP8_CHANNEL, FP8_ACT_TOKEN))
         ),
@@ -57,6 +63,7 @@ HUMMING = KernelSupport(
             (int_format(8, FULL), int_format(4, 32), int_format(4, 128), int_format(4, FULL)),
             acts=(act_format("int8", (1, FULL)),),
             lowest=(9, 0),
+            untried=True,
         ),
     ),
     gated=GATED,

@@ -24,6 +24,7 @@ class WeightSupport:
         acts: declared activation formats that it is computed with, unless `any_act`.
         own_scales: the layout converts scales of any dtype.
         lowest: the first compute capability with these kernels; None for that of the backend.
+        untried: these kernels have not been run on a GPU and their results compared yet.
     """
 
     formats: tuple[WeightFormat, ...]
@@ -33,6 +34,11 @@ class WeightSupport:
     acts: tuple[ActFormat, ...] = (A16,)
     own_scales: bool = False
     lowest: Compute | None = None
+    untried: bool = False
+
+    def takes(self, scheme: Scheme) -> bool:
+        """Whether these kernels compute layers of `scheme`; the dtype of its scales is not compared."""
+        return scheme.weight in self.formats and (self.any_act or scheme.act in self.acts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,10 @@ class KernelSupport:
     def layout_of(self, weight: WeightFormat) -> str:
         """The layout of weights of a format; the first row's for a format that is not supported."""
         return (self.row_of(weight) or self.row(weight.name) or self.weights[0]).layout
+
+    def untried(self, scheme: Scheme) -> bool:
+        """Whether the kernels for `scheme` have never been run on a GPU and compared."""
+        return next((row.untried for row in self.weights if row.takes(scheme)), False)
 
     def runs_on(self, capability: Compute) -> bool:
         """True for a GPU with this compute capability."""

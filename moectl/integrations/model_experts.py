@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..capabilities.own_kernels import TRITON
 from ..checkpoint import open_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.source.catalogue import weights_missing
@@ -42,6 +43,7 @@ WHOLE = RankShard()
 
 OWN = ("moectl", "moectl_marlin")
 """Backends that are faster than the engines' own; what has none of them is left to the engine."""
+
 
 BACKEND = "MOECTL_BACKEND"
 """Environment variable that names the backend of every layer."""
@@ -233,7 +235,7 @@ class ModelExperts:
             name = self.backends(problem, device)[0]
         except NoBackend:
             return ""
-        return name if name in OWN else ""
+        return name if takes_over(name, problem) or (name in OWN and self.converted) else ""
 
     def tensor_names(self, layers: Iterable[int]) -> re.Pattern[str]:
         """Matches the full names of the experts' tensors of `layers`, and nothing if there are none."""
@@ -272,6 +274,14 @@ class ModelExperts:
             return source
         assert isinstance(source, ConvertedLayers)
         return ConvertedRanks(source.folder.absolute().parent, source.check)
+
+
+def takes_over(backend: str, problem: MoEProblem) -> bool:
+    """Whether `backend` is one of `OWN`, and its kernels for such layers were checked on a GPU.
+
+    Engines keep what nobody has checked, unless `BACKEND` says otherwise.
+    """
+    return backend in OWN and not TRITON.untried(problem.scheme)
 
 
 def hold_nothing(layer: torch.nn.Module) -> None:

@@ -26,7 +26,7 @@ from ..problem.layouts import LAYOUTS, loads_folder
 from ..problem.moe_problem import MoEProblem
 from ..run.run_plan import POLICY
 from .limits import reasons_and_hints
-from .model_experts import BACKEND, OWN, ModelExperts, open_experts
+from .model_experts import BACKEND, OWN, ModelExperts, open_experts, takes_over
 from .serve_report import FINE, REFUSED, WARNING, ServedLayers, ServeFinding, ServeReport
 from .served_engines import ServedEngine
 
@@ -275,7 +275,7 @@ def _layers(request: ServeRequest, experts: ModelExperts, shard: RankShard) -> I
     for problem, found in numbers.items():
         asked = _asked(request)
         engines = _forced(request) or (not asked and bool(_engine_layout(request, experts, shard)))
-        name = "" if engines else asked or _backend(request, problem, packages)
+        name = "" if engines else asked or _backend(request, problem, packages, experts.converted)
         yield ServedLayers(tuple(found), str(problem.scheme), name)
 
 
@@ -287,13 +287,14 @@ def _engine_layout(request: ServeRequest, experts: ModelExperts, shard: RankShar
     return layout if theirs and loads_folder(request.engine.title, layout) and request.engine.own_only else ""
 
 
-def _backend(request: ServeRequest, problem: MoEProblem, packages: Packages) -> str:
+def _backend(request: ServeRequest, problem: MoEProblem, packages: Packages, converted: bool) -> str:
     try:
         decision = select(problem, request.device, packages, policy_named(POLICY))
     except OutOfScope:
         return ""
     name = decision.best_first[0].backend.runner if decision.best_first else ""
-    return name if name in OWN or not request.engine.own_only else ""
+    ours = takes_over(name, problem) or (converted and name in OWN)
+    return name if ours or not request.engine.own_only else ""
 
 
 def _layer_findings(

@@ -10,7 +10,7 @@ from ..environment import Device, Packages
 from ..environment.variables import Variable
 from ..problem.model_shape import UNKNOWN_MODEL, ModelShape
 from ..problem.moe_problem import Align, MoEProblem
-from ..problem.schemes import A16, ActFormat, WeightFormat
+from ..problem.schemes import A16, ActFormat, Scheme, WeightFormat
 from .gpu_archs import Archs
 
 GROUPS = ("arch", "package", "scheme", "shape", "parallel", "policy")
@@ -366,6 +366,7 @@ class Backend:
         runner: name of the moectl runner that executes it; empty if there is none.
         note: why a policy ranks it this way, in a sentence.
         verified: devices that its runner was run and checked on.
+        untried_with: whether it never was with layers of a scheme.
     """
 
     name: str
@@ -377,10 +378,12 @@ class Backend:
     runner: str = ""
     note: str = ""
     verified: Archs = ()
+    untried_with: Callable[[Scheme], bool] = lambda scheme: False
 
-    def untried(self, device: Device) -> bool:
-        """True when moectl has a runner for it that was never verified on such a `device`."""
-        return bool(self.runner) and not any(arch.fits(device) for arch in self.verified)
+    def untried(self, device: Device, scheme: Scheme | None = None) -> bool:
+        """True when moectl has a runner that was never verified on such a `device`, or with such a layer."""
+        on_device = any(arch.fits(device) for arch in self.verified)
+        return bool(self.runner) and (not on_device or (scheme is not None and self.untried_with(scheme)))
 
     def align(self, ask: SupportQuery) -> Align:
         """Multiples that sizes are padded to for `ask`."""

@@ -135,7 +135,7 @@ def _choice(group: GroupExplanation) -> Iterator[Block]:
         layout = f"{layout}: moectl convert CKPT OUT --to {LAYOUTS[layout].target}"
     yield LabelledValues(
         (
-            ("backend", backend_words(chosen.backend, decision.inputs.device)),
+            ("backend", backend_words(chosen.backend, decision)),
             ("because", because(decision)),
             ("fallback", fallback_words(group)),
             ("experts", f"{chosen.variant.experts}, takes {kind}"),
@@ -153,9 +153,10 @@ def _choice(group: GroupExplanation) -> Iterator[Block]:
     )
 
 
-def backend_words(backend: Backend, device: Device) -> str:
-    """Its name, with a remark if it was never verified on such a device."""
-    return f"{backend.name}, {UNTRIED}" if backend.untried(device) else backend.name
+def backend_words(backend: Backend, decision: Decision) -> str:
+    """Its name, with a remark if it was never verified on such a device or with such a layer."""
+    untried = backend.untried(decision.inputs.device, decision.problem.scheme)
+    return f"{backend.name}, {UNTRIED}" if untried else backend.name
 
 
 def weights_words(memory: WeightMemory, layers: int) -> str:

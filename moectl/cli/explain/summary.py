@@ -103,7 +103,8 @@ def _choice(group: GroupExplanation, which: str) -> LabelledValues:
             (("backend", f"none for {which} ({formats})"), *reasons), tones={"backend": "wrong"}
         )
     rejected = next_higher(decision, chosen)
-    untried = f", {UNTRIED}" if chosen.backend.untried(decision.inputs.device) else ""
+    never = chosen.backend.untried(decision.inputs.device, decision.problem.scheme)
+    untried = f", {UNTRIED}" if never else ""
     return LabelledValues(
         (
             ("backend", f"{backend_title(decision, chosen)}, {which} ({formats}){untried}"),

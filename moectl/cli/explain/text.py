@@ -70,7 +70,9 @@ def rows_of(decision: Decision) -> tuple[CandidateRow, ...]:
     """The candidates of `decision` in priority order, adjacent ones merged."""
     rows: list[CandidateRow] = []
     for candidate in decision.candidates:
-        untried = candidate.usable and candidate.backend.untried(decision.inputs.device)
+        untried = candidate.usable and candidate.backend.untried(
+            decision.inputs.device, decision.problem.scheme
+        )
         row = CandidateRow((candidate,), answer_of(candidate, decision), reasons(candidate), untried)
         last = rows[-1] if rows else None
         if (

@@ -21,7 +21,7 @@ from ....errors import NoBackend
 from ....kernels.modular.fused_moe_kernel import FusedMoEKernel, layer_kernel
 from ....kernels.prepared_layer import PreparedMoE
 from ....kernels.registry import runner_for
-from ...model_experts import BACKEND, DTYPES, OWN, ModelExperts, default_device, hold_nothing
+from ...model_experts import BACKEND, DTYPES, OWN, ModelExperts, default_device, hold_nothing, takes_over
 from .. import OWN_KERNELS
 from .compile_at_load import begin, take
 from .deployment import check_map, dummy, refuse, shard_of
@@ -64,7 +64,7 @@ def experts_method(
     if asked == OWN_KERNELS:
         return None
     names = (asked,) if asked else experts.backends(problem, default_device())
-    if asked or names[0] in OWN:
+    if asked or takes_over(names[0], problem) or (experts.converted and names[0] in OWN):
         return MoectlMoEMethod(moe, experts, number, names[0])
     if experts.converted:
         raise NoBackend(
@@ -72,7 +72,12 @@ def experts_method(
             f"for {problem.scheme} here",
             hint="serve the published checkpoint, or set MOECTL_BACKEND",
         )
-    logger.info_once("moectl leaves experts in %s to vLLM: it has no kernel for them here", problem.scheme)
+    why = (
+        "its kernels for them were not checked on a GPU yet"
+        if names[0] in OWN
+        else "it has no kernel for them"
+    )
+    logger.info_once("moectl leaves experts in %s to vLLM: %s", problem.scheme, why)
     return None
 
 

@@ -98,6 +98,7 @@ def _humming(name: str, gemm: str, note: str, *rules: BackendRule) -> Backend:
         forms=tuple(_humming_forms()),
         runner=name,
         verified=(SM90,) if name == "humming" else (),
+        untried_with=kernels.HUMMING.untried,
         note=note,
     )
 

@@ -63,6 +63,7 @@ TRITON = Backend(
     ),
     runner="moectl",
     verified=(SM90,),
+    untried_with=own_kernels.TRITON.untried,
 )
 _MARLIN = own_kernels.TRITON_MARLIN.weights[0].layout
 

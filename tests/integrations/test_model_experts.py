@@ -1,0 +1,51 @@
+"""Which layers moectl computes in engines that have experts of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import moectl
+from moectl.capabilities import own_kernels
+from moectl.integrations.model_experts import BACKEND, ModelExperts, open_experts, takes_over
+from moectl.problem.published_layers import SCHEMES, model_problem
+from moectl.synth import synthesize
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelExperts:
+    """Layers in BF16, as on a GPU where moectl's kernels are the best."""
+    monkeypatch.setattr(
+        ModelExperts, "backends", staticmethod(lambda problem, device, stored="": ("moectl",))
+    )
+    synthesize("qwen3-235b", tmp_path / "model", layers=2, experts=4, hidden=128, intermediate=128, top_k=2)
+    return open_experts(tmp_path / "model")
+
+
+@pytest.mark.parametrize("format", SCHEMES)
+def test_engines_keep_layers_whose_kernels_nobody_checked(format: str) -> None:
+    problem = model_problem("qwen3-30b", format)
+    assert takes_over("moectl", problem) is not own_kernels.TRITON.untried(problem.scheme)
+    assert not takes_over("torch", problem)
+
+
+def test_checked_formats_are_those_of_four_and_eight_bit_codes() -> None:
+    checked = {name for name in SCHEMES if takes_over("moectl", model_problem("qwen3-30b", name))}
+    assert checked == {"mxfp4", "int4-g32", "int4-g128"}
+
+
+def test_unchecked_layers_are_left_to_the_engine_unless_the_user_asks(
+    experts: ModelExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert experts.own_backends(CPU) == ({}, {"bf16, a16 activations": [0, 1]})
+    monkeypatch.setenv(BACKEND, "moectl")
+    assert experts.own_backends(CPU) == ({0: "moectl", 1: "moectl"}, {})
+
+
+def test_directories_for_unchecked_kernels_run_on_them(experts: ModelExperts, tmp_path: Path) -> None:
+    moectl.convert(tmp_path / "model", tmp_path / "out", "moectl")
+    assert open_experts(tmp_path / "out").own_backends(CPU) == ({0: "moectl", 1: "moectl"}, {})
