@@ -179,10 +179,13 @@ class MidSchedule:
     live: LiveRows
 
 
-def schedule(call: KernelCall, experts: int, tokens: int) -> MidSchedule:
-    """Sorts a call's assignments by expert and splits them into tiles of up to `tokens`."""
+def schedule(call: KernelCall, experts: int, tokens: int, one_launch: bool = False) -> MidSchedule:
+    """Sorts a call's assignments by expert and splits them into tiles of up to `tokens`.
+
+    With `one_launch` a single program does it, where the assignments are few.
+    """
     bound = token_tiles(call.assignments, experts, tokens)
-    if call.order is None and call.assignments <= MOST:
+    if one_launch and call.order is None and call.assignments <= MOST:
         slots, tiles, count = few_tiles(call.ids, experts, tokens, bound)
         return MidSchedule(slots, tiles, count, bound, LiveRows("sorted", count, 1))
     slots, offsets = order_of(call, experts)

@@ -236,7 +236,8 @@ def one_token(call: KernelCall, experts: int) -> MidSchedule | None:
 
 def _run(layer: RowLayer, call: KernelCall, tile: TmaTile) -> None:
     p, t = layer.problem, call.assignments
-    plan = one_token(call, p.local_experts) or schedule(call, p.local_experts, tile.tokens)
+    planned = one_token(call, p.local_experts)
+    plan = planned or schedule(call, p.local_experts, tile.tokens, one_launch=True)
     # Rows of a batch that hold no token may hold anything.
     filled = ALL_ROWS if call.order is None else LiveRows("slots", call.ids, p.local_experts)
     x, scales = _quantized(p, call.x, layer.w13, filled)
