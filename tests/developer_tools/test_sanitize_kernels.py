@@ -55,7 +55,8 @@ def test_marlin_s_layout_is_read_where_it_lies(script: ModuleType) -> None:
 
 def test_there_is_a_layer_of_every_kind(script: ModuleType) -> None:
     weights = {(p.scheme.weight.name, p.scheme.weight.zero_point) for p in script.LAYERS.values()}
-    assert weights == {("mxfp4", False), ("int4", False), ("int4", True), ("int8", False), ("int8", True)}
+    integers = {("int4", False), ("int4", True), ("int8", False), ("int8", True)}
+    assert weights == integers | {("mxfp4", False), ("nvfp4", False), ("mxfp8", False)}
     for kinds in (
         {(p.scheme.weight.bits, p.scheme.weight.group == FULL) for p in script.LAYERS.values()},
         {(p.dtype, p.activation.gated) for p in script.LAYERS.values()},

@@ -131,7 +131,7 @@ def bench(
         option(
             "--model",
             own=True,
-            help=f"Instead of CKPT, random weights: {', '.join(SHORT_NAMES)}, ...; also NAME:FORMAT.",
+            help=f"Instead of CKPT, random weights: {', '.join([*SHORT_NAMES][:5])}, ...; also NAME:FORMAT.",
         ),
     ] = None,
     rows: Annotated[

@@ -155,7 +155,7 @@ def test_a_measured_row_fits_the_terminal():
 
 def test_rows_of_a_file_are_filtered():
     done = moectl(
-        "bench", "--rows", ROWS, "--model", "kimi-k2", "--backend", "Triton,humming", "-m", "16", "-q"
+        "bench", "--rows", ROWS, "--model", "kimi-k2", "--backend", "Moectl,humming", "-m", "16", "-q"
     )
     found = [line.split("\t") for line in done.stdout.splitlines()]
     assert {(row[0], row[5], row[6]) for row in found} == {

@@ -451,7 +451,6 @@ def test_why_not_asks_the_same():
 @pytest.mark.parametrize(
     ("policy", "typed", "says"),
     [
-        ("moectl", "triton", "moectl's own backend is called moectl, and an engine's triton is another"),
         ("moectl", "flashinfer-b12x", "backend 'flashinfer-b12x' is vLLM's, not moectl's"),
         ("vllm", "moectl_marlin", "backend 'moectl_marlin' is moectl's, not vLLM's"),
     ],

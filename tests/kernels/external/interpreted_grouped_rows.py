@@ -31,11 +31,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
-@pytest.mark.parametrize(("align", "apart"), [(1, 0), (16, 0), (1, 400)])
+@pytest.mark.parametrize(("align", "apart"), [(1, 0), (16, 0), (1, 2100)])
 @pytest.mark.parametrize(("slots", "experts"), [(1, 4), (45, 20), (300, 3), (2100, 5)])
 def test_rows_are_by_expert(kind: str, slots: int, experts: int, align: int, apart: int) -> None:
-    if apart and slots > apart:
-        pytest.skip("an expert may have more tokens than the rows that it gets")
     ids = cases.ids_of(kind, slots, experts)
     made = place_rows(ids, experts, align, apart)
     wanted, begin = torch.full((slots,), -1), 0

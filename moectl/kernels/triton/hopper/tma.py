@@ -113,6 +113,11 @@ class TmaVariant:
         """Nothing is folded into the weights (`mid_epilogue`)."""
         return True
 
+    @property
+    def halves(self) -> int:
+        """Experts have no factors that the epilogue applies (`mid_epilogue`)."""
+        return 0
+
 
 def launch_registers(tile: TmaTile) -> int:
     """Registers per thread at launch, before they are redistributed from loaders to workers."""

@@ -223,11 +223,13 @@ def _store_block(
     PAIRS: gl.constexpr = UNITS // 2
     for i in gl.static_range(PAIRS):
         part = _scaled(joined(acc, OF * UNITS + 2 * i, 2), notes, factors, 32 * i, HOW)
-        _store(part, notes[:2], Y, bias, block, first, tokens, NX, alpha, limit, 32 * i, 32, HOW)
+        _store(part, notes[:2], Y, (bias, bias), block, first, tokens, NX, alpha, limit, 32 * i, 32, HOW)
     if UNITS % 2:
         LAST: gl.constexpr = unit_of(WIDTH)
         part = _scaled(acc[OF * UNITS + UNITS - 1], notes, factors, WIDTH - LAST, HOW)
-        _store(part, notes[:2], Y, bias, block, first, tokens, NX, alpha, limit, WIDTH - LAST, LAST, HOW)
+        _store(
+            part, notes[:2], Y, (bias, bias), block, first, tokens, NX, alpha, limit, WIDTH - LAST, LAST, HOW
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ MOECTL = Engine(
         ("moectl", Repacking(1, 1, "temporary copy: tiled")),
         *MARLIN,
         ("humming", Repacking(1, 1, "temporary copy: tiled")),
+        ("plain", Repacking(1, 1, "temporary copy: stacked")),
         ("triton-hopper", Repacking(1, 1, "temporary copy: swizzled")),
         *TRTLLM,
         *CUTLASS,

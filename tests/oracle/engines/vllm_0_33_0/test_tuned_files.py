@@ -201,5 +201,5 @@ def test_other_files_have_no_parts(name: str) -> None:
 
 
 def test_gpu_names_are_spelled_as_in_file_names() -> None:
-    assert gpu_in_names(find_device("arc-pro-b60")) == "Intel(R)_Arc(TM)_Pro_B60"
-    assert gpu_in_names(find_device("mi325x")) == "AMD_Instinct_MI325X"
+    assert gpu_in_names(find_device("arc-pro-b60").name) == "Intel(R)_Arc(TM)_Pro_B60"
+    assert gpu_in_names(find_device("mi325x").name) == "AMD_Instinct_MI325X"
