@@ -24,7 +24,8 @@ def test_both_roads_of_a_converted_folder_are_timed(tiny_gpt_oss: Path, tmp_path
         [sys.executable, str(SCRIPT), str(folder), *arguments], capture_output=True, text=True, check=True
     )
     report = json.loads(done.stdout)
-    assert [row["what"] for row in report["rows"]] == ["all layers prepared", "each prepared", "files to tensors"]
+    kinds = ["all layers prepared", "each prepared", "files to tensors"]
+    assert [row["what"] for row in report["rows"]] == kinds
     for row in report["rows"]:
         assert row["layers"] == len(row["by_layer"]) == 2 and row["threads"] == 2
         assert row["weights"] > 0 < row["seconds"]
