@@ -37,6 +37,7 @@ from moectl.kernels.triton.triton_runner import launch_on, run_into
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.schemes import MXFP4, Scheme, int_format
+from support.sampling import every_nth
 
 CUDA = torch.device("cuda")
 H200, A100 = (OfflineGpu.of(find_device(name)) for name in ("h200", "a100"))
@@ -54,8 +55,9 @@ def needed(problem: MoEProblem, gpu: OfflineGpu, most: int = 16384, backend: str
         return [*binaries_of(empty_layer(problem, backend), runner_for(backend), CUDA, most)]
 
 
-@pytest.mark.parametrize("gpu", [H200, A100], ids=["h200", "a100"])
-@pytest.mark.parametrize("name", [*MODELS, *UNTUNED])
+@pytest.mark.parametrize(
+    ("name", "gpu"), every_nth([(name, gpu) for name in (*MODELS, *UNTUNED) for gpu in (H200, A100)], 3)
+)
 def test_numbers_of_tokens_share_binaries(name: str, gpu: OfflineGpu) -> None:
     problem = UNTUNED.get(name) or layer_without_weights(name).problem
     binaries = needed(problem, gpu)
