@@ -1,7 +1,7 @@
 """Documents that are decided again, and compared."""
 
 import json
-from itertools import cycle, islice
+from itertools import cycle
 
 import pytest
 from hypothesis import given, settings
@@ -165,12 +165,11 @@ def changed(document, path, value):
 def test_every_place_of_a_document_may_hold_anything():
     values = cycle((None, True, 0, "x", [1], {"a": 1}))
     for path in PLACES:
-        # Two in turn: among the many places of one kind each kind of value comes up.
-        for value in islice(values, 2):
-            try:
-                replay(changed(BASE, path, value))
-            except MoectlError as error:
-                assert error.what
+        # One in turn: among the many places of one kind each kind of value comes up.
+        try:
+            replay(changed(BASE, path, next(values)))
+        except MoectlError as error:
+            assert error.what
 
 
 @settings(max_examples=120, deadline=None)

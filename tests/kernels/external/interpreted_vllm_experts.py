@@ -31,6 +31,7 @@ from support import peer_cases as cases
 from support.interpreted_layers import computes
 from support.kernel_cases import poison_new_memory
 from support.random_layers import inputs_of, judged
+from support.sampling import every_nth
 from support.stand_in_experts import write_experts
 
 FORMS = (FP8_ACT_GROUP_128, FP8_ACT_TOKEN, FP8_ACT_TENSOR, FP8_ACT_TENSOR_STATIC)
@@ -132,7 +133,7 @@ def test_sums_of_placed_rows() -> None:
     assert torch.allclose(y.float(), wanted, rtol=2.0**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", cases.PLAIN)
+@pytest.mark.parametrize("name", every_nth(cases.PLAIN, 2))
 def test_a_layer_from_a_kernel_with_vllms_parameters(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
