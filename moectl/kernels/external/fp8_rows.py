@@ -84,6 +84,7 @@ def quantize_rows(
     n = x.shape[1] // (2 if activated and problem.activation.gated else 1)
     rows = x.shape[0] if order is None or activated else len(order.slots)
     codes = torch.empty(rows, n, dtype=torch.float8_e4m3fn, device=x.device)
+    stored = codes.view(torch.uint8) if INTERPRETED else codes
     act, parameters = problem.activation, activation_numbers(problem.activation)
     options = {
         "E": problem.local_experts,
@@ -94,7 +95,6 @@ def quantize_rows(
         "GATED": act.gated,
         "PAIRS": False,
         "GROUP": GROUP,
-        "INTERP": INTERPRETED,
     }
 
     def launch(scaling: str, scales: Tensor, scale: Tensor, largest: Tensor) -> None:
@@ -102,7 +102,7 @@ def quantize_rows(
         block = max(16, triton.next_power_of_2(n)) if whole else COLUMNS
         extra: dict[str, Any] = {"num_warps": min(16, max(4, block // 1024))}
         kernels._quantize_kernel[(rows, triton.cdiv(n, block))](
-            x, codes, scales, scale, largest, codes if ids is None else ids,
+            x, stored, scales, scale, largest, codes if ids is None else ids,
             codes if order is None else order.offsets, codes if order is None else order.slots,
             n, parameters["alpha"], parameters["limit"],
             SCALING=scaling, BLOCK=block, **options, **extra, **launch_options(),

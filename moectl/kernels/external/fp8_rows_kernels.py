@@ -10,26 +10,8 @@ import triton
 import triton.language as tl
 
 from ..triton.sort_and_combine_kernels import _await_inputs
+from ..triton.token_codes_kernels import _scale_of, _to_e4m3
 from .gemm_glue_kernels import _activated
-
-
-@triton.jit
-def _scale_of(largest):
-    """The scale that maps a largest magnitude to E4M3's, and is never zero."""
-    scale = largest / 448.0
-    return tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)  # NaN stays NaN
-
-
-@triton.jit
-def _codes(v, INTERP: tl.constexpr):
-    """`v` within E4M3's range, rounded for the interpreter, which truncates; NaN stays NaN."""
-    if INTERP:
-        u = v.to(tl.uint32, bitcast=True)
-        normal = ((u + 0x7FFFF + ((u >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
-        small = (v + 24576.0) - 24576.0  # multiples of 2^-9
-        v = tl.where(tl.abs(v) < 0.015625, small, tl.where(v == v, normal, v))
-    v = tl.where(v > 448.0, 448.0, v)
-    return tl.where(v < -448.0, -448.0, v)
 
 
 @triton.jit
@@ -38,7 +20,7 @@ def _quantize_kernel(
     E: tl.constexpr, TOP_K: tl.constexpr, LIVE: tl.constexpr, GATHER: tl.constexpr,
     ACT: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr,
     SCALING: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr, INTERP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Q ``[rows, N]`` E4M3 with scales S; row r is that of X, or of the token of slot SLOTS[r] (GATHER)."""
     _await_inputs(PDL)
@@ -74,13 +56,13 @@ def _quantize_kernel(
                 scales = _scale_of(tl.max(tl.abs(groups), 1))
                 g = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
                 tl.store(S + row * (N // GROUP) + g, scales, mask=g * GROUP < N)
-                v = tl.reshape(groups / scales[:, None], (BLOCK,))
+                v = tl.reshape(tl.div_rn(groups, tl.broadcast_to(scales[:, None], groups.shape)), (BLOCK,))
             else:
                 if SCALING == "token":
                     scale = _scale_of(tl.max(tl.abs(v), 0))
                     tl.store(S + row, scale)
-                v = v / scale
-            tl.store(Q + row * N + at, _codes(v, INTERP).to(Q.dtype.element_ty), mask=at < N)
+                v = tl.div_rn(v, tl.zeros_like(v) + scale)
+            tl.store(Q + row * N + at, _to_e4m3(v, Q), mask=at < N)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -127,9 +127,9 @@ def scatter_tokens(
     out, made = _outputs(placed, x, columns, scales)
     group, blocks, programs = _blocks(columns, scales)
     kernels._scatter_kernel[(tokens, programs)](
-        x.contiguous(), out, made, placed.rows, columns, placed.span,
+        x.contiguous(), _stored(out), made, placed.rows, columns, placed.span,
         TOP_K=top_k, GROUP=group, BLOCKS=blocks, QUANTIZED=scales is not None,
-        INTERP=INTERPRETED, num_warps=_warps(group * blocks), **launch_options(),
+        num_warps=_warps(group * blocks), **launch_options(),
     )  # fmt: skip
     return out, made
 
@@ -143,12 +143,17 @@ def activate_rows(
     group, blocks, programs = _blocks(columns, scales)
     numbers = activation_numbers(activation)
     kernels._activate_rows_kernel[(placed.rows.numel(), programs)](
-        x, out, made, placed.rows, columns, placed.span, numbers["alpha"], numbers["limit"],
+        x, _stored(out), made, placed.rows, columns, placed.span, numbers["alpha"], numbers["limit"],
         ACT=activation.name, GATED=activation.gated, GROUP=group, BLOCKS=blocks,
         QUANTIZED=scales is not None, INTERP=INTERPRETED, num_warps=_warps(group * blocks),
         **launch_options(),
     )  # fmt: skip
     return out, made
+
+
+def _stored(rows: Tensor) -> Tensor:
+    """`rows` as kernels write them: FP8 codes as bytes in the interpreter, which cannot round to them."""
+    return rows.view(torch.uint8) if INTERPRETED and rows.dtype == torch.float8_e4m3fn else rows
 
 
 def _warps(values: int) -> int:

@@ -11,9 +11,7 @@ import triton.language as tl
 from ..triton.mtile64_kernels import _nearest
 from ..triton.portable_kernels import _gated, _ungated
 from ..triton.sort_and_combine_kernels import _await_inputs
-
-LARGEST_E4M3 = tl.constexpr(448.0)
-TINY = tl.constexpr(1.1754943508222875e-38)
+from ..triton.token_codes_kernels import _scale_of, _to_e4m3
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -45,16 +43,10 @@ def _place_rows_kernel(
 
 
 @triton.jit
-def _coded(x, DTYPE: tl.constexpr, INTERP: tl.constexpr):
-    """E4M3 codes of the blocks of `x` ``[blocks, columns]``, and a scale for each."""
-    scale = tl.maximum(tl.max(tl.abs(x), 1) / LARGEST_E4M3, TINY)
-    codes = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    codes = tl.where(codes > LARGEST_E4M3, LARGEST_E4M3, codes)  # unlike a minimum, it keeps NaN
-    codes = tl.where(codes < -LARGEST_E4M3, -LARGEST_E4M3, codes)
-    if INTERP:  # which rounds ties away from zero and loses the carry into the exponent
-        u = codes.to(tl.uint32, bitcast=True)
-        codes = ((u + 0x7FFFF + ((u >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
-    return codes.to(DTYPE), scale
+def _coded(x, OUT):
+    """E4M3 codes of the blocks of `x` ``[blocks, columns]`` as `OUT` holds them, and a scale for each."""
+    scale = _scale_of(tl.max(tl.abs(x), 1))
+    return _to_e4m3(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), OUT), scale
 
 
 @triton.jit
@@ -69,7 +61,7 @@ def _store_scales(SCALES, row, first, scale, COUNT, SPAN, B: tl.constexpr):
 def _scatter_kernel(
     X, OUT, SCALES, ROWS, N, SPAN,
     TOP_K: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, QUANTIZED: tl.constexpr,
-    PDL: tl.constexpr, INTERP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Row ROWS[slot] of OUT is the token of `slot`; with `QUANTIZED` a scale for each `GROUP` columns."""
     _await_inputs(PDL)
@@ -78,7 +70,7 @@ def _scatter_kernel(
     columns = (first + tl.arange(0, BLOCKS))[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(X + token.to(tl.int64) * N + columns, mask=columns < N, other=0.0)
     if QUANTIZED:
-        y, scale = _coded(x.to(tl.float32), OUT.dtype.element_ty, INTERP)
+        y, scale = _coded(x.to(tl.float32), OUT)
     else:
         y = x
     for k in tl.static_range(TOP_K):
@@ -109,7 +101,7 @@ def _activate_rows_kernel(
         else:
             y = _ungated(tl.load(X + row * N + columns, mask=inside, other=0.0).to(tl.float32), ACT)
         if QUANTIZED:
-            codes, scale = _coded(y, OUT.dtype.element_ty, INTERP)
+            codes, scale = _coded(y, OUT)
             tl.store(OUT + row * N + columns, codes, mask=inside)
             _store_scales(SCALES, row, first, scale, tl.cdiv(N, GROUP), SPAN, BLOCKS)
         else:
