@@ -57,19 +57,24 @@ def _product(ring, stage, phase, steps, WIDTH: gl.constexpr, ME: gl.constexpr, H
     KIND: gl.constexpr = HOW.kind
     _rows, _tokens, _scales, full, empty = ring
     acc = step_zeros(WIDTH, BLOCKS)
-    before = stage
     for step in range(steps):
         _await(full, stage, phase)
         rows = stage * (DEPTH * PIECE) + OWN
         tokens = stage * (DEPTH * TOKENS) + FIRST
         acc = step_issued(rows, tokens, acc, WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, False)
         await_all_but_last()
-        mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
-        before = stage
+        mbarrier.arrive(empty.index(_before(stage, HOW)), count=1, pred=step > 0)
         stage, phase = _next(stage, phase, HOW)
     acc = steps_finished(acc, 0, WIDTH, BLOCKS)
-    mbarrier.arrive(empty.index(before), count=1)
+    mbarrier.arrive(empty.index(_before(stage, HOW)), count=1)
     return acc, stage, phase
+
+
+@gluon.jit
+def _before(stage, HOW: gl.constexpr):
+    """The stage before `stage`. A variable of the loop that keeps the last one would not do: Triton 3.6 takes
+    a name that is assigned the value which it had at first, that of `stage`, for one that never changes."""
+    return gl.where(stage == 0, HOW.stages, stage) - 1
 
 
 @gluon.jit
