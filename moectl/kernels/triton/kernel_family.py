@@ -344,8 +344,13 @@ class KernelCall:
         return self.ids.numel()
 
     def parts(self) -> Tensor:
-        """The second GEMM's output ``[T, hidden]``, a row per assignment; for batched activations `y`."""
-        return self.x.new_empty(self.assignments, self.y.shape[1]) if self.order is None else self.y
+        """The second GEMM's output ``[T, hidden]``, a row per assignment.
+
+        It is `y` itself for batched activations, and if each token has one expert: there is nothing to sum.
+        """
+        if self.order is not None or self.assignments == len(self.x):
+            return self.y
+        return self.x.new_empty(self.assignments, self.y.shape[1])
 
 
 @dataclass(frozen=True)

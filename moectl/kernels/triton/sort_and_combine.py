@@ -30,6 +30,9 @@ BLOCK = 128
 ROWS = 256
 """Rows of a batch that one program lists."""
 
+ZEROED = 16
+"""Tokens that one program looks at, to zero the output of those without an expert."""
+
 EXPERTS_AT_ONCE, BLOCKS_AT_ONCE = 8, (64, 256)
 """Columns of the counts that one program adds up at a time; rows, for up to that many and for more."""
 
@@ -128,9 +131,14 @@ SUMS: tuple[tuple[float, CombineLaunch], ...] = (
 
 
 def finish(call: KernelCall, parts: Tensor, experts: int) -> None:
-    """`combine`, unless `parts` is already the output."""
+    """`combine`, unless `parts` is already the output: rows of tokens without an expert are zeroed then."""
     if parts is not call.y:
         combine(parts, call.ids, call.y, experts)
+    elif call.order is None:
+        tokens, hidden = call.y.shape
+        kernels._zero_skipped_kernel[(triton.cdiv(tokens, ZEROED),)](
+            call.ids, call.y, tokens, hidden, E=experts, ROWS=ZEROED, BH=1024, **launch_options()
+        )
 
 
 def combine(parts: Tensor, ids: Tensor, y: Tensor, experts: int, launch: CombineLaunch | None = None) -> None:

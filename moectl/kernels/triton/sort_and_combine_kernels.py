@@ -138,3 +138,20 @@ def _combine_kernel(
     out = OUT + m.to(tl.int64)[:, None] * HIDDEN + h[None, :]
     acc = _nearest(acc, OUT.dtype.element_ty, INTERP)
     tl.store(out, acc.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["TOKENS"])
+def _zero_skipped_kernel(
+    IDS, OUT, TOKENS, HIDDEN, E: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Zeroes the rows of OUT ``[TOKENS, HIDDEN]`` whose only assignment is skipped."""
+    _await_inputs(PDL)
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.load(IDS + m, mask=m < TOKENS, other=0)
+    skipped = (expert < 0) | (expert >= E)
+    if tl.sum(skipped.to(tl.int32), 0) > 0:
+        for first in range(0, HIDDEN, BH):
+            h = first + tl.arange(0, BH)
+            out = OUT + m.to(tl.int64)[:, None] * HIDDEN + h[None, :]
+            zeros = tl.zeros((ROWS, BH), dtype=OUT.dtype.element_ty)
+            tl.store(out, zeros, mask=skipped[:, None] & (h < HIDDEN)[None, :])

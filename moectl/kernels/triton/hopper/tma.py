@@ -31,6 +31,7 @@ WIDTHS: dict[int, tuple[int, ...]] = {
     64: (16, 32, 48, 64),
     96: (32, 64, 80, 96),
     128: (32, 64, 80, 96, 112, 128),
+    160: (64, 96, 128, 144, 160),
     192: (64, 96, 128, 160, 192),
     256: (64, 128, 192, 256),
 }
@@ -40,6 +41,7 @@ LINE = 128
 """Bytes of each row in a piece of the ring."""
 
 _ROWS = gl.NVMMASharedLayout(128, 8, 5)
+_TOKENS = gl.NVMMASharedLayout(128, 8, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ class TmaVariant:
         experts: the number of experts if tiles are a single token's ids, otherwise 0.
         even: whether every stage of the ring ends within the tokens' columns.
         wide: whether offsets (slots times columns) need more than 32 bits.
-        registers: registers per thread of a worker and of a loader.
+        copied: whether TMA copies the tokens, which lie one after the other; otherwise they are gathered.
+        registers: registers per thread of a worker, of a token loader, and of the weight loader.
     """
 
     stage: int
@@ -106,7 +109,8 @@ class TmaVariant:
     stages: int
     depth: int
     loaders: int
-    registers: tuple[int, int]
+    copied: bool
+    registers: tuple[int, int, int]
 
     @property
     def exact(self) -> bool:
@@ -119,19 +123,25 @@ class TmaVariant:
         return 0
 
 
+def _loader_groups(tile: TmaTile) -> int:
+    """Warpgroups of the token loaders and the weight loader, which is one warp."""
+    return math.ceil((tile.loaders + 1) / 4)
+
+
 def launch_registers(tile: TmaTile) -> int:
     """Registers per thread at launch, before they are redistributed from loaders to workers."""
-    producers = 4 * math.ceil((tile.loaders + 1) / 4)
-    return min(168, 65536 // (32 * (4 * tile.workers + producers) * tile.programs) // 8 * 8)
+    groups = tile.workers + _loader_groups(tile)
+    return min(168, 65536 // (128 * groups * tile.programs) // 8 * 8)
 
 
-def registers(tile: TmaTile) -> tuple[int, int]:
-    """Registers per thread of a worker and of a loader."""
-    producers = math.ceil((tile.loaders + 1) / 4)
-    at_first = launch_registers(tile)
-    loader = min(at_first, 72)
-    worker = (at_first * (tile.workers + producers) - loader * producers) // tile.workers // 8 * 8
-    return min(240, worker), loader
+def registers(tile: TmaTile) -> tuple[int, int, int]:
+    """Registers per thread of a worker, of a token loader, and of the weight loader."""
+    at_first, groups = launch_registers(tile), _loader_groups(tile)
+    tokens = min(at_first, 72 if groups == 1 else 56)
+    weights = tokens if groups == 1 else 40  # in one warpgroup all have the same number
+    of_loaders = tokens + (groups - 1) * weights
+    worker = (at_first * (tile.workers + groups) - of_loaders) // tile.workers // 8 * 8
+    return min(240, worker), tokens, weights
 
 
 def _variant(layer: RowLayer, stage: int, plan: MidSchedule, tile: TmaTile) -> TmaVariant:
@@ -157,8 +167,15 @@ def _variant(layer: RowLayer, stage: int, plan: MidSchedule, tile: TmaTile) -> T
         stages=tile.stages,
         depth=tile.depth,
         loaders=tile.loaders,
+        copied=_copied(stage, tile),
         registers=registers(tile),
     )
+
+
+def _copied(stage: int, tile: TmaTile) -> bool:
+    """Whether TMA copies tokens. Those of the second GEMM lie one after the other; few are there sooner if
+    threads gather them."""
+    return stage == 2 and tile.tokens > 32
 
 
 def weight_scales(problem: MoEProblem) -> str:
@@ -187,6 +204,13 @@ def rows_descriptor(m: RowMatrix, gated: bool, blocks: int) -> TensorDescriptor:
     return TensorDescriptor(weights, shape, strides, [1, 4 * blocks, 2, 8, LINE], _ROWS)
 
 
+def tokens_descriptor(x: Tensor, tile: TmaTile) -> TensorDescriptor:
+    """Rows `x` in the batches in which they are copied."""
+    rows = x.view(torch.uint8)
+    batch = min(tile.tokens & -tile.tokens, 64)
+    return TensorDescriptor.from_tensor(rows, [batch, LINE], _TOKENS)
+
+
 def gemm(
     layer: RowLayer,
     stage: int,
@@ -206,10 +230,12 @@ def gemm(
     p, m = layer.problem, layer.w13 if stage == 1 else layer.w2
     row_tiles = triton.cdiv(m.n, tile.rows)
     grid = min(tile.programs * multiprocessors(x.device), plan.bound * row_tiles)
+    rows = rows_descriptor(m, stage == 1 and p.activation.gated, tile.workers * tile.blocks_m)
     kernels._rows_gemm_kernel[(grid,)](
         X=x.view(torch.uint8),
+        COPIES=tokens_descriptor(x, tile) if _copied(stage, tile) else rows,
         XS=x if scales is None else scales,
-        ROWS=rows_descriptor(m, stage == 1 and p.activation.gated, tile.workers * tile.blocks_m),
+        ROWS=rows,
         S=x if m.scales is None else m.scales,
         B=x if m.bias is None else m.bias,
         Y=y,
@@ -267,7 +293,7 @@ def shared_bytes(problem: MoEProblem, tile: TmaTile) -> int:
     """Shared memory of a program: the ring, and each worker's slots, router weights and store staging."""
     notes = 4 * triton.next_power_of_2(tile.tokens)
     scales = weight_scales(problem)
-    in_piece = 4 * tile.rows + notes if scales == "block" else 0
+    in_piece = notes if scales == "block" else 0
     by_token = notes * (2 if scales in ("none", "block") else 3)
     stage = tile.depth * (LINE * (tile.rows + tile.tokens) + in_piece) + 16
     return int(tile.stages * stage + tile.workers * (by_token + 2048) + 512)
@@ -281,8 +307,9 @@ def _fits(problem: MoEProblem, tile: TmaTile) -> str:
         return f"{tile} is not a supported tile"
     if tile.stages < 2:
         return f"{tile} needs two stages: one to fill while another is read"
-    promoted = 1 if weight.name == "fp8" else 0
-    if tile.tokens * (tile.blocks_m + promoted) // 2 + 16 > registers(tile)[0]:
+    promoted = 1 if weight.name == "fp8" else 0  # sums that are not added yet, and scales
+    sums = tile.tokens * (tile.blocks_m + promoted) // 2 + 12 * promoted * tile.blocks_m
+    if sums + (8 if promoted else 16) > registers(tile)[0]:
         return f"the accumulators of {tile} do not fit in the registers of its workers"
     shared = tile.programs * shared_bytes(problem, tile)
     if shared > SHARED_MEMORY:
@@ -313,6 +340,11 @@ PROMISING: tuple[dict[str, Any], ...] = (
     {"tokens": 128, "workers": 2, "blocks_m": 2, "group_m": 4},
     {"tokens": 192, "workers": 2, "blocks_m": 1, "group_m": 4},
     {"tokens": 256, "workers": 2, "blocks_m": 1, "group_m": 4},
+    {"tokens": 64, "workers": 2, "blocks_m": 2, "loaders": 4},
+    {"tokens": 96, "workers": 2, "blocks_m": 2, "loaders": 4},
+    {"tokens": 128, "workers": 2, "blocks_m": 2, "loaders": 4, "group_m": 4},
+    {"tokens": 160, "workers": 2, "blocks_m": 1, "loaders": 4, "group_m": 4},
+    {"tokens": 192, "workers": 2, "blocks_m": 1, "loaders": 4, "group_m": 4},
 )
 """Tiles that are worth measuring, but for the stages."""
 

@@ -26,6 +26,7 @@ from .mixed_width_wgmma import joined
 from .prefill_tiles import _mma
 from .shared_wgmma import await_all_but_last, step_issued, step_zeros, steps_finished, unit_of, units_of
 from .tma_loader import (
+    arrivals,
     batch_rows,
     in_blocks,
     notes_of,
@@ -108,23 +109,37 @@ def _piece_issued(
 
 
 @gluon.jit
-def _added(
-    acc, part, scales, stage, TURN: gl.constexpr, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
+def _block_scales(
+    S, expert, block, step, N, columns,
+    TURN: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """The accumulators plus the sums of turn TURN, times the scales of its piece."""
+    """The scales of the rows of turn TURN of a step, which are at most two numbers, read from global memory
+    while the products are in flight; without scales in blocks a placeholder."""
+    scale = block
+    if in_blocks(HOW):
+        row = (block + TURN % HOW.blocks_m) * 64
+        row = row + gl.arange(0, 64, layout=gl.SliceLayout(1, _mma(unit_of(WIDTH))))
+        at, there = scale_rows(row, N, HOW)
+        column = step * HOW.depth + TURN // HOW.blocks_m
+        base = S + (expert.to(gl.int64) * (scale_count(N, HOW) * columns) + column)
+        scale = gl.load(base + at * columns, mask=there & (column < columns), other=0.0)
+    return scale
+
+
+@gluon.jit
+def _added(acc, part, of_rows, scales, stage, TURN: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr):
+    """The accumulators plus the sums of turn TURN, times the scales of its rows and tokens."""
     UNITS: gl.constexpr = units_of(WIDTH)
     UNIT: gl.constexpr = unit_of(WIDTH)
     BLOCK: gl.constexpr = TURN % HOW.blocks_m
     M: gl.constexpr = _mma(UNIT)
     made = ()
     if in_blocks(HOW):
-        piece = stage * HOW.depth + TURN // HOW.blocks_m
-        of_rows = scales[0].index(piece).slice((ME * HOW.blocks_m + BLOCK) * 64, 64)
-        of_rows = gl.expand_dims(of_rows.load(gl.SliceLayout(1, M)), 1)
+        of_tokens = scales.index(stage * HOW.depth + TURN // HOW.blocks_m)
+        of_rows = gl.expand_dims(of_rows, 1)
         for i in gl.static_range(UNITS):
-            of_tokens = scales[1].index(piece).slice(i * UNIT, UNIT).load(gl.SliceLayout(0, M))
-            scale = of_rows * gl.expand_dims(of_tokens, 0)
-            made += (acc[BLOCK * UNITS + i] + part[i] * scale,)
+            factor = of_tokens.slice(i * UNIT, UNIT).load(gl.SliceLayout(0, M))
+            made += (acc[BLOCK * UNITS + i] + part[i] * (of_rows * gl.expand_dims(factor, 0)),)
     else:
         for i in gl.static_range(UNITS):
             made += (acc[BLOCK * UNITS + i] + part[i],)
@@ -133,7 +148,8 @@ def _added(
 
 @gluon.jit
 def _promoted_product(
-    ring, stage, phase, steps, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
+    ring, stage, phase, steps, S, expert, block, N, columns,
+    WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """`_product` whose sums of 128 columns are added up outside of the tensor cores, which sum FP8 products
     with fewer bits than fp32. While one sum is added, the next is computed, here or by the other worker.
@@ -143,16 +159,17 @@ def _promoted_product(
     TWO: gl.constexpr = TURNS > 1 and _two_at_once(WIDTH, HOW)
     _rows, _tokens, scales, full, empty = ring
     acc = step_zeros(WIDTH, BLOCKS)
-    for _ in range(steps):
+    for step in range(steps):
         _await(full, stage, phase)
         part = _piece_issued(stage, 0, WIDTH, ME, HOW)
         for turn in gl.static_range(TURNS):
+            of_rows = _block_scales(S, expert, block, step, N, columns, turn, WIDTH, HOW)
             if TWO and turn + 1 < TURNS:
                 coming = _piece_issued(stage, turn + 1, WIDTH, ME, HOW)
                 part = steps_finished(part, 1, WIDTH, 1)
             else:
                 part = steps_finished(part, 0, WIDTH, 1)
-            acc = _added(acc, part, scales, stage, turn, WIDTH, ME, HOW)
+            acc = _added(acc, part, of_rows, scales, stage, turn, WIDTH, HOW)
             if turn + 1 < TURNS:
                 part = coming if TWO else _piece_issued(stage, turn + 1, WIDTH, ME, HOW)
         mbarrier.arrive(empty.index(stage), count=1)
@@ -251,7 +268,7 @@ def _scaled(part, notes, factors, AT: gl.constexpr, HOW: gl.constexpr):
 @gluon.jit
 def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     """The products and the epilogue of a worker's row blocks of each of the program's tiles."""
-    ring, notes, out, TILES, count, N, steps, NX, row_tiles, group_m, alpha, limit = work
+    ring, notes, out, TILES, count, N, steps, KX, NX, row_tiles, group_m, alpha, limit = work
     WIDTHS: gl.constexpr = len(HOW.widths)
     BLOCKS: gl.constexpr = HOW.blocks_m
     Y, B, S, XS, WEIGHTS, SORTED = out
@@ -271,7 +288,8 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
             if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
                 if HOW.kind == "fp8":
                     acc, stage, phase = _promoted_product(
-                        ring, stage, phase, steps, _width(i, HOW), ME, HOW
+                        ring, stage, phase, steps, S, expert, block, N, (KX + 127) // 128,
+                        _width(i, HOW), ME, HOW,
                     )  # fmt: skip
                 else:
                     acc, stage, phase = _product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
@@ -287,7 +305,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["row_tiles", "group_m", "steps", "bound"])
 def _rows_gemm_kernel(
-    X, XS, ROWS, S, B, Y, SORTED, TILES, COUNT, WEIGHTS,
+    X, COPIES, XS, ROWS, S, B, Y, SORTED, TILES, COUNT, WEIGHTS,
     N, steps, KX, NX, row_tiles, group_m, bound, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
@@ -316,29 +334,26 @@ def _rows_gemm_kernel(
     token_scales = weights
     if _scaled_at_end(HOW):
         token_scales = gl.allocate_shared_memory(gl.float32, [HOW.workers, NOTES], LINE)
-    scales = (weights, weights)
+    scales = weights
     if in_blocks(HOW):
-        scales = (
-            gl.allocate_shared_memory(gl.float32, [PIECES, 64 * BLOCKS], LINE),
-            gl.allocate_shared_memory(gl.float32, [PIECES, NOTES], LINE),
-        )
+        scales = gl.allocate_shared_memory(gl.float32, [PIECES, NOTES], LINE)
     full = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1 + 32 * HOW.loaders)
+        mbarrier.init(full.index(i), count=arrivals(HOW))
         mbarrier.init(empty.index(i), count=HOW.workers)
     hopper.fence_async_shared()
     ring = (rows, tokens, scales, full, empty)
     notes = (slots, weights, token_scales)
     out = (Y, B, S, XS, WEIGHTS, SORTED)
-    work = (ring, notes, out, TILES, count, N, steps, NX, row_tiles, group_m, alpha, limit)
-    gather = (ring, X, XS, S, SORTED, TILES, count, N, steps, KX, row_tiles, group_m)
+    work = (ring, notes, out, TILES, count, N, steps, KX, NX, row_tiles, group_m, alpha, limit)
+    gather = (ring, X, COPIES, XS, SORTED, TILES, count, steps, KX, row_tiles, group_m)
     stream = (ring, ROWS, TILES, count, steps, row_tiles, group_m)
     if HOW.workers == 1:
         gl.warp_specialize(
             [(_worker, (work, 0, HOW)), (token_loader, (gather, HOW)), (weight_loader, (stream, HOW))],
             [HOW.loaders, 1],
-            [HOW.registers[1], HOW.registers[1]],
+            [HOW.registers[1], HOW.registers[2]],
         )
     else:
         gl.warp_specialize(
@@ -349,5 +364,5 @@ def _rows_gemm_kernel(
                 (weight_loader, (stream, HOW)),
             ],
             [4, HOW.loaders, 1],
-            [HOW.registers[0], HOW.registers[1], HOW.registers[1]],
+            [HOW.registers[0], HOW.registers[1], HOW.registers[2]],
         )

@@ -2,7 +2,8 @@
 """Producers of `tma_kernels`: they fill the shared memory ring, tile by tile, as far ahead as it has room.
 
 A stage holds ``HOW.depth`` pieces of 128 bytes of each row: the weight rows of all workers, copied by TMA,
-and the rows of the tile's tokens, gathered by cp.async. Its barrier `full` counts bytes copied by TMA and
+and the rows of the tile's tokens. Those are gathered by cp.async; where they lie one after the other, as the
+rows of the second GEMM's input do, TMA may copy them, too. Its barrier `full` counts bytes copied by TMA and
 arrivals of the token loaders' threads, its barrier `empty` the workers that have read it.
 """
 
@@ -49,8 +50,20 @@ def notes_of(HOW):
 
 
 @gluon.constexpr_function
+def gathers(HOW):
+    """Whether the token loaders' threads copy anything by cp.async."""
+    return in_blocks(HOW) or not HOW.copied
+
+
+@gluon.constexpr_function
+def arrivals(HOW):
+    """Arrivals that fill a stage: of the weight loader, of a copy of tokens, of the threads that gather."""
+    return 1 + int(HOW.copied) + (32 * HOW.loaders if gathers(HOW) else 0)
+
+
+@gluon.constexpr_function
 def in_blocks(HOW):
-    """Whether weights and tokens have scales by blocks of 128 columns, which are in the ring."""
+    """Whether weights and tokens have scales by blocks of 128 columns; those of tokens are in the ring."""
     return HOW.scales == "block"
 
 
@@ -178,15 +191,30 @@ def _bytes_layout(HOW):
 
 
 @gluon.jit
+def _copied_tokens(COPIES, first, tokens, k, full, into, stage, HOW: gl.constexpr):
+    """Copies a stage's tokens, which lie one after the other from row `first` on, in whole batches."""
+    DEPTH: gl.constexpr = HOW.depth
+    ROWS: gl.constexpr = batch_rows(HOW)
+    COUNT: gl.constexpr = batches(HOW)
+    BEFORE: gl.constexpr = HOW.stages * HOW.depth * piece_bytes(HOW) // (128 * batch_rows(HOW))
+    for n in gl.static_range(1, COUNT + 1):
+        if (tokens + ROWS - 1) // ROWS == n:
+            mbarrier.expect(full.index(stage), n * DEPTH * ROWS * 128)
+            for d in gl.static_range(DEPTH):
+                for b in gl.static_range(n):
+                    to = into.index(BEFORE + (stage * DEPTH + d) * COUNT + b)
+                    tma_load(COPIES, [first + b * ROWS, (k * DEPTH + d) * 128], full.index(stage), to)
+
+
+@gluon.jit
 def token_loader(work, HOW: gl.constexpr):
     """Producer of token rows, which have `KX` bytes."""
-    ring, X, XS, S, SORTED, TILES, count, N, steps, KX, row_tiles, group_m = work
+    ring, X, COPIES, XS, SORTED, TILES, count, steps, KX, row_tiles, group_m = work
     DEPTH: gl.constexpr = HOW.depth
     ROWS: gl.constexpr = batch_rows(HOW)
     COUNT: gl.constexpr = batches(HOW)
     BEFORE: gl.constexpr = HOW.stages * HOW.depth * piece_bytes(HOW) // (128 * batch_rows(HOW))
     L: gl.constexpr = _bytes_layout(HOW)
-    ROW_COUNT: gl.constexpr = 64 * HOW.workers * HOW.blocks_m
     NOTES: gl.constexpr = notes_of(HOW)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [HOW.loaders], [0])
     _rows, into, scales, full, empty = ring
@@ -196,41 +224,40 @@ def token_loader(work, HOW: gl.constexpr):
     phase = gl.to_tensor(1)
     column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, L)), 0)
     for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
-        expert, first, tokens, nt = tile_of(TILES, tile, count, row_tiles, group_m, HOW)
+        _expert, first, tokens, _nt = tile_of(TILES, tile, count, row_tiles, group_m, HOW)
         if in_blocks(HOW):
-            row = nt * ROW_COUNT + gl.arange(0, ROW_COUNT, layout=LINE)
-            scale_row, exists = scale_rows(row, N, HOW)
             blocks = (KX + 127) // 128
-            of_expert = S + expert.to(gl.int64) * (scale_count(N, HOW) * blocks)
-            of_rows = scale_row * blocks
             place = gl.arange(0, NOTES, layout=LINE)
             of_tokens = token_rows(SORTED, first, place, place < tokens, HOW) * blocks
         base = X
         if HOW.stage == 2:
             base = X + first.to(gl.int64) * KX
         sources = ()
-        for b in gl.static_range(COUNT):
-            sources += (_sources(SORTED, first, tokens, KX, b * ROWS, ROWS, HOW),)
+        if not HOW.copied:
+            for b in gl.static_range(COUNT):
+                sources += (_sources(SORTED, first, tokens, KX, b * ROWS, ROWS, HOW),)
         for k in range(gl.where(tokens > 0, steps, 0)):
             mbarrier.wait(empty.index(stage), phase)
+            if HOW.copied:
+                _copied_tokens(COPIES, first, tokens, k, full, into, stage, HOW)
             for d in gl.static_range(DEPTH):
                 if in_blocks(HOW):
                     column_block = k * DEPTH + d
                     inside = column_block < blocks
-                    to = scales[0].index(stage * DEPTH + d)
-                    async_load(to, of_expert + column_block + of_rows, mask=exists & inside)
-                    to = scales[1].index(stage * DEPTH + d)
+                    to = scales.index(stage * DEPTH + d)
                     async_load(to, XS + column_block + of_tokens, mask=(place < tokens) & inside)
-                start = (k * DEPTH + d) * 128
-                for b in gl.static_range(COUNT):
-                    # Rows past the tile's tokens become zero, or keep what they hold: columns of the product
-                    # are independent, and these are not stored.
-                    if b == 0 or tokens > b * ROWS:
-                        offsets, live = sources[b]
-                        there = live
-                        if not HOW.even:
-                            there = live & (column < KX - start)
-                        to = into.index(BEFORE + (stage * DEPTH + d) * COUNT + b)
-                        async_load(to, base + start + (offsets + column), mask=there)
-            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                if not HOW.copied:
+                    start = (k * DEPTH + d) * 128
+                    for b in gl.static_range(COUNT):
+                        # Rows past the tile's tokens become zero, or keep what they hold: columns of the
+                        # product are independent, and these are not stored.
+                        if b == 0 or tokens > b * ROWS:
+                            offsets, live = sources[b]
+                            there = live
+                            if not HOW.even:
+                                there = live & (column < KX - start)
+                            to = into.index(BEFORE + (stage * DEPTH + d) * COUNT + b)
+                            async_load(to, base + start + (offsets + column), mask=there)
+            if gathers(HOW):
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             stage, phase = _next(stage, phase, HOW)
