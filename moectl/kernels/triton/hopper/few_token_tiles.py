@@ -10,7 +10,7 @@ from torch import Tensor
 from ..sort_and_combine import launch_options
 from ..sort_and_combine_kernels import _await_inputs
 
-SIZES = (64, 256)
+SIZES = (64, 128, 256)
 """Sizes to which a number of assignments is rounded up, each another kernel: it compares all pairs."""
 
 AT_ONCE = 16
@@ -58,10 +58,11 @@ def _few_tiles_kernel(
     for begin in range(0, TPAD, AT_ONCE):
         other = begin + tl.arange(0, AT_ONCE)
         its_expert = _expert_of(IDS, other, T, E)
-        same = its_expert[None, :] == expert[:, None]
-        rank += tl.sum((same & (other[None, :] < t[:, None])).to(tl.int32), 1)
-        count += tl.sum(same.to(tl.int32), 1)
-        first += tl.sum((its_expert[None, :] < expert[:, None]).to(tl.int32), 1)
+        # Each thread adds up a column of its own.
+        same = its_expert[:, None] == expert[None, :]
+        rank += tl.sum((same & (other[:, None] < t[None, :])).to(tl.int32), 0)
+        count += tl.sum(same.to(tl.int32), 0)
+        first += tl.sum((its_expert[:, None] < expert[None, :]).to(tl.int32), 0)
     position = tl.where(live, first + rank, t)
     total = tl.sum(live.to(tl.int32), 0)
     tl.store(SORTED + position, t, mask=live)

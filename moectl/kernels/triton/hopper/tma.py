@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -326,49 +325,62 @@ def _fits(problem: MoEProblem, tile: TmaTile) -> str:
     return ""
 
 
-PROMISING: tuple[dict[str, Any], ...] = (
-    {"tokens": 8, "workers": 1, "blocks_m": 1, "depth": 2, "programs": 2},
-    {"tokens": 8, "workers": 1, "blocks_m": 1, "depth": 2},
-    {"tokens": 8, "workers": 1, "blocks_m": 2, "depth": 2},
-    {"tokens": 16, "workers": 1, "blocks_m": 2, "programs": 2},
-    {"tokens": 16, "workers": 2, "blocks_m": 1, "depth": 2},
-    {"tokens": 32, "workers": 1, "blocks_m": 2, "programs": 2},
-    {"tokens": 32, "workers": 2, "blocks_m": 2},
-    {"tokens": 64, "workers": 2, "blocks_m": 2},
-    {"tokens": 64, "workers": 2, "blocks_m": 1},
-    {"tokens": 96, "workers": 2, "blocks_m": 2},
-    {"tokens": 128, "workers": 2, "blocks_m": 2, "group_m": 4},
-    {"tokens": 192, "workers": 2, "blocks_m": 1, "group_m": 4},
-    {"tokens": 256, "workers": 2, "blocks_m": 1, "group_m": 4},
-    {"tokens": 64, "workers": 2, "blocks_m": 2, "loaders": 4},
-    {"tokens": 96, "workers": 2, "blocks_m": 2, "loaders": 4},
-    {"tokens": 128, "workers": 2, "blocks_m": 2, "loaders": 4, "group_m": 4},
-    {"tokens": 160, "workers": 2, "blocks_m": 1, "loaders": 4, "group_m": 4},
-    {"tokens": 192, "workers": 2, "blocks_m": 1, "loaders": 4, "group_m": 4},
+def _tile(tokens: int, workers: int, blocks_m: int, **more: int) -> TmaTile:
+    return TmaTile(tokens, workers, blocks_m, stages=2, **more)
+
+
+RULES: dict[str, tuple[tuple[float, TmaTile], ...]] = {
+    "bf16": (
+        (1.02, _tile(8, 1, 1, depth=2)),
+        (2.5, _tile(8, 1, 2, depth=2)),
+        (6, _tile(16, 1, 2, programs=2)),
+        (22, _tile(32, 1, 2, programs=2)),
+        (40, _tile(64, 2, 2)),
+        (110, _tile(96, 2, 2)),
+        (350, _tile(96, 2, 2, loaders=4)),
+        (math.inf, _tile(128, 2, 2, group_m=4)),
+    ),
+    "fp8": (
+        (1.02, _tile(8, 1, 1, depth=2)),
+        (2.6, _tile(8, 1, 1, depth=2, programs=2)),
+        (12, _tile(16, 2, 1, depth=2)),
+        (22, _tile(32, 1, 2, programs=2)),
+        (48, _tile(64, 2, 1)),
+        (math.inf, _tile(160, 2, 1, loaders=4, group_m=4)),
+    ),
+}
+"""Weight format -> (most tokens per expert, tile): what runs if nothing was measured. All but the stages."""
+
+PROMISING: tuple[TmaTile, ...] = (
+    *dict.fromkeys(tile for rules in RULES.values() for _, tile in rules),
+    _tile(32, 2, 2),
+    _tile(64, 2, 2, loaders=4),
+    _tile(96, 2, 1, loaders=4),
+    _tile(128, 2, 2, loaders=4, group_m=4),
+    _tile(192, 2, 1, group_m=4),
+    _tile(192, 2, 1, loaders=4, group_m=4),
+    _tile(256, 2, 1, group_m=4),
 )
 """Tiles that are worth measuring, but for the stages."""
-
-RULES: tuple[tuple[float, int], ...] = ((2, 0), (6, 3), (14, 5), (40, 7), (72, 9), (math.inf, 10))
-"""(most tokens per expert, index in `PROMISING`): the tile that runs if nothing was measured."""
 
 STAGES = (12, 10, 8, 7, 6, 5, 4, 3)
 
 
-def _with_stages(problem: MoEProblem, index: int) -> TmaTile | None:
-    """A tile of `PROMISING` with as many stages as fit, which hide more latency; None if it does not fit."""
-    tile = TmaTile(stages=2, **PROMISING[index])
+def _with_stages(problem: MoEProblem, tile: TmaTile) -> TmaTile | None:
+    """`tile` with as many stages as fit, which hide more latency; None if it does not fit."""
     rings = (replace(tile, stages=stages) for stages in STAGES)
     return next((tile for tile in rings if not _fits(problem, tile)), None)
 
 
 def _candidates(problem: MoEProblem) -> Sequence[TmaTile]:
-    tiles = (_with_stages(problem, index) for index in range(len(PROMISING)))
+    tiles = (_with_stages(problem, tile) for tile in PROMISING)
     return [tile for tile in tiles if tile is not None]
 
 
 def tile_for(problem: MoEProblem, tokens_per_expert: float) -> TmaTile | None:
     """The tile of `RULES` for a number of tokens per active expert; None if it does not fit the layer."""
-    return _with_stages(problem, next(index for most, index in RULES if tokens_per_expert <= most))
+    rules = RULES.get(problem.scheme.weight.name, ())
+    return next((_with_stages(problem, tile) for most, tile in rules if tokens_per_expert <= most), None)
 
 
 def _suits(tile: TmaTile, tokens_per_expert: float) -> bool:

@@ -146,6 +146,20 @@ def _added(acc, part, of_rows, scales, stage, TURN: gl.constexpr, WIDTH: gl.cons
     return acc[: BLOCK * UNITS] + made + acc[(BLOCK + 1) * UNITS :]
 
 
+@gluon.constexpr_function
+def _turn_asm(ACTION, WHOSE):
+    """Two warpgroups meet at a barrier of the hardware: one arrives, the other waits for that. Triton numbers
+    its own barriers from 0."""
+    return f"bar.{ACTION} {14 + WHOSE}, 256; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def _turn(ACTION: gl.constexpr, WHOSE: gl.constexpr):
+    """Awaits (``sync``) or gives (``arrive``) the turn of worker WHOSE to use the tensor cores."""
+    ASM: gl.constexpr = _turn_asm(ACTION, WHOSE)
+    gl.inline_asm_elementwise(ASM, "=r", [], gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def _promoted_product(
     ring, stage, phase, steps, S, expert, block, N, columns,
@@ -153,14 +167,20 @@ def _promoted_product(
 ):  # fmt: skip
     """`_product` whose sums of 128 columns are added up outside of the tensor cores, which sum FP8 products
     with fewer bits than fp32. While one sum is added, the next is computed, here or by the other worker.
+
+    Two workers that read the same stages would otherwise multiply at the same time, and add at the same time
+    while the tensor cores idle: they take turns.
     """
     BLOCKS: gl.constexpr = HOW.blocks_m
     TURNS: gl.constexpr = HOW.depth * BLOCKS
     TWO: gl.constexpr = TURNS > 1 and _two_at_once(WIDTH, HOW)
+    ALTERNATE: gl.constexpr = HOW.workers == 2 and not TWO and WIDTH >= 64
     _rows, _tokens, scales, full, empty = ring
     acc = step_zeros(WIDTH, BLOCKS)
     for step in range(steps):
         _await(full, stage, phase)
+        if ALTERNATE:
+            _turn("sync", ME)
         part = _piece_issued(stage, 0, WIDTH, ME, HOW)
         for turn in gl.static_range(TURNS):
             of_rows = _block_scales(S, expert, block, step, N, columns, turn, WIDTH, HOW)
@@ -169,8 +189,12 @@ def _promoted_product(
                 part = steps_finished(part, 1, WIDTH, 1)
             else:
                 part = steps_finished(part, 0, WIDTH, 1)
+            if ALTERNATE:
+                _turn("arrive", 1 - ME)
             acc = _added(acc, part, of_rows, scales, stage, turn, WIDTH, HOW)
             if turn + 1 < TURNS:
+                if ALTERNATE:
+                    _turn("sync", ME)
                 part = coming if TWO else _piece_issued(stage, turn + 1, WIDTH, ME, HOW)
         mbarrier.arrive(empty.index(stage), count=1)
         stage, phase = _next(stage, phase, HOW)
@@ -275,6 +299,8 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     own = (notes[0].index(ME), notes[1].index(ME), notes[2].index(ME))
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    if HOW.kind == "fp8" and HOW.workers == 2 and ME == 1:
+        _turn("arrive", 0)
     for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
         expert, first, tokens, nt = tile_of(TILES, tile, count, row_tiles, group_m, HOW)
         block = (nt * HOW.workers + ME) * HOW.blocks_m
@@ -301,6 +327,8 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                             acc, own, Y, factors[b], biases[b], block + b, first, tokens, NX, alpha, limit,
                             b, _width(i, HOW), HOW,
                         )  # fmt: skip
+    if HOW.kind == "fp8" and HOW.workers == 2 and ME == 0:
+        _turn("sync", 0)
 
 
 @gluon.jit(do_not_specialize=["row_tiles", "group_m", "steps", "bound"])

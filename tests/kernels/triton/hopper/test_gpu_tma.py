@@ -11,7 +11,7 @@ import torch
 from moectl.kernels.layer_inputs import LayerInputs, make_inputs
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.tolerance import check
-from moectl.kernels.triton.hopper.tma import PROMISING, TMA_FAMILY
+from moectl.kernels.triton.hopper.tma import PROMISING, TMA_FAMILY, TmaTile
 from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.layer.experts import ExpertLayer
@@ -22,8 +22,13 @@ from support.row_cases import RELU2, RowCase, call_of, expected_of, layer_of, ti
 
 pytestmark = pytest.mark.gpu
 
-FEW = ("8x1x1", "64x2x2")
-EVERY = tuple(f"{f['tokens']}x{f['workers']}x{f['blocks_m']}" for f in PROMISING)
+
+def name_of(tile: TmaTile) -> str:
+    return f"{tile.tokens}x{tile.workers}x{tile.blocks_m}, loaders {tile.loaders}, programs {tile.programs}"
+
+
+FEW = ("8x1x1, loaders 2, programs 1", "64x2x2, loaders 2, programs 1", "160x2x1, loaders 4, programs 1")
+EVERY = tuple(map(name_of, PROMISING))
 W8A8 = (
     "block",
     "block, E8M0 scales",
@@ -49,7 +54,7 @@ def experts_of(case: RowCase) -> tuple[ExpertLayer, PreparedMoE]:
 
 def launch_of(prepared: PreparedMoE, name: str) -> Launch:
     tiles = TMA_FAMILY.candidates(prepared.problem)
-    named = [tile for tile in tiles if f"{tile.tokens}x{tile.workers}x{tile.blocks_m}" == name]
+    named = [tile for tile in tiles if name_of(tile) == name]
     if not named:
         pytest.skip(f"no tile {name} fits the layer")
     return Launch("tma", named[0])
