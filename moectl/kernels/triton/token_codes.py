@@ -77,7 +77,12 @@ LARGEST_PROGRAMS = 512
 
 
 def quantize_rows(
-    x: Tensor, form: ActFormat, scale: Tensor | None = None, live: LiveRows = ALL_ROWS
+    x: Tensor,
+    form: ActFormat,
+    scale: Tensor | None = None,
+    live: LiveRows = ALL_ROWS,
+    *,
+    beside: bool = False,
 ) -> TokenCodes:
     """`x` ``[rows, columns]`` as E4M3 codes; one launch, for dynamic scales per tensor two.
 
@@ -86,6 +91,8 @@ def quantize_rows(
         form: an FP8 format with scales by blocks of 128 columns, per token or per tensor.
         scale: ``[1]`` fp32, the scale of a static format.
         live: the rows that are read; codes and scales of others are undefined.
+        beside: the kernel that was launched before lets this one start once its own inputs are complete, and
+            writes nothing that this one reads: they run at the same time.
 
     Example:
         >>> from moectl.problem.schemes import FP8_ACT_TOKEN
@@ -95,7 +102,7 @@ def quantize_rows(
     rows, columns = x.shape
     kind, dtype = scale_kind(form), code_dtype()
     codes = x.new_empty(rows, columns, dtype=torch.uint8).view(dtype)
-    options = {"E": live.experts, "LIVE": live.kind, **launch_options()}
+    options = {"E": live.experts, "LIVE": live.kind, "BESIDE": beside, **launch_options()}
     ids = codes if live.by is None else live.by
     if kind == "block":
         blocks = triton.cdiv(columns, BLOCK)
@@ -115,6 +122,7 @@ def quantize_rows(
     if scale is None:
         largest = x.new_empty(programs, dtype=torch.float32)
         kernels._largest_kernel[(programs,)](x, largest, ids, rows, columns, BK=width, **options)
+        options["BESIDE"] = False
     kernels._tensor_codes_kernel[(rows, triton.cdiv(columns, width))](
         x,
         codes,

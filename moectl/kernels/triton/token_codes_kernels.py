@@ -38,6 +38,22 @@ def _scale_of(largest):
 
 
 @triton.jit
+def _begin(BESIDE: tl.constexpr, PDL: tl.constexpr):
+    """`_await_inputs`, or nothing to wait for if the kernel runs beside the one that was launched before."""
+    if PDL and BESIDE:
+        tl.extra.cuda.gdc_launch_dependents()
+    else:
+        _await_inputs(PDL)
+
+
+@triton.jit
+def _end(BESIDE: tl.constexpr, PDL: tl.constexpr):
+    """Waits for the kernel that ran beside this one: the next kernel waits for this one only."""
+    if PDL and BESIDE:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def _is_live(IDS, row, E: tl.constexpr, LIVE: tl.constexpr):
     """Whether `row` holds a token."""
     live = row >= 0
@@ -52,10 +68,10 @@ def _is_live(IDS, row, E: tl.constexpr, LIVE: tl.constexpr):
 @triton.jit
 def _block_codes_kernel(
     X, CODES, SCALES, IDS, K,
-    E: tl.constexpr, LIVE: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, LIVE: tl.constexpr, BLOCKS: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A scale for each 128 columns, SCALES ``[ROWS, ceil(K / 128)]``; grid (rows, runs of BLOCKS blocks)."""
-    _await_inputs(PDL)
+    _begin(BESIDE, PDL)
     row = tl.program_id(0).to(tl.int64)
     if _is_live(IDS, row, E, LIVE):
         block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -65,15 +81,16 @@ def _block_codes_kernel(
         tl.store(CODES + row * K + column, _to_e4m3(tl.div_rn(x, scale[:, None]), CODES), mask=column < K)
         blocks = tl.cdiv(K, 128)
         tl.store(SCALES + row * blocks + block, scale, mask=block < blocks)
+    _end(BESIDE, PDL)
 
 
 @triton.jit
 def _token_codes_kernel(
     X, CODES, SCALES, IDS, K,
-    E: tl.constexpr, LIVE: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, LIVE: tl.constexpr, BK: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A scale for each token, SCALES ``[ROWS]``; grid (rows)."""
-    _await_inputs(PDL)
+    _begin(BESIDE, PDL)
     row = tl.program_id(0).to(tl.int64)
     if _is_live(IDS, row, E, LIVE):
         columns = tl.arange(0, BK)
@@ -87,15 +104,16 @@ def _token_codes_kernel(
             codes = _to_e4m3(tl.div_rn(x, scale), CODES)
             tl.store(CODES + row * K + first + columns, codes, mask=first + columns < K)
         tl.store(SCALES + row, scale)
+    _end(BESIDE, PDL)
 
 
 @triton.jit
 def _largest_kernel(
     X, LARGEST, IDS, ROWS, K,
-    E: tl.constexpr, LIVE: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, LIVE: tl.constexpr, BK: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """LARGEST ``[programs]``: the largest magnitude of each program's rows, every so many-th."""
-    _await_inputs(PDL)
+    _begin(BESIDE, PDL)
     columns = tl.arange(0, BK)
     largest = tl.zeros((BK,), dtype=tl.float32)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -107,16 +125,17 @@ def _largest_kernel(
                 x = tl.load(at + first + columns, mask=first + columns < K, other=0).to(tl.float32)
                 largest = tl.maximum(largest, tl.abs(x))
     tl.store(LARGEST + tl.program_id(0), tl.max(largest, 0))
+    _end(BESIDE, PDL)
 
 
 @triton.jit(do_not_specialize=["PROGRAMS"])
 def _tensor_codes_kernel(
     X, CODES, SCALES, LARGEST, IDS, K, PROGRAMS,
     E: tl.constexpr, LIVE: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, DYNAMIC: tl.constexpr,
-    PDL: tl.constexpr,
+    BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Codes by one scale, SCALES ``[1]``, which is given, or that of all LARGEST; grid (rows, columns)."""
-    _await_inputs(PDL)
+    _begin(BESIDE, PDL)
     row = tl.program_id(0).to(tl.int64)
     if DYNAMIC:
         every = tl.arange(0, BP)
@@ -129,3 +148,4 @@ def _tensor_codes_kernel(
         columns = tl.program_id(1) * BK + tl.arange(0, BK)
         x = tl.load(X + row * K + columns, mask=columns < K, other=0).to(tl.float32)
         tl.store(CODES + row * K + columns, _to_e4m3(tl.div_rn(x, scale), CODES), mask=columns < K)
+    _end(BESIDE, PDL)

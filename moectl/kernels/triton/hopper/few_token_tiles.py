@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sort_and_combine import launch_options
-from ..sort_and_combine_kernels import _await_inputs
 
 SIZES = (64, 128, 256)
 """Sizes to which a number of assignments is rounded up, each another kernel: it compares all pairs."""
@@ -29,12 +28,13 @@ def few_tiles(ids: Tensor, experts: int, tokens: int, bound: int) -> tuple[Tenso
         bound: `launches.token_tiles` of them.
     """
     t = ids.numel()
-    slots, tiles, counts = ids.new_empty(t), ids.new_empty(bound, 4), ids.new_empty(2)
     padded = next(size for size in SIZES if t <= size)
-    starts = ids.new_empty(3, padded)
+    # One allocation: what the next kernel gets must not be memory that this one still writes.
+    slots, *starts = ids.new_empty(4, padded)
+    slots, tiles, counts = slots[:t], ids.new_empty(bound, 4), ids.new_empty(2)
     options = {"num_warps": padded // 32, **launch_options()}
     _few_tiles_kernel[(1,)](
-        ids, slots, starts, tiles, counts, t, tokens, E=experts, TPAD=padded, AT_ONCE=AT_ONCE, **options
+        ids, slots, starts[0], tiles, counts, t, tokens, E=experts, TPAD=padded, AT_ONCE=AT_ONCE, **options
     )
     return slots, tiles, counts
 
@@ -48,7 +48,9 @@ def _few_tiles_kernel(
 
     STARTS ``[3, TPAD]`` holds by position whether a tile begins there, its expert, and its tokens.
     """
-    _await_inputs(PDL)
+    if PDL:  # in this order, for what runs beside it reads the same inputs
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     t = tl.arange(0, TPAD)
     expert = _expert_of(IDS, t, T, E)
     live = expert < E

@@ -270,7 +270,7 @@ def _run(layer: RowLayer, call: KernelCall, tile: TmaTile) -> None:
     plan = planned or schedule(call, p.local_experts, tile.tokens, one_launch=True)
     # Rows of a batch that hold no token may hold anything.
     filled = ALL_ROWS if call.order is None else LiveRows("slots", call.ids, p.local_experts)
-    x, scales = _quantized(p, call.x, layer.w13, filled)
+    x, scales = _quantized(p, call.x, layer.w13, filled, beside=planned is None)
     h = call.x.new_empty(t, p.dims.intermediate)
     parts = call.parts()
     gemm(layer, 1, call, plan, x, scales, h, tile)
@@ -279,12 +279,14 @@ def _run(layer: RowLayer, call: KernelCall, tile: TmaTile) -> None:
     finish(call, parts, p.local_experts)
 
 
-def _quantized(problem: MoEProblem, x: Tensor, m: RowMatrix, live: LiveRows) -> tuple[Tensor, Tensor | None]:
-    """What enters the GEMM of `m`, and its scales."""
+def _quantized(
+    problem: MoEProblem, x: Tensor, m: RowMatrix, live: LiveRows, beside: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """What enters the GEMM of `m`, and its scales; `beside` the schedule, which reads other inputs."""
     form = token_format(problem)
     if form is None:
         return x, None
-    made = quantize_rows(x, form, m.token_scale, live)
+    made = quantize_rows(x, form, m.token_scale, live, beside=beside)
     return made.codes, made.scales
 
 
