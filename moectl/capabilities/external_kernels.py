@@ -55,15 +55,20 @@ HUMMING = KernelSupport(
                 own_scales=True,
                 acts=(act,),
                 lowest=(9, 0),
-                untried=True,
             )
             for weight, act in ((FP8_BLOCK, FP8_ACT_GROUP_128), (FP8_CHANNEL, FP8_ACT_TOKEN))
         ),
-        WeightSupport(
-            (int_format(8, FULL), int_format(4, 32), int_format(4, 128), int_format(4, FULL)),
-            acts=(act_format("int8", (1, FULL)),),
-            lowest=(9, 0),
-            untried=True,
+        *(
+            WeightSupport(
+                weights,
+                acts=(act_format("int8", (1, FULL)),),
+                lowest=(9, 0),
+                untried=weights[0].name != "int8",
+            )
+            for weights in (
+                (int_format(8, FULL),),
+                (int_format(4, 32), int_format(4, 128), int_format(4, FULL)),
+            )
         ),
     ),
     gated=GATED,

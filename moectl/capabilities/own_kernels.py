@@ -27,14 +27,13 @@ TILES = "moectl-mtile64"
 TRITON = KernelSupport(
     (
         WeightSupport((MXFP4, *integers(4), *integers(8)), TILES),
-        WeightSupport((NVFP4, MXFP8), TILES, any_act=True, untried=True),
-        WeightSupport((BF16,), "moectl-bf16", untried=True),
+        WeightSupport((NVFP4, MXFP8), TILES, any_act=True),
+        WeightSupport((BF16,), "moectl-bf16"),
         WeightSupport(
             (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR),
             "moectl-fp8",
             acts=(A16, FP8_ACT_GROUP_128, FP8_ACT_TOKEN, FP8_ACT_TENSOR, FP8_ACT_TENSOR_STATIC),
             own_scales=True,
-            untried=True,
         ),
     ),
     gated=GATED,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..convert.rank_slice import RankShard
 from ..convert.stream.tensor_reading import TensorReading
+from ..errors import MoectlError
 from .experts import ExpertLayer
 from .prepare import ConvertedTensors
 
@@ -44,11 +45,11 @@ class LayersAhead:
     def expect(self, request: LayerRequest, open_layer: OpenLayer) -> None:
         """Begins to read `request`, if its tensors go to the device as they are stored.
 
-        Whatever is wrong with it is raised when it is taken.
+        What is wrong with its files or the device's memory is raised when it is taken.
         """
         if request in self._begun:
             return
-        with suppress(Exception):
+        with suppress(MoectlError, OSError, RuntimeError):
             layer, backend = open_layer(request)
             if isinstance(layer.stored, ConvertedTensors) and layer.is_read_as_stored(backend):
                 reading = layer.stored.begin(request.device)

@@ -120,7 +120,12 @@ def _zeros(source: StressInputs) -> Workload:
 
 
 def _large(source: StressInputs) -> Workload:
-    return source.ordinary(scale=LARGE[source.problem.dtype])
+    """Large activations. An activation function with a limit maps nearly all of them to it, and the rest
+    depends on how tokens are rounded: signs of one magnitude are exact in every format of tokens."""
+    scale, problem = LARGE[source.problem.dtype], source.problem
+    if not problem.activation.limit or problem.scheme.act.bits == 16:
+        return source.ordinary(scale=scale)
+    return source.routed(source.x(TOKENS).sign() * scale, source.logits(TOKENS))
 
 
 def _tiny(source: StressInputs) -> Workload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import moectl
 from moectl.capabilities import own_kernels
+from moectl.integrations import model_experts
 from moectl.integrations.model_experts import BACKEND, ModelExperts, open_experts, takes_over
 from moectl.problem.published_layers import SCHEMES, model_problem
 from moectl.synth import synthesize
@@ -33,11 +35,18 @@ def test_engines_keep_layers_whose_kernels_nobody_checked(format: str) -> None:
     assert not takes_over("torch", problem)
 
 
-def test_checked_formats_are_those_of_four_and_eight_bit_codes() -> None:
-    checked = {name for name in SCHEMES if takes_over("moectl", model_problem("qwen3-30b", name))}
-    assert checked == {"mxfp4", "int4-g32", "int4-g128"}
+def test_all_formats_were_checked_on_a_gpu() -> None:
+    assert all(takes_over("moectl", model_problem("qwen3-30b", name)) for name in SCHEMES)
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has checked any kernel."""
+    rows = tuple(replace(row, untried=True) for row in own_kernels.TRITON.weights)
+    monkeypatch.setattr(model_experts, "TRITON", replace(own_kernels.TRITON, weights=rows))
+
+
+@pytest.mark.usefixtures("unchecked")
 def test_unchecked_layers_are_left_to_the_engine_unless_the_user_asks(
     experts: ModelExperts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,6 +55,7 @@ def test_unchecked_layers_are_left_to_the_engine_unless_the_user_asks(
     assert experts.own_backends(CPU) == ({0: "moectl", 1: "moectl"}, {})
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_directories_for_unchecked_kernels_run_on_them(experts: ModelExperts, tmp_path: Path) -> None:
     moectl.convert(tmp_path / "model", tmp_path / "out", "moectl")
     assert open_experts(tmp_path / "out").own_backends(CPU) == ({0: "moectl", 1: "moectl"}, {})

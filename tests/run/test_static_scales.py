@@ -22,6 +22,7 @@ from moectl.run.static_scales import beyond_static_scales, quantizes_activations
 from moectl.run.stress import CaseResult, stress
 from moectl.run.stress_cases import CASES
 from moectl.synth import synthesize
+from support import peer_cases
 from support.invoking import moectl
 
 CPU = torch.device("cpu")
@@ -117,3 +118,10 @@ def test_the_command_names_the_cause_and_what_to_do(tmp_path: Path) -> None:
     )
     assert "static activation scales do not fit these inputs" in done.words
     assert "values clip" in done.words and "--input FILE" in done.words
+
+
+def test_large_activations_of_a_limited_activation_do_not_depend_on_how_tokens_are_rounded() -> None:
+    """Nearly all gates are at the limit, and a token's rounding moves the others by more than the limit."""
+    layer = peer_cases.layer_for(peer_cases.PLAIN["fp8 blocks, fp8 tokens, bias"])
+    assert layer.problem.activation.limit
+    assert [result.ok for result in stressed(layer, "emulation", "large")] == [True]

@@ -193,10 +193,13 @@ def expected_of(layer: ExpertLayer, inputs: LayerInputs) -> Tensor:
 def tight(problem: MoEProblem) -> Tolerance:
     """The tolerance of results against `expected_of`: of plain weights, and some codes of the next value.
 
-    A number of `h` in the middle of two codes goes either way by the order of fp32 sums.
+    A number of `h` in the middle of two codes goes either way by the order of fp32 sums. If it is the largest
+    of what shares a scale, all codes move: of a whole token, for scales by token.
     """
     plain = tolerance_for(replace(problem, scheme=Scheme(BF16)))
-    return replace(plain, max=0.12, rms=1e-2) if problem.scheme.act.bits == 8 else plain
+    if problem.scheme.act.bits != 8:
+        return plain
+    return replace(plain, max=0.12 if problem.scheme.act.block[1] != FULL else 0.2, rms=1e-2)
 
 
 def agrees(case: RowCase, device: str) -> None:

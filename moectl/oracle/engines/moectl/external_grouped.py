@@ -70,7 +70,7 @@ TORCH_GROUPED = Backend(
     ),
     forms=_forms(kernels.TORCH_GROUPED),
     runner="torch_grouped",
-    verified=(CPU,),
+    verified=(SM90, CPU),
     note="torch's grouped products, which need no package: FP8 on SM90, BF16 also on a CPU, where the torch "
     "backend comes first.",
 )
@@ -108,6 +108,7 @@ def _deep_gemm(name: str, form: str, note: str) -> Backend:
         ),
         forms=_forms(kernels.DEEP_GEMM),
         runner=name,
+        verified=(SM90,),
         note=note,
     )
 

@@ -19,6 +19,7 @@ from ...backend import (
     only,
 )
 from ...format_keys import exact_key
+from ...gpu_archs import SM90
 from .kernel_rules import archs_of, formats_of, weighting
 from .own import GATE, NAIVE
 
@@ -82,6 +83,7 @@ VLLM_TRITON = Backend(
     ),
     forms=_forms(kernels.VLLM_TRITON),
     runner="triton",
+    verified=(SM90,),
     note="vLLM's Triton experts, out of their source file, with vLLM's tuned launches or those in "
     "VLLM_TUNED_CONFIG_FOLDER. Kernels are compiled at the first call with a new launch.",
 )
@@ -110,5 +112,6 @@ VLLM_CUTLASS = Backend(
     ),
     forms=_forms(kernels.VLLM_CUTLASS),
     runner="cutlass",
+    verified=(SM90,),
     note="vLLM's grouped CUTLASS GEMMs, from the engine's library file.",
 )
