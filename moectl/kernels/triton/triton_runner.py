@@ -148,9 +148,9 @@ CROWDED = 1.25
 the weights of many experts are read several times."""
 
 FILLED = 0.75
-"""`CROWDED` for tiles of 2 to 16 tokens, as experts have unequal numbers of tokens. With 8 tokens per expert in
-NVFP4, stream's tiles of 8 took 478 to 686 us on an H200, mid's of 16 and 32 304 to 386 us; with 4 both took as
-long."""
+"""`CROWDED` for tiles of 2 to 16 tokens, as experts have unequal numbers of tokens. With 8 tokens per expert
+in NVFP4, stream's tiles of 8 took 478 to 686 us on an H200, mid's of 16 and 32 304 to 386 us; with 4 tokens
+both took as long."""
 
 
 def _is_near(row: MeasuredLaunch, per_expert: float) -> bool:

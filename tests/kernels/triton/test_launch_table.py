@@ -193,7 +193,7 @@ def test_nvfp4_layers_take_their_own_rows(model: str, tp: int) -> None:
 
 @pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
 def test_a_thin_slice_takes_the_rows_of_the_same_sizes_in_nvfp4(format: str) -> None:
-    """Sizes outweigh the format: what suits an intermediate size of 256 suits it in formats that share tiles."""
+    """Sizes outweigh the format: rows of an intermediate size of 2048 or more are farther."""
     problem, like = (_stored("deepseek-v3", name, 8) for name in (format, "nvfp4"))
     with compiling_for(OFFLINE_GPUS[90]):
         for tokens in (16, 64, 8192):
