@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ from moectl.kernels.triton.launch_table import (
 from moectl.kernels.triton.launches import launch_for
 from moectl.kernels.triton.marlin import tile_for
 from moectl.kernels.triton.triton_runner import FAMILIES, choose_shipped
-from moectl.problem.moe_problem import Dims
+from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
+from moectl.problem.padding import pad
+from moectl.problem.published_layers import model_problem
 from moectl.problem.schemes import FULL, Scheme, int_format
 from support.random_layers import GPT_OSS, KIMI
 
@@ -163,9 +166,53 @@ def test_few_tokens_are_no_work_for_kernels_of_many(monkeypatch: pytest.MonkeyPa
     assert found == {16: "decode", 512: "grouped", 1024: "prefill", 65_536: "prefill"}
 
 
+NVFP4_LAYERS = (("qwen3-235b", 1), ("deepseek-v3", 8))
+"""(model, tensor parallel ranks) that were measured in NVFP4."""
+
+
+def _ring(tile: Any) -> dict[str, int]:
+    """The one field in which wider codes may differ: the stages of the shared memory ring."""
+    return {"stages": tile.stages} if hasattr(tile, "stages") else {}
+
+
+def _stored(model: str, format: str, tp: int) -> MoEProblem:
+    """One rank's layer of a published model, as the kernels get it."""
+    return pad("moectl-mtile64", model_problem(model, format).on(Parallel(tp=tp)))
+
+
+@pytest.mark.parametrize(("model", "tp"), NVFP4_LAYERS)
+def test_nvfp4_layers_take_their_own_rows(model: str, tp: int) -> None:
+    problem = _stored(model, "nvfp4", tp)
+    own = next(entry for entry in launch_table.entries() if entry.distance(problem) == 0)
+    assert len(own.rows) == 8
+    with compiling_for(OFFLINE_GPUS[90]):
+        for tokens, row in zip((1, 4, 16, 64, 256, 1024, 4096, 8192), own.rows, strict=True):
+            chosen = choose_shipped(problem, tokens, torch.device("cuda"))
+            assert (chosen.family, asdict(chosen.tile)) == (row.family, row.tile), tokens
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
+def test_a_thin_slice_takes_the_rows_of_the_same_sizes_in_nvfp4(format: str) -> None:
+    """Sizes outweigh the format: rows of an intermediate size of 2048 or more are farther."""
+    problem, like = (_stored("deepseek-v3", name, 8) for name in (format, "nvfp4"))
+    with compiling_for(OFFLINE_GPUS[90]):
+        for tokens in (16, 64, 8192):
+            here, there = (choose_shipped(it, tokens, torch.device("cuda")) for it in (problem, like))
+            assert (here.family, replace(here.tile, **_ring(there.tile))) == (there.family, there.tile)
+
+
+def test_tiles_of_few_tokens_are_not_taken_where_experts_fill_them() -> None:
+    """32 experts of a rank have 8 tokens each, as many as a tile of the nearest row."""
+    problem = pad("moectl-mtile64", model_problem("deepseek-v3", "nvfp4").on(Parallel(tp=8, ep=True)))
+    with compiling_for(OFFLINE_GPUS[90]):
+        found = {n: choose_shipped(problem, n, torch.device("cuda")).family for n in (64, 256)}
+    assert found == {64: "stream", 256: "mid"}
+
+
 def test_shipped_rows_are_launches_of_their_own_layers() -> None:
     """Each gives every field of a tile of kernels that exist, and those take the layer that was measured."""
     problems = [layer_without_weights(model).problem for model in MODELS]
+    problems += [_stored(model, "nvfp4", tp) for model, tp in NVFP4_LAYERS]
     for entry in launch_table.entries():
         own = [problem for problem in problems if entry.distance(problem) == 0]
         assert own, f"no model has the layer of {entry}"
