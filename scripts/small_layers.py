@@ -7,7 +7,20 @@ from dataclasses import replace
 
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem
 from moectl.problem.published_layers import MODELS
-from moectl.problem.schemes import FULL, MXFP8, NVFP4, Scheme, int_format
+from moectl.problem.schemes import (
+    BF16,
+    FP8_ACT_GROUP_128,
+    FP8_ACT_TENSOR,
+    FP8_ACT_TOKEN,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    FULL,
+    MXFP8,
+    NVFP4,
+    Scheme,
+    int_format,
+)
 
 SMALL = {"dims": Dims(1408, 1152), "experts": 6, "local_experts": 6, "top_k": 2}
 """Several row tiles in both matrices, the last one partial for most tile sizes; more columns than any ring in
@@ -44,6 +57,15 @@ LAYERS: Mapping[str, MoEProblem] = {
     "int8-g128": _int(8, 128),
     "int8-channel": _int(8, FULL),
     "int8-g128-zeros": _int(8, 128, zeros=True),
+    "bf16": _like("qwen3-30b", scheme=Scheme(BF16)),
+    "fp16": _like("gpt-oss-20b", scheme=Scheme(BF16), dtype="fp16"),
+    "fp8-block": _like("qwen3-30b", scheme=Scheme(FP8_BLOCK, FP8_ACT_GROUP_128)),
+    "fp8-block-fp16": _like("gpt-oss-20b", scheme=Scheme(FP8_BLOCK, FP8_ACT_GROUP_128), dtype="fp16"),
+    "fp8-block-a16": _like("qwen3-30b", scheme=Scheme(FP8_BLOCK)),
+    "fp8-channel": _like("qwen3-30b", scheme=Scheme(FP8_CHANNEL, FP8_ACT_TOKEN)),
+    "fp8-tensor-relu2": _like(
+        "qwen3-30b", scheme=Scheme(FP8_TENSOR, FP8_ACT_TENSOR), activation=RELU2, rows="concatenated"
+    ),
 }
 """By format and scale groups, and by deviations from bf16 tokens and scales, a gate, and symmetric codes.
 gpt-oss has biases, interleaved rows and a clamp, the others none of these."""

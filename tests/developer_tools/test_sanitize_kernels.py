@@ -56,7 +56,8 @@ def test_marlin_s_layout_is_read_where_it_lies(script: ModuleType) -> None:
 def test_there_is_a_layer_of_every_kind(script: ModuleType) -> None:
     weights = {(p.scheme.weight.name, p.scheme.weight.zero_point) for p in script.LAYERS.values()}
     integers = {("int4", False), ("int4", True), ("int8", False), ("int8", True)}
-    assert weights == integers | {("mxfp4", False), ("nvfp4", False), ("mxfp8", False)}
+    others = ("mxfp4", "nvfp4", "mxfp8", "bf16", "fp8")
+    assert weights == integers | {(name, False) for name in others}
     for kinds in (
         {(p.scheme.weight.bits, p.scheme.weight.group == FULL) for p in script.LAYERS.values()},
         {(p.dtype, p.activation.gated) for p in script.LAYERS.values()},
@@ -65,12 +66,16 @@ def test_there_is_a_layer_of_every_kind(script: ModuleType) -> None:
     assert len(set(map(str, script.LAYERS.values()))) == len(script.LAYERS)
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "mxfp4-fp16", "int4-channel", "int4-g32-zeros", "int8-g128"])
+@pytest.mark.parametrize(
+    "format",
+    ["mxfp4", "mxfp4-fp16", "int4-channel", "int4-g32-zeros", "int8-g128", "nvfp4", "bf16", "fp8-block"],
+)
 def test_every_family_is_asked_for_what_it_takes(script: ModuleType, format: str) -> None:
     with compiling_for(OFFLINE_GPUS[90]):
         found = {it.family for it in script.configurations(format, CUDA, asked(most=1))}
-    wanted = {"decode", "grouped", "stream"}
-    wanted |= {"mid", "prefill"} if format != "mxfp4-fp16" else set()
+    in_rows = format in ("bf16", "fp8-block")
+    wanted = {"decode", "grouped", "tma" if in_rows else "stream"}
+    wanted |= {"mid", "prefill"} if format != "mxfp4-fp16" and not in_rows else set()
     wanted |= {"warpwise", "moectl_marlin"} if format.startswith("int4") else set()
     assert found == wanted
 
