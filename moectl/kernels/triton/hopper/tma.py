@@ -134,10 +134,14 @@ def launch_registers(tile: TmaTile) -> int:
     return min(168, 65536 // (128 * groups * tile.programs) // 8 * 8)
 
 
-def registers(tile: TmaTile) -> tuple[int, int, int]:
-    """Registers per thread of a worker, of a token loader, and of the weight loader."""
+def registers(tile: TmaTile, promoted: bool = False) -> tuple[int, int, int]:
+    """Registers per thread of a worker, of a token loader, and of the weight loader.
+
+    `promoted` sums of FP8 products, which are not added yet, take registers of a worker.
+    """
     at_first, groups = launch_registers(tile), _loader_groups(tile)
-    tokens = min(at_first, 72 if groups == 1 else 56)
+    few = groups > 1 or (promoted and 96 < tile.tokens <= 128)  # loaders have addresses of tokens in theirs
+    tokens = min(at_first, 56 if few else 72)
     weights = tokens if groups == 1 else 40  # in one warpgroup all have the same number
     of_loaders = tokens + (groups - 1) * weights
     worker = (at_first * (tile.workers + groups) - of_loaders) // tile.workers // 8 * 8
@@ -168,7 +172,7 @@ def _variant(layer: RowLayer, stage: int, plan: MidSchedule, tile: TmaTile) -> T
         depth=tile.depth,
         loaders=tile.loaders,
         copied=_copied(stage, tile),
-        registers=registers(tile),
+        registers=registers(tile, p.scheme.weight.name == "fp8"),
     )
 
 
@@ -311,7 +315,7 @@ def _fits(problem: MoEProblem, tile: TmaTile) -> str:
         return f"{tile} needs two stages: one to fill while another is read"
     promoted = 1 if weight.name == "fp8" else 0  # sums that are not added yet, and scales
     sums = tile.tokens * (tile.blocks_m + promoted) // 2 + 12 * promoted * tile.blocks_m
-    if sums + (8 if promoted else 16) > registers(tile)[0]:
+    if sums + (8 if promoted else 16) > registers(tile, bool(promoted))[0]:
         return f"the accumulators of {tile} do not fit in the registers of its workers"
     shared = tile.programs * shared_bytes(problem, tile)
     if shared > SHARED_MEMORY:

@@ -44,9 +44,10 @@ def test_few_tokens_take_narrow_tiles_and_many_wide_ones() -> None:
     assert widths == sorted(widths) and widths[0] == 8 and widths[-1] == 128
 
 
+@pytest.mark.parametrize("promoted", [False, True])
 @pytest.mark.parametrize("tile", PROMISING, ids=str)
-def test_threads_of_a_multiprocessor_share_its_registers(tile: TmaTile) -> None:
-    working, loading, copying = registers(tile)
+def test_threads_of_a_multiprocessor_share_its_registers(tile: TmaTile, promoted: bool) -> None:
+    working, loading, copying = registers(tile, promoted)
     at_first = launch_registers(tile)
     apart = tile.loaders == 4  # then the weight loader is in a warpgroup of its own
     groups = tile.workers + (2 if apart else 1)
