@@ -15,10 +15,10 @@ from moectl.kernels.triton.hopper.tma import PROMISING, TMA_FAMILY, TmaTile
 from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.layer.experts import ExpertLayer
-from moectl.problem.moe_problem import SILU, SWIGLU_OAI
+from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Dims, MoEProblem
 from support.kernel_cases import poison_new_memory
 from support.random_layers import inputs_of
-from support.row_cases import RELU2, RowCase, call_of, expected_of, layer_of, tight
+from support.row_cases import RELU2, SCHEMES, RowCase, call_of, expected_of, layer_of, tight
 
 pytestmark = pytest.mark.gpu
 
@@ -145,3 +145,19 @@ def test_what_is_not_finite_stays_in_its_row(scheme: str, tile: str, value: floa
     assert same(y[others], clean[others])
     if scheme != "tensor, static" or value != value:  # a static scale saturates infinity
         assert not torch.isfinite(y[2]).any()
+
+
+@pytest.mark.parametrize("hidden", [2048, 4096, 7168, 16384])
+@pytest.mark.parametrize("tile", FEW)
+@pytest.mark.parametrize("scheme", W8A8)
+def test_long_sums_of_unlike_magnitudes_are_as_exact_as_in_fp32(scheme: str, tile: str, hidden: int) -> None:
+    """Codes of very different sizes in one sum, which tensor cores add with fewer bits than fp32."""
+    problem = MoEProblem(Dims(hidden, 256), 2, 1, SCHEMES[scheme], SILU)
+    layer = layer_of(problem, "cuda")
+    prepared = layer.prepared("moectl", "cuda")
+    inputs = inputs_of(problem, 64, device="cuda")
+    spread = torch.exp2(torch.randint(-6, 7, inputs.x.shape, device="cuda").float()) / 16
+    inputs = replace(inputs, x=(inputs.x * spread).to(inputs.x.dtype))
+    y = run(prepared, inputs, launch_of(prepared, tile))
+    result = check(y, expected_of(layer, inputs), tight(problem))
+    assert result.ok, result
