@@ -193,7 +193,7 @@ def commands():
         yield pytest.param(model, options, backend, id=f"{model}-{backend}-{'-'.join(options[1:2])}")
 
 
-@pytest.mark.parametrize(("model", "options", "backend"), commands())
+@pytest.mark.parametrize(("model", "options", "backend"), list(commands()))
 def test_the_commands_that_are_printed_get_the_backend(model, options, backend):
     from support.invoking import moectl
 
