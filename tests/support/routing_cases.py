@@ -10,8 +10,9 @@ from torch import Tensor
 
 from moectl.kernels.triton import expert_records as planning
 from moectl.kernels.triton import sort_and_combine
+from moectl.kernels.triton.kernel_family import KernelCall
 from moectl.kernels.triton.marlin import list_items
-from moectl.kernels.triton.sort_and_combine import CombineLaunch, combine, sort_by_expert
+from moectl.kernels.triton.sort_and_combine import CombineLaunch, combine, finish, sort_by_expert
 
 WAYS = {"few": 1 << 30, "many": 0}
 """How many assignments count as few, so that one way or the other is taken."""
@@ -122,3 +123,18 @@ def sums(
     combine(parts, ids, y, experts, launch)
     exact = torch.nan_to_num(parts.float()).sum(0).view(tokens, top_k, hidden).sum(1)
     assert torch.equal(y, exact.to(dtype))
+
+
+def zeroes_what_is_skipped(tokens: int, hidden: int, routing_name: str, device: str) -> None:
+    """With one expert for each token, what the second GEMM wrote stays, and the other rows become zero."""
+    experts = 8
+    ids = ids_of(routing_name, tokens, experts, device)
+    x = torch.full((tokens, hidden), float("nan"), device=device).bfloat16()
+    call = KernelCall(x, ids, torch.ones(tokens, device=device), torch.full_like(x, float("nan")))
+    parts = call.parts()
+    assert parts is call.y
+    valid = (ids >= 0) & (ids < experts)
+    parts[valid] = torch.arange(tokens, device=device).bfloat16()[valid, None]
+    finish(call, parts, experts)
+    expected = torch.where(valid, torch.arange(tokens, device=device), 0).bfloat16()
+    assert torch.equal(call.y, expected[:, None].expand(-1, hidden))

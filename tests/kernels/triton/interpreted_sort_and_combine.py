@@ -68,3 +68,9 @@ def test_plans(way: str, sizes: tuple[int, int, int], name: str, monkeypatch: py
 @pytest.mark.parametrize(("assignments", "experts", "tokens"), [(16, 128, 8), (300, 5, 16)])
 def test_lists_blocks(assignments: int, experts: int, tokens: int, name: str) -> None:
     routing_cases.items(name, assignments, experts, tokens, "cpu")
+
+
+@pytest.mark.parametrize("name", routing_cases.ROUTINGS)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (37, 1500)])
+def test_zeroes_what_is_skipped(tokens: int, hidden: int, name: str) -> None:
+    routing_cases.zeroes_what_is_skipped(tokens, hidden, name, "cpu")

@@ -77,3 +77,9 @@ def test_follows_what_comes_before_it_in_the_stream() -> None:
         order, ends = routing_cases.expected_order((base + turn) % 64, 64)
         assert torch.equal(offsets.cpu(), ends) and torch.equal(slots.cpu(), order)
         assert int(y[:, 0].sum(dtype=torch.float32)) == 4 * turn
+
+
+@pytest.mark.parametrize("name", routing_cases.ROUTINGS)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (37, 1500)])
+def test_zeroes_what_is_skipped(tokens: int, hidden: int, name: str) -> None:
+    routing_cases.zeroes_what_is_skipped(tokens, hidden, name, "cuda")
