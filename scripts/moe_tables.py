@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moectl.bench.bench_rows import BenchRow
-from moectl.bench.pivot import PivotTable, geometric_mean, pivot_tables, title
+from moectl.bench.pivot import PivotTable, geometric_mean, layer_title, pivot_tables, title
 from moectl.bench.row_tables import footer, number, result_word
 
 COLUMNS: Mapping[str, str] = {
@@ -16,6 +16,12 @@ COLUMNS: Mapping[str, str] = {
     "humming": "humming",
     "flashinfer": "flashinfer_cutlass",
     "moectl_marlin": "moectl_marlin",
+    "humming_grouped": "humming_grouped",
+    "triton": "triton",
+    "cutlass": "cutlass",
+    "deep_gemm": "deep_gemm",
+    "batched_deep_gemm": "batched_deep_gemm",
+    "torch_grouped": "torch_grouped",
 }
 """Column -> backend."""
 
@@ -96,3 +102,66 @@ def _means(tables: Sequence[PivotTable]) -> list[str]:
         for routing, ratios in speedups.items()
         if ratios
     ]
+
+
+def as_cells(rows: Sequence[BenchRow]) -> str:
+    """A line of text per case: moectl's time and launch, the best other one, their ratio, floor and check."""
+    lines = [
+        f"{'layer':44} {'M':>5} {OURS:>8} {'best':>8} {'which':15} {'ratio':>5} {'floor':>7} check  launch"
+    ]
+    every: list[float] = []
+    for table in pivot_tables(rows):
+        speedups = table.speedups(OURS, NO_PEERS)
+        by_backend = {line.backend: line.rows for line in table.lines}
+        for count in table.tokens:
+            cells = {name: own[count] for name, own in by_backend.items() if count in own}
+            lines.append(_cell(layer_title(table.key), count, cells, speedups.get(count)))
+        if speedups:
+            every += speedups.values()
+            lines.append(f"{layer_title(table.key)}: geometric mean {geometric_mean(speedups.values()):.3f}")
+        lines += [f"{layer_title(table.key)}: {name}: {why}" for name, why in table.refused.items()]
+    if every:
+        lines.append(
+            f"all: {geometric_mean(every):.3f} over {len(every)}, ahead in {sum(r > 1 for r in every)}"
+        )
+    return "\n".join(lines)
+
+
+def _cell(layer: str, tokens: int, cells: Mapping[str, BenchRow], ratio: float | None) -> str:
+    own = cells.get(OURS)
+    others = {name: row for name, row in cells.items() if name not in (OURS, *NO_PEERS)}
+    timed = {name: row.median_us for name, row in others.items() if row.median_us is not None}
+    best = min(timed, key=lambda name: timed[name], default="")
+    floor = next((row.floor_us for row in cells.values() if row.floor_us), None)
+    bad = [f"{name} {row.reason}" for name, row in cells.items() if row.failed]
+    noisy = [f"{name} noisy" for name, row in cells.items() if row.noisy]
+    said = "; ".join(text[:90] for text in (*bad, *noisy)) or "ok"
+    return (
+        f"{layer[:44]:44} {tokens:5} {_time(own):>8} {_time(others.get(best)):>8} {best:15} "
+        f"{_ratio(ratio):>5} {number(floor):>7} {said}  {own.tactic if own else ''}"
+    )
+
+
+def as_published(rows: Sequence[BenchRow]) -> str:
+    """One table of all layers, as documents have it: times, the share of the roofline, and ratios."""
+    tables = pivot_tables(rows)
+    tokens = sorted({count for table in tables for count in table.tokens})
+    lines = [
+        _line("layer", (*(f"M={m}" if m == tokens[0] else str(m) for m in tokens), "mean")),
+        _line("---", ("---:" for _ in (*tokens, ""))),
+    ]
+    for table in tables:
+        by_backend = {line.backend: line.rows for line in table.lines}
+        own = by_backend.pop(OURS, {})
+        shares = {m: row.floor_percent for m, row in own.items() if row.floor_percent}
+        speedups = table.speedups(OURS, NO_PEERS)
+        mean = geometric_mean(speedups.values())
+        lines.append(_line(f"{layer_title(table.key)}: {OURS}", (*(_time(own.get(m)) for m in tokens), "")))
+        lines.append(
+            _line("of roofline", (*(f"{shares[m]:.0f}%" if m in shares else "-" for m in tokens), ""))
+        )
+        for name, times in by_backend.items():
+            lines.append(_line(name, (*(_time(times.get(m)) for m in tokens), "")))
+        ratios = (_ratio(speedups.get(m)) for m in tokens)
+        lines.append(_line(f"best of them over {OURS}", (*ratios, _ratio(mean))))
+    return "\n".join(lines)

@@ -20,11 +20,13 @@ from typing import Any
 from own_environment import give_up
 
 from moectl.bench.bench_rows import BenchRow, RowKey
+from moectl.bench.bench_targets import RANDOM, named_shares
+from moectl.bench.compile_units import COMPILED, case_name
 from moectl.bench.journal import RunHeader
-from moectl.bench.precompile import compile_parts
+from moectl.bench.precompile import BenchToCompile, compile_parts
 from moectl.bench.settings import BenchSettings
 from moectl.errors import ExitCode, MoectlError
-from moectl.problem.roofline import DeviceRates
+from moectl.problem.roofline import MeasuredRates
 
 MARK = "@bench "
 NO_GPU = "it needs a CUDA GPU, and torch sees none"
@@ -33,19 +35,50 @@ LAST_LINES = 12
 """Lines of a worker's other output that are shown if it ends early."""
 
 
+NOT_COMPILED = "its kernels were not compiled in time"
+
+
 @dataclass(frozen=True)
 class Part:
-    """One bench, and all of its rows before they are measured."""
+    """One bench, its rows before they are measured, and the keys of rows that are not wanted of it."""
 
     settings: BenchSettings
     rows: tuple[BenchRow, ...]
+    left_out: frozenset[RowKey] = frozenset()
+
+    @staticmethod
+    def of(settings: BenchSettings, tokens: Mapping[str, Sequence[int]] | None = None) -> Part:
+        """The part with all rows of `settings`, or those with the numbers of `tokens` by backend."""
+        rows = [
+            BenchRow(model, RANDOM, 0, str(share.whole.scheme), backend, count, routing, parallel)
+            for model, parallel, share in named_shares(settings)
+            for routing in settings.routings
+            for count in settings.tokens
+            for backend in settings.backends
+        ]
+        wanted = [row for row in rows if tokens is None or row.tokens in tokens[row.backend]]
+        return Part(settings, tuple(wanted), frozenset(row.key for row in rows) - {row.key for row in wanted})
 
 
 def merged_settings(parts: Sequence[Part]) -> BenchSettings:
-    """The settings of one bench with every routing and every number of tokens of `parts`."""
-    routings = dict.fromkeys(name for part in parts for name in part.settings.routings)
-    tokens = sorted({count for part in parts for count in part.settings.tokens})
-    return replace(parts[0].settings, routings=tuple(routings), tokens=tuple(tokens))
+    """Settings that name everything in `parts`, for the head of a file of their rows.
+
+    Rows say how their layers are sharded: of ranks that differ, the head has one.
+    """
+
+    def every(name: str) -> tuple[Any, ...]:
+        return tuple(dict.fromkeys(item for part in parts for item in getattr(part.settings, name)))
+
+    ranks = {name: {getattr(part.settings, name) for part in parts} for name in ("tp", "ep", "dispatched")}
+    alike = {name: values.pop() for name, values in ranks.items() if len(values) == 1}
+    return replace(
+        parts[0].settings,
+        **{"tp": 1, "ep": 1, "dispatched": False, **alike},
+        models=every("models"),
+        routings=every("routings"),
+        backends=every("backends"),
+        tokens=tuple(sorted(every("tokens"))),
+    )
 
 
 # --- in the worker
@@ -62,7 +95,7 @@ def work(order: Mapping[str, Any]) -> int:
     from moectl.bench.run_metadata import machine_metadata
 
     done = frozenset(map(tuple, order["done"]))
-    rates = DeviceRates(**order["rates"]) if order["rates"] else None
+    rates = MeasuredRates(**order["rates"]) if order["rates"] else None
 
     def on_start(rows: Sequence[BenchRow]) -> None:
         _send("begin", keys=[row.key for row in rows])
@@ -71,7 +104,7 @@ def work(order: Mapping[str, Any]) -> int:
         for number, data in enumerate(order["benches"]):
             settings = BenchSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
             try:
-                bench = open_bench(settings, None, rates=rates, on_start=on_start)
+                bench = open_bench(settings, None, rates=rates, on_start=on_start, costs=order["costs"])
             except MoectlError as error:
                 _send("none", bench=number, why=error.what)
                 continue
@@ -101,6 +134,7 @@ class Watch:
         rates: rates of the roofline; None to measure them.
         end: time of the monotonic clock at which to stop.
         cell_limit: seconds without a message after which a worker is killed.
+        costs: also measure what preparing weights costs, which takes longer.
         begin: called once with the conditions of the measurement, before the first row.
         report: called with every row as it arrives.
         about: the conditions of the measurement.
@@ -109,11 +143,12 @@ class Watch:
 
     command: Sequence[str]
     parts: Sequence[Part]
-    rates: DeviceRates | None
+    rates: MeasuredRates | None
     end: float
     cell_limit: float
     begin: Callable[[Mapping[str, Any]], None]
     report: Callable[[BenchRow], None]
+    costs: bool = True
     about: dict[str, Any] = field(default_factory=dict)
     rows: dict[RowKey, BenchRow] = field(default_factory=dict)
     _begun: list[RowKey] = field(default_factory=list)
@@ -166,7 +201,9 @@ class Watch:
         rates = self.about.get("rates") or (asdict(self.rates) if self.rates else None)
         benches = [asdict(part.settings) for part in self.parts]
         gpu = any(part.settings.device == "cuda" for part in self.parts)
-        return json.dumps({"benches": benches, "rates": rates, "done": list(self.rows), "gpu": gpu})
+        left_out = frozenset[RowKey]().union(*(part.left_out for part in self.parts))
+        done = [*self.rows, *left_out]
+        return json.dumps({"benches": benches, "rates": rates, "done": done, "gpu": gpu, "costs": self.costs})
 
     def _run_worker(self) -> str:
         """Runs one worker to its end; returns why it ended early, or an empty string."""
@@ -223,23 +260,41 @@ def _read(stream: Iterable[str], lines: queue.Queue[str | None]) -> None:
     lines.put(None)
 
 
-def compiled(parts: Sequence[Part], processes: int, seconds: float) -> int:
-    """Compiles the kernels that `parts` run, in that many processes, and prints each; 1 if something failed.
+def compiled(parts: Sequence[Part], processes: int, seconds: float) -> tuple[bool, frozenset[str]]:
+    """Compiles the kernels that `parts` run, in that many processes, and prints a line for each case.
 
-    Kernels that are not ready after `seconds` are compiled later, during the measurement.
+    Returns whether everything went well, and the names (`case_name`) of the cases whose kernels are there;
+    the others' are compiled during the measurement, unless it leaves them out.
     """
     signal.signal(signal.SIGALRM, _late)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
     failed = False
+    names = set()
+    benches = [BenchToCompile(part.settings, None, part.left_out) for part in parts]
     try:
-        for line in compile_parts(merged_settings(parts), None, processes):
+        for line in compile_parts(benches, processes):
             failed |= line.failed
             print(line.text, flush=True)
+            if found := COMPILED.fullmatch(line.text):
+                names.add(found[1])
     except TimeoutError:
         print(f"not everything was compiled after {seconds:.0f} s", flush=True)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    return int(failed)
+    return not failed, frozenset(names)
+
+
+def without_uncompiled(parts: Sequence[Part], names: frozenset[str]) -> tuple[list[Part], list[BenchRow]]:
+    """The parts without the rows of cases that are not in `names`, and these rows with the reason."""
+    kept, late = [], []
+    for part in parts:
+        missing = [row for row in part.rows if case_name(row) not in names]
+        late += [replace(row, reason=NOT_COMPILED) for row in missing]
+        keys = frozenset(row.key for row in missing)
+        rows = tuple(row for row in part.rows if row.key not in keys)
+        if rows:
+            kept.append(replace(part, rows=rows, left_out=part.left_out | keys))
+    return kept, late
 
 
 def _late(*_: object) -> None:

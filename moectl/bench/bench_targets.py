@@ -57,14 +57,39 @@ def targets_of(
     Raises UsageError for unknown names, layers without experts and impossible shardings, and what
     `LayerSource.layer` raises.
     """
+    if source is None:
+        return tuple(_random_targets(settings, device))
     shard = RankShard(tp_size=settings.tp, ep_size=settings.ep)
-    targets = _random_targets(settings, device) if source is None else _stored_targets(settings, source)
-    return tuple(_first_rank(target, shard) for target in targets)
+    return tuple(_first_rank(target, shard) for target in _stored_targets(settings, source))
+
+
+DISPATCHED = "dispatched"
+"""What `BenchTarget.parallel` says of `BenchSettings.dispatched`."""
+
+
+def named_shares(settings: BenchSettings) -> Iterator[tuple[str, str, RankSlice]]:
+    """The named layers of `settings`: model and sharding as in `BenchRow`, and the first rank's share.
+
+    Raises UsageError for unknown names and impossible shardings.
+    """
+    shard = RankShard(tp_size=settings.tp, ep_size=settings.ep)
+    for name, problem in map(named_layer, settings.models):
+        share = RankSlice(problem, shard)
+        if not settings.dispatched:
+            yield name, shard_label(shard), share
+            continue
+        # The rank's experts are all that such a token can have, and it has one of them.
+        dims, experts = share.problem.dims, share.problem.local_experts
+        whole = replace(problem, dims=dims, experts=experts, local_experts=experts, top_k=1)
+        yield name, f"{shard_label(shard)} {DISPATCHED}", RankSlice(whole)
 
 
 def _random_targets(settings: BenchSettings, device: torch.device) -> Iterator[BenchTarget]:
-    for name, problem in map(named_layer, settings.models):
-        yield BenchTarget(name, RANDOM, "1", RandomLayer(problem, device).experts)
+    """The first rank's share of each named layer; only its weights are drawn."""
+    for name, parallel, share in named_shares(settings):
+        layer = RandomLayer(share.problem, device).experts
+        cut = share.shard.ranks > 1
+        yield BenchTarget(name, RANDOM, parallel, replace(layer, rank_slice=share) if cut else layer)
 
 
 def _stored_targets(settings: BenchSettings, source: LayerSource) -> Iterator[BenchTarget]:

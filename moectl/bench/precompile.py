@@ -1,20 +1,22 @@
-"""Compiles the kernels of a bench in advance, in several processes."""
+"""Compiles the kernels of benches in advance, in several processes."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO
 
 from ..errors import ExitCode, MoectlError, Unavailable
 from ..layer.layer_source import LayerSource
-from .bench_rows import CompileOutcome
+from .bench_rows import CompileOutcome, RowKey
 from .settings import BenchSettings
 
 JOB_CODE = "from moectl.bench.precompile import run_job; run_job()"
@@ -22,49 +24,82 @@ POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class CompileJob:
-    """The part of a bench's layers, backends and token counts that one process compiles."""
+class BenchToCompile:
+    """A bench whose rows, except those with keys in `done`, will be measured."""
 
     settings: BenchSettings
-    source: LayerSource | None
-    part: int
-    parts: int
+    source: LayerSource | None = None
+    done: frozenset[RowKey] = frozenset()
 
 
-def compile_parts(
-    settings: BenchSettings, source: LayerSource | None, processes: int
-) -> Iterator[CompileOutcome]:
-    """Runs every case of a bench once, distributed over `processes`; yields a process's lines when it exits.
+@dataclass(frozen=True)
+class CompileJob:
+    """What a process of several does: of all units of work, those that no other has claimed.
+
+    Attributes:
+        number: the process, from 0.
+        claims: a directory with a file for each claimed unit.
+    """
+
+    benches: Sequence[BenchToCompile]
+    number: int
+    claims: str
+
+
+@dataclass
+class _Process:
+    """A started process and what it has printed so far, read by position: both use one open file."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    _read: int = 0
+    _line: bytes = field(default=b"")
+
+    def lines(self) -> list[str]:
+        """The lines printed since the last call; of a process that has ended, also an unfinished one."""
+        ended = self.process.poll() is not None
+        while chunk := os.pread(self.log.fileno(), 1 << 16, self._read):
+            self._read += len(chunk)
+            self._line += chunk
+        *lines, self._line = self._line.split(b"\n")
+        if ended and self._line:
+            lines, self._line = [*lines, self._line], b""
+        return [line.decode(errors="replace") for line in lines]
+
+
+def compile_parts(benches: Sequence[BenchToCompile], processes: int) -> Iterator[CompileOutcome]:
+    """Runs every case of `benches` once, distributed over `processes`; yields their lines as they come.
 
     Compiled kernels stay in the caches of the libraries, such as TRITON_CACHE_DIR. A process that fails
     reports why; the kernels that it did not reach are compiled when they are measured.
     """
-    jobs = [CompileJob(settings, source, part, processes) for part in range(processes)]
-    running: list[tuple[CompileJob, subprocess.Popen[bytes], IO[str]]] = []
-    try:
-        for job in jobs:
-            # One by one, so that the running ones are stopped if one cannot start.
-            running.append((job, *_start(job)))
-        while running:
-            time.sleep(POLL_SECONDS)
-            for item in [item for item in running if item[1].poll() is not None]:
-                running.remove(item)
-                job, process, log = item
-                log.seek(0)
-                yield from map(CompileOutcome, log.read().splitlines())
-                log.close()
-                if process.returncode:
-                    text = f"part {job.part + 1} of {job.parts} failed with status {process.returncode}"
-                    yield CompileOutcome(text, failed=True)
-    finally:
-        for _, process, log in running:
-            process.kill()
-            process.wait()
-            log.close()
+    running: list[_Process] = []
+    with tempfile.TemporaryDirectory(prefix="moectl-compile-") as claims:
+        try:
+            for number in range(processes):
+                # One by one, so that the running ones are stopped if one cannot start.
+                running.append(_start(CompileJob(benches, number, claims), processes))
+            while running:
+                time.sleep(POLL_SECONDS)
+                for one in [*running]:
+                    ended = one.process.poll()
+                    yield from map(CompileOutcome, one.lines())
+                    if ended is not None:
+                        running.remove(one)
+                        one.log.close()
+                        if ended:
+                            text = f"part {one.number + 1} of {processes} failed with status {ended}"
+                            yield CompileOutcome(text, failed=True)
+        finally:
+            for one in running:
+                one.process.kill()
+                one.process.wait()
+                one.log.close()
 
 
-def _start(job: CompileJob) -> tuple[subprocess.Popen[bytes], IO[str]]:
-    log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed above
+def _start(job: CompileJob, processes: int) -> _Process:
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `compile_parts`
     try:
         process = subprocess.Popen(
             [sys.executable, "-c", JOB_CODE], stdin=subprocess.PIPE, stdout=log, stderr=log
@@ -72,29 +107,48 @@ def _start(job: CompileJob) -> tuple[subprocess.Popen[bytes], IO[str]]:
     except OSError as error:
         log.close()
         raise Unavailable(
-            f"part {job.part + 1} of {job.parts} cannot be started: {error.strerror}",
+            f"part {job.number + 1} of {processes} cannot be started: {error.strerror}",
             hint="compile with fewer --jobs",
         ) from error
     assert process.stdin is not None
     # A process that has already exited reads no input; its status and log say why.
     with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(pickle.dumps(job))
-    return process, log
+    return _Process(job.number, process, log)
 
 
 def run_job() -> None:
     """Entry point of the processes of `compile_parts`: runs the `CompileJob` on stdin."""
     job: CompileJob = pickle.load(sys.stdin.buffer)
+    from .compile_units import compile_unit, compile_units
     from .open_bench import open_bench
 
     failed = False
-    try:
-        bench = open_bench(job.settings, job.source, measure_rates=False)
-        for line in bench.compiled(job.part, job.parts):
-            failed |= line.failed
-            print(line.text, flush=True)
-    except MoectlError as error:
-        print("\n".join(part for part in (error.what, error.reason, error.hint) if part), flush=True)
+    error: MoectlError | None = None
+    for number, wanted in enumerate(job.benches):
+        try:
+            bench = open_bench(wanted.settings, wanted.source, measure_rates=False)
+        except MoectlError as refused:
+            if _claimed(job.claims, f"{number}"):
+                error = refused
+                print("\n".join(filter(None, (error.what, error.reason, error.hint))), flush=True)
+            continue
+        for unit, part in enumerate(compile_units(bench, wanted.done)):
+            if not _claimed(job.claims, f"{number}-{unit}"):
+                continue
+            for line in compile_unit(bench, part):
+                failed |= line.failed
+                print(line.text, flush=True)
+    if error is not None:
         sys.exit(int(error.exit_code))
     if failed:
         sys.exit(int(ExitCode.FOUND))
+
+
+def _claimed(claims: str, name: str) -> bool:
+    """True in the first process that asks for `name`."""
+    try:
+        (Path(claims) / name).touch(exist_ok=False)
+    except OSError:
+        return False
+    return True

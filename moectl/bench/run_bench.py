@@ -19,10 +19,10 @@ from ..kernels.layer_inputs import LayerInputs
 from ..kernels.modular.fused_moe_kernel import FusedMoEKernel
 from ..kernels.timing.interleaved import TimedCalls, alive, prepare_calls, quartiles, time_interleaved
 from ..kernels.tolerance import Tolerance, tolerance_for
-from ..problem.roofline import DeviceRates, roofline_time
+from ..problem.roofline import MeasuredRates, roofline_time
 from ..run import BackendChoice, RunMachine, choose_backends, unsupported_error
 from .bench_cases import BenchCase, CaseInputs, CheckedOutputs, check_outputs, make_case, plan_cases
-from .bench_rows import BenchRow, CompileOutcome, RowKey
+from .bench_rows import BenchRow, RowKey
 from .bench_targets import BenchTarget
 from .prepare_layer import MemoryLeft, ReadyKernels, call_bytes, one_line, prepare_kernels
 from .routings import RoutingSource, routing_of
@@ -51,15 +51,17 @@ class Bench:
     """A bench ready to run: its layers, backends and routings have been checked.
 
     `note` is called with notes for the user, `on_start` with the rows that are worked on next: a kernel may
-    end the process.
+    end the process. Without `costs`, layers are prepared as often as copies are needed, and rows have no
+    costs.
     """
 
     settings: BenchSettings
     machine: RunMachine
     targets: Sequence[BenchTarget]
-    rates: DeviceRates
+    rates: MeasuredRates
     note: Callable[[str], None] = field(default=lambda text: None)
     on_start: Callable[[Sequence[BenchRow]], None] = field(default=lambda rows: None)
+    costs: bool = True
     _choices: dict[int, BackendChoice] = field(default_factory=dict, compare=False)
     _routings: dict[int, dict[str, RoutingSource]] = field(default_factory=dict, compare=False)
 
@@ -106,54 +108,13 @@ class Bench:
                 yield from _TargetRun(self, target, choice, routings, clocks, done).rows()
                 release(self.machine.torch)
 
-    def compiled(self, part: int = 0, parts: int = 1) -> Iterator[CompileOutcome]:
-        """Runs each case once, without timing, to compile its kernels; yields a line for each.
+    def backends_of(self, number: int) -> tuple[str, ...]:
+        """The backends that support target `number`."""
+        return self._choices[number].names
 
-        Only part `part` of `parts` is run; parts consist of backends and layers with a few token counts each.
-        """
-        backends = dict.fromkeys(name for choice in self._choices.values() for name in choice.names)
-        combinations = product(backends, _chunks(self.settings.tokens, UNIT_TOKENS), enumerate(self.targets))
-        # Layers vary fastest, so that processes hold different ones: several of the largest may not fit.
-        units = [
-            (backend, counts, number, target)
-            for backend, counts, (number, target) in combinations
-            if backend in self._choices[number].names
-        ]
-        for backend, counts, number, target in units[part::parts]:
-            name, source = next(iter(self._routings[number].items()))
-            yield from self._compile(target, backend, name, source, counts)
-            release(self.machine.torch)
-
-    def _compile(
-        self, target: BenchTarget, backend: str, routing: str, source: RoutingSource, counts: Sequence[int]
-    ) -> Iterator[CompileOutcome]:
-        device, what = self.machine.torch, f"{target.model} {target.layers} {backend}"
-        try:
-            ready = prepare_kernels(target, backend, device, 1, costs=False)
-        except Exception as error:  # whatever a library raises is reported
-            yield CompileOutcome(f"{what}: {one_line(error)}", failed=True)
-            return
-        for tokens in counts:
-            case = BenchCase(routing, tokens, 1)
-            inputs = make_case(target, case, source, self.settings, device, with_reference=False)
-            begin = time.monotonic()
-            try:
-                _call(ready.kernels[0], inputs.inputs[0], inputs.bias)()
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-            except Exception as error:
-                yield CompileOutcome(f"{what} M={tokens}: {one_line(error)}", failed=True)
-                continue
-            yield CompileOutcome(f"{what} M={tokens}: {time.monotonic() - begin:.1f} s")
-
-
-UNIT_TOKENS = 4
-"""Token counts in one unit of work of a compiling process."""
-
-
-def _chunks(items: Sequence[int], size: int) -> list[Sequence[int]]:
-    step = -(-len(items) // size)
-    return [items[first::step] for first in range(step)]
+    def routings_of(self, number: int) -> Mapping[str, RoutingSource]:
+        """The routings of target `number` by name."""
+        return self._routings[number]
 
 
 def gpu_uuid(device: torch.device) -> str:
@@ -251,7 +212,7 @@ class _TargetRun:
                 return ready, failed, list(names[i:])
             self.bench.on_start([self._row(case, name) for case in cases if self._pending(case, name)])
             try:
-                ready.append(prepare_kernels(self.target, name, self.device, copies))
+                ready.append(prepare_kernels(self.target, name, self.device, copies, self.bench.costs))
             except Exception as error:  # whatever a library raises is reported, and the others go on
                 release(self.device)
                 if ready and _is_out_of_memory(error):
@@ -303,7 +264,8 @@ class _TargetRun:
 
     def _described_row(self, case: BenchCase, ready: ReadyKernels, inputs: CaseInputs) -> BenchRow:
         """The row with what is known before anything runs."""
-        roofline = roofline_time(inputs.work, self.bench.rates)
+        rates = self.bench.rates.for_tokens(self.target.problem.scheme.act.name)
+        roofline = roofline_time(inputs.work, rates)
         return replace(
             self._row(case, ready.name),
             layout=ready.prepared.layout,
@@ -325,7 +287,7 @@ class _TargetRun:
             with torch.inference_mode():
                 row = replace(row, tactic=ready.kernels[0].runner.tactic(ready.prepared, row.tokens))
                 calls = [
-                    _call(ready.kernels[i % len(ready.kernels)], call_inputs, inputs.bias)
+                    call_of(ready.kernels[i % len(ready.kernels)], call_inputs, inputs.bias)
                     for i, call_inputs in enumerate(inputs.inputs)
                 ]
                 timed = prepare_calls(calls, self.device, ready.kernels[0].runner.capturable)
@@ -378,7 +340,8 @@ def _checked_row(row: BenchRow, checked: CheckedOutputs) -> BenchRow:
     )
 
 
-def _call(kernel: FusedMoEKernel, inputs: LayerInputs, bias: Tensor | None) -> Callable[[], Tensor]:
+def call_of(kernel: FusedMoEKernel, inputs: LayerInputs, bias: Tensor | None) -> Callable[[], Tensor]:
+    """A call of a kernel on a case's inputs."""
     return lambda: kernel.run(inputs, bias)
 
 

@@ -17,7 +17,7 @@ from ..capabilities.unpacked_libraries import LOCATIONS, PREFIX
 from ..environment import detect_gpus
 from ..environment.nvidia import DriverFailure
 from ..kernels.timing.cold_calls import last_level_cache
-from ..problem.roofline import DeviceRates
+from ..problem.roofline import MeasuredRates
 from ..run import RunMachine
 from .run_bench import gpu_uuid
 from .settings import BenchSettings
@@ -59,7 +59,7 @@ def _driver(gpu: str) -> str:
         return ""
 
 
-def machine_metadata(machine: RunMachine, settings: BenchSettings, rates: DeviceRates) -> dict[str, Any]:
+def machine_metadata(machine: RunMachine, settings: BenchSettings, rates: MeasuredRates) -> dict[str, Any]:
     """The machine and the conditions of the run as plain data, for `RunHeader.machine`."""
     gpu = gpu_uuid(machine.torch)
     driver = _driver(gpu) if gpu else ""
@@ -75,10 +75,11 @@ def machine_metadata(machine: RunMachine, settings: BenchSettings, rates: Device
     }
 
 
-def rates_of(data: Mapping[str, Any]) -> DeviceRates | None:
+def rates_of(data: Mapping[str, Any]) -> MeasuredRates | None:
     """The rates recorded by an earlier run; None without them."""
     try:
         rates = data["rates"]
-        return DeviceRates(float(rates["bandwidth"]), float(rates["flops"]), str(rates["source"]))
-    except (KeyError, TypeError, ValueError):
+        fp8 = float(rates.get("fp8_flops", 0.0))
+        return MeasuredRates(float(rates["bandwidth"]), float(rates["flops"]), str(rates["source"]), fp8)
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None

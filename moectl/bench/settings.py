@@ -35,6 +35,7 @@ class BenchSettings:
         layer: number of the only layer; None for the first of each group of identical layers.
         tp, ep: ranks that each expert is sliced over, and ranks that the experts are distributed over; the
             first rank is timed.
+        dispatched: the tokens are those that a dispatch brings to the rank, each for one of its experts.
         input: a safetensors file with ``x``, for ``router``; empty for random tokens.
         device: ``cpu`` or ``cuda``; empty for a GPU if there is one.
         rounds: measurements of each row; fewer if they would take too long.
@@ -55,6 +56,7 @@ class BenchSettings:
     layer: int | None = None
     tp: int = 1
     ep: int = 1
+    dispatched: bool = False
     input: str = ""
     device: str = ""
     rounds: int = 11
@@ -75,6 +77,11 @@ class BenchSettings:
             check_routing(routing)
         if self.rounds < 1:
             raise UsageError(f"a bench needs one round or more, got {self.rounds}")
+        if self.dispatched and (self.ep == 1 or not self.models):
+            raise UsageError(
+                "--dispatched is about the tokens that reach one of several expert-parallel ranks",
+                hint="give --model and an --ep above 1",
+            )
         if self.input and ROUTER not in self.routings:
             raise UsageError(
                 "--input is for the checkpoint's router, and no routing is `router`",
@@ -133,6 +140,7 @@ FIXED_OPTIONS = {
     "layer": "--layer",
     "tp": "--tp",
     "ep": "--ep",
+    "dispatched": "--dispatched",
     "input": "--input",
     "rounds": "--repeats",
     "warm": "--warm",
@@ -142,6 +150,9 @@ FIXED_OPTIONS = {
 
 ``--device`` is not one of them, since rows record the device itself.
 """
+
+_LATER = {"dispatched": False}
+"""Values of settings in the files of versions that had no such setting."""
 
 
 def merge_settings(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +171,7 @@ def differences(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[st
     reasons = [
         f"{option} is {_value_text(later.get(name))}, was {_value_text(earlier.get(name))}"
         for name, option in FIXED_OPTIONS.items()
-        if later.get(name) != earlier.get(name)
+        if later.get(name, _LATER.get(name)) != earlier.get(name, _LATER.get(name))
     ]
     files = _as_dict(earlier.get("files"))
     return reasons + [

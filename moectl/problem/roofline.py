@@ -49,6 +49,23 @@ class DeviceRates:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredRates(DeviceRates):
+    """Rates measured on a device: `flops` of 16-bit matrices, and those of FP8, 0 if it has none."""
+
+    fp8_flops: float = 0.0
+
+    def for_tokens(self, act: str) -> DeviceRates:
+        """The rates of products of tokens in the activation format named `act`.
+
+        Example:
+            >>> MeasuredRates(4e12, 8e14, "measured", 1.3e15).for_tokens("fp8").flops
+            1300000000000000.0
+        """
+        fp8 = number_format(act).grid.matrix_unit == "fp8" and self.fp8_flops
+        return DeviceRates(self.bandwidth, self.fp8_flops if fp8 else self.flops, self.source)
+
+
+@dataclass(frozen=True, slots=True)
 class RooflineTime:
     """The minimum time in seconds, and what limits it: ``memory`` or ``compute``."""
 

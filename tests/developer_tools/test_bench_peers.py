@@ -16,7 +16,7 @@ from moectl.bench.bench_rows import BenchRow
 from moectl.bench.read_rows import read_rows
 from moectl.bench.settings import BenchSettings
 from moectl.kernels.registry import RUNNERS
-from moectl.problem.roofline import DeviceRates
+from moectl.problem.roofline import MeasuredRates
 from support.scripts import SCRIPTS, loaded
 
 script = loaded("bench_peers")
@@ -100,7 +100,7 @@ def watch_of(
 ) -> workers.Watch:
     """A watch of a small layer on the CPU, with runners that crash at 2 tokens and hang at 5."""
     (tmp_path / "worker.py").write_text(WORKER)
-    part = script._part(
+    part = workers.Part.of(
         BenchSettings(
             models=("qwen3-30b:mxfp4",),
             tokens=tuple(tokens),
@@ -113,7 +113,7 @@ def watch_of(
     end = time.monotonic() + limits.get("seconds", 200)
     limit = limits.get("cell_limit", 100)
     return workers.Watch(
-        command, [part], DeviceRates(1e10, 1e12, "given"), end, limit, lambda about: None, lambda row: None
+        command, [part], MeasuredRates(1e10, 1e12, "given"), end, limit, lambda about: None, lambda row: None
     )
 
 
@@ -129,7 +129,7 @@ def test_what_crashes_or_hangs_costs_its_own_cell_alone(tmp_path: Path) -> None:
         ("hangs", 5): "no answer in 12 s",
     }
     assert all(row.ok and row.floor_us for row in rows if row.timed)
-    assert watch.about["rates"] == {"bandwidth": 1e10, "flops": 1e12, "source": "given"}
+    assert watch.about["rates"] == {"bandwidth": 1e10, "flops": 1e12, "source": "given", "fp8_flops": 0.0}
 
 
 def test_the_time_limit_keeps_what_was_measured(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_rows_are_in_the_file_as_they_come(tmp_path: Path, monkeypatch: pytest.M
     class Told:
         about: Mapping[str, object] = {"device": "G"}
 
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, *arguments: Any, costs: bool) -> None:
             self.begin, self.report = arguments[-2:]
 
         def run(self) -> list[BenchRow]:

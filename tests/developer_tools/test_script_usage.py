@@ -36,7 +36,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         ("bench_peers", ("--models", "gpt-5"), "no model is called 'gpt-5'"),
         ("bench_router", ("--models", "gpt-5"), "no model is called 'gpt-5'; choose from gpt-oss-20b"),
         ("bench_router", ("--tokens", "0"), "argument --tokens: expected positive integers"),
-        ("bench_peers", ("--columns", "moectl,cutlass"), "no column is called 'cutlass'"),
+        ("bench_peers", ("--columns", "moectl,sonic"), "no column is called 'sonic'"),
         ("bench_peers", ("--routing", "zipf"), "argument --routing: routing distribution 'zipf' has 0 arg"),
         (
             "bench_peers",

@@ -9,9 +9,9 @@ from typing import Any
 from moectl.bench.bench_rows import BenchRow, PreparationCosts
 from moectl.bench.journal import RowJournal, RunHeader
 from moectl.bench.settings import BenchSettings
-from moectl.problem.roofline import DeviceRates
+from moectl.problem.roofline import MeasuredRates
 
-RATES = DeviceRates(1e10, 1e11, "test")
+RATES = MeasuredRates(1e10, 1e11, "test")
 
 
 def settings_of(**changes: Any) -> BenchSettings:

@@ -63,6 +63,7 @@ SETTINGS = RecordOptions(
     layer=option("--layer", help="Layer number; default: first of a group.", min=0),
     tp=option("--tp", "--tp-size", help="Slices of each expert.", min=1),
     ep=option("--ep", "--ep-size", help="Expert-parallel ranks.", min=1),
+    dispatched=option("--dispatched", help="With --ep: M tokens reach the rank, for one expert each."),
     device=DEVICE,
     routings=ParsedOption(
         option(
@@ -142,7 +143,7 @@ def bench(
         option(
             "--with",
             own=True,
-            help="Also marlin, humming, triton_kernels, triton, cutlass, from PyPI.",
+            help="Also marlin, humming, triton, ...: `moectl peers`.",
         ),
     ] = "",
     *,
@@ -236,12 +237,12 @@ def _from_rows(
 
 
 def _compile(settings: BenchSettings, source: "LayerSource | None", jobs: int, out: Output) -> ExitCode:
-    from ...bench.precompile import compile_parts
+    from ...bench.precompile import BenchToCompile, compile_parts
 
     lines: list[str] = []
     failed = False
     with out.progress("compiling", unit="cases") as progress:
-        for line in compile_parts(settings, source, jobs):
+        for line in compile_parts([BenchToCompile(settings, source)], jobs):
             lines.append(line.text)
             failed |= line.failed
             progress(len(lines), 0, line.text)

@@ -8,7 +8,7 @@ from ...bench.settings import BenchSettings
 from ...cache.launches_file import LaunchAttempt, LaunchRow
 from ...files.record_schemas import cells_schema, record_schema
 from ...problem.moe_problem import MoEProblem
-from ...problem.roofline import DeviceRates
+from ...problem.roofline import DeviceRates, MeasuredRates
 from .json_types import (
     BOOLEAN,
     BYTES,
@@ -134,7 +134,12 @@ def bench() -> Schema:
         "device": STRING,
         "driver": STRING,
         "versions": {"anyOf": [mapping(STRING), said(STRING, "From a CSV file.")]},
-        "rates": {"anyOf": [record_schema(DeviceRates), said(STRING, "From a CSV file.")]},
+        "rates": {
+            "anyOf": [
+                *(record_schema(MeasuredRates), record_schema(DeviceRates)),
+                said(STRING, "From a CSV file."),
+            ]
+        },
         "cache_bytes": said(BYTES, "Last-level cache."),
         "caches": one_of("cold", "warm"),
         "clocks": STRING,

@@ -28,10 +28,10 @@ QUICK = ["-m", "1,3", "--repeats", 3, "--device", "cpu", "--warm", "--backend", 
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch):
     """Rates are measured in one test of their own; here they would only take time."""
-    from moectl.problem.roofline import DeviceRates
+    from moectl.problem.roofline import MeasuredRates
 
     monkeypatch.setattr(
-        "moectl.bench.open_bench.measured_rates", lambda device: DeviceRates(1e10, 1e11, "test")
+        "moectl.bench.open_bench.measured_rates", lambda device: MeasuredRates(1e10, 1e11, "test")
     )
 
 
@@ -265,8 +265,9 @@ def test_compiling_stops_what_it_has_started_when_a_part_cannot_start(monkeypatc
         return started[0]
 
     monkeypatch.setattr(precompile.subprocess, "Popen", start)
+    asked = precompile.BenchToCompile(BenchSettings(models=("kimi-k2",), tokens=(1,)))
     with pytest.raises(Unavailable, match="part 2 of 3 cannot be started: Cannot allocate memory"):
-        list(precompile.compile_parts(BenchSettings(models=("kimi-k2",), tokens=(1,)), None, 3))
+        list(precompile.compile_parts([asked], 3))
     assert started[0].poll() == -signal.SIGKILL
 
 
@@ -282,12 +283,13 @@ def test_a_part_that_ends_before_it_is_told_its_work_is_a_part_that_fails(monkey
         return process
 
     monkeypatch.setattr(precompile.subprocess, "Popen", start)
-    (line,) = precompile.compile_parts(BenchSettings(models=("kimi-k2",), tokens=(1,)), None, 1)
+    asked = precompile.BenchToCompile(BenchSettings(models=("kimi-k2",), tokens=(1,)))
+    (line,) = precompile.compile_parts([asked], 1)
     assert line.failed and line.text == "part 1 of 1 failed with status 7"
 
 
-def test_a_layer_that_cannot_be_prepared_is_a_part_that_fails(tiny_gpt_oss, monkeypatch):
-    from moectl.bench.precompile import CompileJob, run_job
+def test_a_layer_that_cannot_be_prepared_is_a_part_that_fails(tiny_gpt_oss, monkeypatch, tmp_path):
+    from moectl.bench.precompile import BenchToCompile, CompileJob, run_job
     from moectl.bench.settings import BenchSettings
     from moectl.cli.checkpoint_argument import find_source
 
@@ -295,8 +297,9 @@ def test_a_layer_that_cannot_be_prepared_is_a_part_that_fails(tiny_gpt_oss, monk
         raise RuntimeError("no such instruction")
 
     settings = BenchSettings(checkpoint=str(tiny_gpt_oss), tokens=(1,), backends=("torch",), device="cpu")
-    job = CompileJob(settings, find_source(str(tiny_gpt_oss), None, offline=True), 0, 1)
-    monkeypatch.setattr("moectl.bench.run_bench.prepare_kernels", failing)
+    source = find_source(str(tiny_gpt_oss), None, offline=True)
+    job = CompileJob([BenchToCompile(settings, source)], 0, str(tmp_path))
+    monkeypatch.setattr("moectl.bench.compile_units.prepare_kernels", failing)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(pickle.dumps(job))))
     with pytest.raises(SystemExit, match="1"):
         run_job()
