@@ -115,16 +115,21 @@ def as_cells(rows: Sequence[BenchRow]) -> str:
         by_backend = {line.backend: line.rows for line in table.lines}
         for count in table.tokens:
             cells = {name: own[count] for name, own in by_backend.items() if count in own}
-            lines.append(_cell(layer_title(table.key), count, cells, speedups.get(count)))
+            lines.append(_cell(_short(table), count, cells, speedups.get(count)))
         if speedups:
             every += speedups.values()
-            lines.append(f"{layer_title(table.key)}: geometric mean {geometric_mean(speedups.values()):.3f}")
-        lines += [f"{layer_title(table.key)}: {name}: {why}" for name, why in table.refused.items()]
+            lines.append(f"{_short(table)}: geometric mean {geometric_mean(speedups.values()):.3f}")
+        lines += [f"{_short(table)}: {name}: {why}" for name, why in table.refused.items()]
     if every:
         lines.append(
             f"all: {geometric_mean(every):.3f} over {len(every)}, ahead in {sum(r > 1 for r in every)}"
         )
     return "\n".join(lines)
+
+
+def _short(table: PivotTable) -> str:
+    model, _, scheme, parallel, _ = table.key
+    return f"{model} {'' if parallel == '1' else f'{parallel} '}{scheme.partition(',')[0]}"
 
 
 def _cell(layer: str, tokens: int, cells: Mapping[str, BenchRow], ratio: float | None) -> str:

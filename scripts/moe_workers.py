@@ -21,7 +21,7 @@ from own_environment import give_up
 
 from moectl.bench.bench_rows import BenchRow, RowKey
 from moectl.bench.bench_targets import RANDOM, named_shares
-from moectl.bench.compile_units import COMPILED, case_name
+from moectl.bench.compile_units import case_name, reason_in
 from moectl.bench.journal import RunHeader
 from moectl.bench.precompile import BenchToCompile, compile_parts
 from moectl.bench.settings import BenchSettings
@@ -260,39 +260,44 @@ def _read(stream: Iterable[str], lines: queue.Queue[str | None]) -> None:
     lines.put(None)
 
 
-def compiled(parts: Sequence[Part], processes: int, seconds: float) -> tuple[bool, frozenset[str]]:
+def compiled(parts: Sequence[Part], processes: int, seconds: float) -> tuple[bool, dict[str, str]]:
     """Compiles the kernels that `parts` run, in that many processes, and prints a line for each case.
 
-    Returns whether everything went well, and the names (`case_name`) of the cases whose kernels are there;
-    the others' are compiled during the measurement, unless it leaves them out.
+    Returns whether everything went well; and by name of the cases that were reached (`case_name`) why their
+    kernels are not there, empty if they are.
     """
     signal.signal(signal.SIGALRM, _late)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
     failed = False
-    names = set()
+    reasons = {}
     benches = [BenchToCompile(part.settings, None, part.left_out) for part in parts]
     try:
         for line in compile_parts(benches, processes):
             failed |= line.failed
             print(line.text, flush=True)
-            if found := COMPILED.fullmatch(line.text):
-                names.add(found[1])
+            if (found := reason_in(line.text)) is not None:
+                reasons[found[0]] = found[1]
     except TimeoutError:
         print(f"not everything was compiled after {seconds:.0f} s", flush=True)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    return not failed, frozenset(names)
+    return not failed, reasons
 
 
-def without_uncompiled(parts: Sequence[Part], names: frozenset[str]) -> tuple[list[Part], list[BenchRow]]:
-    """The parts without the rows of cases that are not in `names`, and these rows with the reason."""
+def without_uncompiled(
+    parts: Sequence[Part], reasons: Mapping[str, str]
+) -> tuple[list[Part], list[BenchRow]]:
+    """The parts without the rows whose kernels are not there, and these rows with the reason.
+
+    Rows of backends that do not support their layer have nothing to compile, and stay.
+    """
     kept, late = [], []
     for part in parts:
-        missing = [row for row in part.rows if case_name(row) not in names]
-        late += [replace(row, reason=NOT_COMPILED) for row in missing]
-        keys = frozenset(row.key for row in missing)
-        rows = tuple(row for row in part.rows if row.key not in keys)
+        why = {row.key: reasons.get(case_name(row), NOT_COMPILED) for row in part.rows}
+        late += [replace(row, reason=why[row.key]) for row in part.rows if why[row.key]]
+        rows = tuple(row for row in part.rows if not why[row.key])
         if rows:
+            keys = frozenset(key for key, reason in why.items() if reason)
             kept.append(replace(part, rows=rows, left_out=part.left_out | keys))
     return kept, late
 

@@ -65,8 +65,34 @@ def case_name(row: BenchRow) -> str:
     return f"{row.model}{parallel} {row.layers} {weight} {row.backend} M={row.tokens}"
 
 
-COMPILED = re.compile(r"(.*): [\d.]+ s")
-"""A line of `compile_unit` on a case that ran, with its name."""
+_LINE = re.compile(r"(.+? M=\d+): (.*)")
+_RAN = re.compile(r"[\d.]+ s")
+
+
+def refused_cases(bench: Bench) -> Iterator[CompileOutcome]:
+    """A line for each case of a backend that does not support its layer; that is no failure."""
+    for number, target in enumerate(bench.targets):
+        for backend, tokens in product(bench.refused_of(number), bench.settings.tokens):
+            row = empty_row(target, tokens, bench.settings.routings[0], backend)
+            yield CompileOutcome(f"{case_name(row)}: {NOTHING}")
+
+
+NOTHING = "nothing to compile, the layer is not supported"
+
+
+def reason_in(line: str) -> tuple[str, str] | None:
+    """The name of the case that a line of `compile_unit` is about, and why it did not run; empty if it did.
+
+    None for other lines.
+
+    Example:
+        >>> reason_in("kimi-k2 - int4 group 32 humming M=8: RuntimeError: no nvcc")
+        ('kimi-k2 - int4 group 32 humming M=8', 'RuntimeError: no nvcc')
+    """
+    found = _LINE.fullmatch(line)
+    if found is None:
+        return None
+    return found[1], "" if found[2] == NOTHING or _RAN.fullmatch(found[2]) else found[2]
 
 
 def compile_unit(bench: Bench, unit: CompileUnit) -> Iterator[CompileOutcome]:

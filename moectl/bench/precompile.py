@@ -120,7 +120,7 @@ def _start(job: CompileJob, processes: int) -> _Process:
 def run_job() -> None:
     """Entry point of the processes of `compile_parts`: runs the `CompileJob` on stdin."""
     job: CompileJob = pickle.load(sys.stdin.buffer)
-    from .compile_units import compile_unit, compile_units
+    from .compile_units import compile_unit, compile_units, refused_cases
     from .open_bench import open_bench
 
     failed = False
@@ -133,6 +133,9 @@ def run_job() -> None:
                 error = refused
                 print("\n".join(filter(None, (error.what, error.reason, error.hint))), flush=True)
             continue
+        if _claimed(job.claims, f"{number}"):
+            for line in refused_cases(bench):
+                print(line.text, flush=True)
         for unit, part in enumerate(compile_units(bench, wanted.done)):
             if not _claimed(job.claims, f"{number}-{unit}"):
                 continue

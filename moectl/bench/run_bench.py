@@ -108,6 +108,10 @@ class Bench:
                 yield from _TargetRun(self, target, choice, routings, clocks, done).rows()
                 release(self.machine.torch)
 
+    def refused_of(self, number: int) -> Mapping[str, MoectlError]:
+        """Why backends do not support target `number`."""
+        return self._choices[number].refused
+
     def backends_of(self, number: int) -> tuple[str, ...]:
         """The backends that support target `number`."""
         return self._choices[number].names
