@@ -88,6 +88,11 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def means_of(rows: Sequence[BenchRow]) -> str:
+    """Sentences with the geometric mean of the best peer over moectl, by routing."""
+    return "\n".join(line.rstrip() for line in _means(pivot_tables(rows)))
+
+
 def _means(tables: Sequence[PivotTable]) -> list[str]:
     """A line for each routing, and one over all of them."""
     speedups: dict[str, list[float]] = {}

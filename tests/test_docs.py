@@ -30,6 +30,17 @@ def test_outputs_are_those_of_today(document):
     assert refresher().refreshed(text) == text, "run scripts/refresh_docs"
 
 
+def test_tables_of_rows_are_made_of_the_rows_or_say_that_there_are_none(tmp_path, monkeypatch):
+    module = refresher()
+    text = "before\n<!-- rows of bench_h200.jsonl -->\nstale\n<!-- end of rows -->\nafter\n"
+    first, table, last = re.split(r"<!-- .* -->\n", module.refreshed(text))
+    assert (first, last) == ("before\n", "after\n") and "stale" not in table
+    assert "| marlin | 78.2 | 244 |" in table and "- NVIDIA H200, driver" in table
+    assert module.refreshed(text) == module.refreshed(module.refreshed(text))
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    assert "Not measured yet." in module.refreshed(text)
+
+
 @pytest.mark.parametrize("picture", REFRESHER.PICTURES, ids=lambda path: path.name)
 def test_pictures_of_terminals_are_those_of_today(picture):
     command, columns = REFRESHER.PICTURES[picture]

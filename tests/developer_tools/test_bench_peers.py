@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moectl.bench.bench_rows import BenchRow
+from moectl.bench.bench_rows import BenchRow, CompileOutcome
+from moectl.bench.compile_units import case_name
+from moectl.bench.precompile import BenchToCompile
 from moectl.bench.read_rows import read_rows
 from moectl.bench.settings import BenchSettings
+from moectl.errors import MoectlError
 from moectl.kernels.registry import RUNNERS
 from moectl.problem.roofline import MeasuredRates
 from support.scripts import SCRIPTS, loaded
@@ -250,3 +253,143 @@ def test_tables_compare_right_results_alone() -> None:
     assert "nothing was timed (broke)" in tables.as_markdown({}, rows[-2:-1])
     refused = [row("moectl", 1, 5.0), row("marlin", 1, None, ok=None, refused=True, reason="no kernel")]
     assert "- marlin: no kernel" in tables.as_markdown({}, refused)
+
+
+PLAN = """{"about": "two layers", "layers": [
+ {"model": "qwen3-30b:bf16", "tokens": {"moectl": "1,8", "triton": "8"}},
+ {"model": "deepseek-v3", "ep": 8, "dispatched": true, "tokens": {"humming": "1-16*4", "moectl": "1"}}
+]}"""
+
+
+def plan_in(tmp_path: Path, text: str = PLAN) -> Path:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    return path
+
+
+def test_a_plan_names_tokens_by_layer_and_backend(tmp_path: Path) -> None:
+    first, second = asked(f"--plan {plan_in(tmp_path)} --repeats 5")
+    assert first.settings.backends == ("moectl", "triton") and first.settings.rounds == 5
+    assert [(row.backend, row.tokens) for row in first.rows] == [("moectl", 1), ("moectl", 8), ("triton", 8)]
+    assert {(key[3], key[4]) for key in first.left_out} == {("triton", 1)}
+    assert {row.parallel for row in second.rows} == {"ep8 dispatched"}
+    assert {(row.backend, row.tokens) for row in second.rows} == {
+        *(("humming", 1), ("humming", 4), ("humming", 16), ("moectl", 1)),
+    }
+    merged = workers.merged_settings([first, second])
+    assert merged.tokens == (1, 4, 8, 16) and (merged.ep, merged.dispatched) == (1, False)
+    assert merged.models == ("qwen3-30b:bf16", "deepseek-v3")
+    (only,) = asked(f"--plan {plan_in(tmp_path)} --columns triton,marlin")
+    assert [(row.model, row.backend, row.tokens) for row in only.rows] == [("qwen3-30b", "triton", 8)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "object"),
+        ("{}", "has no list of layers"),
+        ('{"layers": [{"model": "kimi-k2"}]}', "layer 1 .* must be an object with model and tokens"),
+        (
+            '{"layers": [{"model": "kimi-k2", "tokens": {"cuda": "1"}}]}',
+            "no column is called 'cuda' in",
+        ),
+        ('{"layers": [{"model": "kimi-k2", "tokens": {"moectl": [1]}}]}', "a string such as 1,8,64-1024"),
+        ('{"layers": [{"model": "kimi-k2", "tokens": {"moectl": "x"}}]}', "token counts must look like"),
+        ('{"layers": [{"model": "kimi-k2", "tp": "8", "tokens": {}}]}', "tp in layer 1 .* must be a int"),
+        ('{"layers": [{"model": "kimi-k2", "pp": 8, "tokens": {}}]}', "pp in layer 1 .* one of model, tp"),
+        ('{"layers": [{"model": "gpt-5", "tokens": {"moectl": "1"}}]}', "no built-in model"),
+        ('{"layers": [{"model": "kimi-k2", "tokens": {"marlin": "1"}}]}', "has none of the columns moectl"),
+    ],
+)
+def test_what_is_no_plan_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(MoectlError, match=words):
+        asked(f"--plan {plan_in(tmp_path, text)} --columns moectl,triton,humming")
+    with pytest.raises(MoectlError, match=r"plan .*missing.json"):
+        asked(f"--plan {tmp_path / 'missing.json'}")
+
+
+def test_the_plans_here_name_layers_and_backends_that_there_are() -> None:
+    for path in (SCRIPTS / "plans").glob("*.json"):
+        parts = asked(f"--plan {path}")
+        assert len({row.key for part in parts for row in part.rows}) == sum(len(part.rows) for part in parts)
+        for part in parts:
+            assert {row.tokens for row in part.rows if row.backend == "moectl"} == set(part.settings.tokens)
+
+
+def test_a_plan_s_cells_alone_are_measured(tmp_path: Path) -> None:
+    watch = watch_of(tmp_path, ("torch", "crashes"), (1, 2))
+    watch.parts = [workers.Part.of(watch.parts[0].settings, {"torch": (1, 2), "crashes": (1,)})]
+    watch.costs = False
+    rows = watch.run()
+    assert [(row.backend, row.tokens, row.timed) for row in rows] == [
+        *(("torch", 1, True), ("crashes", 1, True), ("torch", 2, True)),
+    ]
+    assert {row.costs.weight_bytes for row in rows} == {None}
+
+
+def test_what_was_not_compiled_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    parts = asked(f"--plan {plan_in(tmp_path)}")
+    first, second = ([case_name(row) for row in part.rows] for part in parts)
+    assert second[0] == "deepseek-v3 ep8 dispatched - fp8 block 128x128 humming M=1"
+    reasons = {first[0]: "", first[1]: "RuntimeError: no nvcc", first[2]: ""}
+    (kept,), late = workers.without_uncompiled(parts, reasons)
+    assert [(row.backend, row.tokens) for row in kept.rows] == [("moectl", 1), ("triton", 8)]
+    assert {(key[3], key[4]) for key in kept.left_out} == {("triton", 1), ("moectl", 8)}
+    assert late[0].reason == "RuntimeError: no nvcc"
+    assert {row.reason for row in late[1:]} == {workers.NOT_COMPILED} and len(late) == 5
+
+
+def test_kernels_are_compiled_for_a_plan_s_cells_until_time_is_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    parts = asked(f"--plan {plan_in(tmp_path)}")
+    given = []
+
+    def lines(benches: Sequence[BenchToCompile], processes: int) -> Iterator[CompileOutcome]:
+        given.extend(benches)
+        yield CompileOutcome(f"{case_name(parts[0].rows[0])}: 1.5 s")
+        yield CompileOutcome("part 1 of 2 failed with status 9", failed=True)
+        time.sleep(20)
+
+    monkeypatch.setattr(workers, "compile_parts", lines)
+    assert workers.compiled(parts, 2, 0.3) == (False, {case_name(parts[0].rows[0]): ""})
+    assert [(one.settings, one.done) for one in given] == [(part.settings, part.left_out) for part in parts]
+    assert "not everything was compiled after 0 s" in capsys.readouterr().out
+
+
+def test_cells_are_lines_with_the_best_peer_and_what_failed() -> None:
+    rows = [
+        row("moectl", 1, 20.0, tactic="tile 8", parallel="tp8"),
+        row("marlin", 1, 30.0, parallel="tp8"),
+        row("humming", 1, 25.0, parallel="tp8"),
+        row("moectl", 4, 50.0, parallel="tp8"),
+        row("marlin", 4, None, ok=False, reason="wrong result", parallel="tp8"),
+        row("humming", 4, 40.0, parallel="tp8"),
+        row("triton", 1, None, ok=None, refused=True, reason="no kernel", parallel="tp8"),
+    ]
+    text = tables.as_cells(rows).splitlines()
+    case = "m tp8 mxfp4 group 32 1 20.0 25.0 humming 1.25 10.0 ok tile 8"
+    assert " ".join(text[1].split()) == case
+    assert " 4 50.0 40.0 humming 0.80 " in " ".join(text[2].split())
+    assert "marlin wrong" in text[2]
+    assert text[3:] == [
+        "m tp8 mxfp4 group 32: geometric mean 1.000",
+        "m tp8 mxfp4 group 32: triton: no kernel",
+        "all: 1.000 over 2, ahead in 1",
+    ]
+    assert len(tables.as_cells([]).splitlines()) == 1
+
+
+def test_the_table_of_a_document_is_that_of_the_rows() -> None:
+    """The lines of a layer in docs/bench.md: its times, and the best of others over moectl."""
+    found = read_rows(SCRIPTS.parent / "docs" / "bench_h200.jsonl").rows
+    rows = [one for one in found if one.routing == "uniform"]
+    text = tables.as_published(rows)
+    for line in (
+        "| layer | M=1 | 4 | 16 | 64 | 256 | 1024 | 4096 | 8192 | mean |",
+        "| of roofline | 79% | 92% | 96% | 99% | 91% | 70% | 58% | 71% |  |",
+        "| marlin | 78.2 | 244 | 845 | 2154 | 3231 | 4831 | 15567 | 24414 |  |",
+        "| best of them over moectl | 1.19 | 1.12 | 1.12 | 1.16 | 1.15 | 1.07 | 1.09 | 1.22 | 1.14 |",
+    ):
+        assert line in text
+    assert "over 32 cases with uniform routing: 1.348; moectl is ahead in 32" in tables.means_of(rows)
