@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from ....dtypes import MODEL_DTYPES
+from ....problem.moe_problem import MoEProblem
+from ....problem.schemes import FP8_BLOCK
 
 RUNNERS_OF: Mapping[str, tuple[str, ...]] = {
     "BatchedDeepGemmExperts": ("batched_deep_gemm",),
@@ -82,3 +86,55 @@ GAPS: tuple[KernelGap, ...] = (
     ),
 )
 """Pairs of formats that an engine's class takes on SM90 and no runner does."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGap:
+    """What else than its formats keeps a layer from the runners of a class of experts.
+
+    Attributes:
+        experts: the engine's classes.
+        why: the reason, as a sentence.
+        of: whether a layer is such a one.
+    """
+
+    experts: tuple[str, ...]
+    why: str
+    of: Callable[[MoEProblem], bool]
+
+
+def _sizes(problem: MoEProblem) -> tuple[int, int]:
+    return problem.dims.hidden, problem.dims.intermediate
+
+
+LAYER_GAPS: tuple[LayerGap, ...] = (
+    LayerGap(
+        ("TritonExperts",),
+        "The engine pads blocks of FP8 that a rank has in part; moectl's runner takes whole ones.",
+        lambda problem: problem.scheme.weight == FP8_BLOCK and any(size % 128 for size in _sizes(problem)),
+    ),
+    LayerGap(
+        _HUMMING,
+        "moectl's layout of Humming is in tiles of 32; the engine pads what a rank has in part.",
+        lambda problem: any(size % 32 for size in _sizes(problem)),
+    ),
+    LayerGap(
+        _HUMMING,
+        "moectl's kernels around Humming have no activation called situ.",
+        lambda problem: problem.activation.name == "situ",
+    ),
+    LayerGap(
+        _HUMMING,
+        "moectl's runner of Humming applies the router's weight at the end.",
+        lambda problem: problem.routing.weight_on_input,
+    ),
+    LayerGap(
+        _HUMMING,
+        "The engine rounds integers' scales to the model's dtype; moectl keeps the stored ones.",
+        lambda problem: (
+            problem.scheme.weight.name.startswith("int")
+            and problem.scheme.weight.scale_dtype not in ("", MODEL_DTYPES.get(problem.dtype))
+        ),
+    ),
+)
+"""Layers of published models that an engine's class takes on SM90 and no runner does."""

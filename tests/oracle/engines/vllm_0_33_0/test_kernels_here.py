@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import product
 
 import pytest
 
+from moectl.checkpoint.source.catalogue import built_in, model_names
+from moectl.checkpoint.source.shards import separate_quantization
+from moectl.checkpoint.tensors.layer_groups import layer_groups
 from moectl.environment import Packages, find_device
+from moectl.errors import UsageError
 from moectl.kernels.registry import RUNNERS
 from moectl.oracle import policy_named, select
 from moectl.oracle.backend import Backend, Capability, ExpertsClass
-from moectl.oracle.engines.vllm_0_33_0.kernels_here import GAPS, RUNNERS_OF
+from moectl.oracle.engines.vllm_0_33_0.kernels_here import GAPS, LAYER_GAPS, RUNNERS_OF
 from moectl.oracle.format_keys import act_key, exact_key, group32_key, symmetric_group_key
 from moectl.oracle.registry import known_packages
-from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
 from moectl.problem.schemes import (
     A16,
     BF16,
@@ -84,10 +89,14 @@ def offers(capability: Capability, scheme: Scheme) -> bool:
     return any(offer.supports(key, act_key(scheme.act), H200) for offer in capability.formats for key in keys)
 
 
-def runs(runner: str, scheme: Scheme) -> bool:
-    """Whether the runner takes a layer of these formats on an H200 with every package."""
-    problem = MoEProblem(Dims(512, 256), 8, 2, scheme)
+def takes(runner: str, problem: MoEProblem) -> bool:
+    """Whether the runner takes a layer on an H200 with every package."""
     return select(problem, H200, EVERYTHING, policy_named("moectl"), runner).chosen is not None
+
+
+def runs(runner: str, scheme: Scheme) -> bool:
+    """Whether the runner takes a plain layer of these formats there."""
+    return takes(runner, MoEProblem(Dims(512, 256), 8, 2, scheme))
 
 
 @pytest.mark.parametrize("experts", sorted(CLASSES))
@@ -113,3 +122,36 @@ def test_each_class_has_a_runner_or_a_reason(experts: str) -> None:
 def test_reasons_and_runners_are_of_classes_that_are_there() -> None:
     assert set(RUNNERS_OF) | {gap.experts for gap in GAPS} == set(CLASSES)
     assert all(gap.why.endswith(".") and "\n" not in gap.why for gap in GAPS)
+
+
+def published_layers() -> Iterator[tuple[str, MoEProblem]]:
+    """Layers of every built-in model, whole and as one of 8 ranks has them."""
+    for name in model_names():
+        entry = built_in(name)
+        config, file = separate_quantization(entry.documents)
+        groups = layer_groups(entry.config, entry.listing(), quantization=config, quantization_file=file)
+        for problem in dict.fromkeys(group.problem for group in groups):
+            for parallel in (Parallel(), Parallel(tp=8), Parallel(tp=8, ep=True)):
+                with suppress(UsageError):  # experts that cannot be cut in 8
+                    yield name, problem.on(parallel)
+
+
+def test_what_is_chosen_for_a_published_model_can_be_run_and_timed_or_has_a_reason() -> None:
+    """Its activation, routing, sizes and scales count, too, and not its formats alone."""
+    missing, used, ran = set(), set(), 0
+    for name, problem in published_layers():
+        decision = select(problem, H200, EVERYTHING, policy_named("vllm-0.33.0"))
+        if decision.chosen is None or not decision.usable:
+            continue
+        experts, scheme = decision.chosen.variant.experts, problem.scheme
+        if any(takes(runner, problem) for runner in RUNNERS_OF.get(experts, ())):
+            ran += 1
+            continue
+        formats = [g for g in GAPS if g.experts == experts and g.covers(scheme.weight.name, scheme.act.name)]
+        why = [gap for gap in LAYER_GAPS if experts in gap.experts and gap.of(problem)]
+        used.update(why)
+        if not formats and not why:
+            missing.add(f"{name}: {experts}, {scheme}, {problem.dims}, {problem.activation}")
+    assert not missing, "neither a runner nor a reason: " + "; ".join(sorted(missing))
+    assert ran > 150, "most of them are run"
+    assert used == set(LAYER_GAPS), "a reason for what runs"
