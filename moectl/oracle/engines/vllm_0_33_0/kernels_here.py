@@ -110,7 +110,7 @@ def _sizes(problem: MoEProblem) -> tuple[int, int]:
 LAYER_GAPS: tuple[LayerGap, ...] = (
     LayerGap(
         ("TritonExperts",),
-        "The engine pads blocks of FP8 that a rank has in part; moectl's runner takes whole ones.",
+        "The engine makes a rank's blocks of FP8 smaller until they fit; moectl's runner takes 128x128 alone.",
         lambda problem: problem.scheme.weight == FP8_BLOCK and any(size % 128 for size in _sizes(problem)),
     ),
     LayerGap(
