@@ -110,7 +110,7 @@ def _sizes(problem: MoEProblem) -> tuple[int, int]:
 LAYER_GAPS: tuple[LayerGap, ...] = (
     LayerGap(
         ("TritonExperts",),
-        "The engine makes a rank's blocks of FP8 smaller until they fit; moectl's runner takes 128x128 alone.",
+        "The engine makes blocks of FP8 smaller until they fit a rank; moectl's runner does not.",
         lambda problem: problem.scheme.weight == FP8_BLOCK and any(size % 128 for size in _sizes(problem)),
     ),
     LayerGap(
