@@ -63,7 +63,7 @@ SETTINGS = RecordOptions(
     layer=option("--layer", help="Layer number; default: first of a group.", min=0),
     tp=option("--tp", "--tp-size", help="Slices of each expert.", min=1),
     ep=option("--ep", "--ep-size", help="Expert-parallel ranks.", min=1),
-    dispatched=option("--dispatched", help="With --ep: M tokens reach the rank, for one expert each."),
+    dispatched=option("--dispatched", help="With --ep: M counts tokens that reach the rank."),
     device=DEVICE,
     routings=ParsedOption(
         option(
@@ -143,7 +143,7 @@ def bench(
         option(
             "--with",
             own=True,
-            help="Also marlin, humming, triton, ...: `moectl peers`.",
+            help="Also marlin, humming, triton_kernels, triton, cutlass, from PyPI.",
         ),
     ] = "",
     *,
