@@ -39,7 +39,7 @@ class RowOutputOptions:
             "--output",
             "-o",
             own=True,
-            help="File in the format of its suffix, instead of stdout; repeatable; .jsonl row by row.",
+            help="File by its suffix, not stdout; repeatable; .jsonl row by row.",
         ),
     ] = None
     plot: Annotated[Path | None, option("--plot", help="Draw latencies and ratios: .svg or .png.")] = None
