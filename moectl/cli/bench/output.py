@@ -39,7 +39,7 @@ class RowOutputOptions:
             "--output",
             "-o",
             own=True,
-            help="File by its suffix, not stdout; repeatable; .jsonl row by row.",
+            help="File instead of stdout; by suffix; repeatable; .jsonl by row.",
         ),
     ] = None
     plot: Annotated[Path | None, option("--plot", help="Draw latencies and ratios: .svg or .png.")] = None
