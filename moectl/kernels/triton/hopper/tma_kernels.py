@@ -35,10 +35,9 @@ from .tma_loader import (
     scale_rows,
     slots_of,
     stored_rows,
-    tile_of,
+    tile_at,
     token_bytes,
     token_loader,
-    token_rows,
     weight_loader,
 )
 
@@ -230,29 +229,55 @@ def _row_scales(S, expert, block, N, HOW: gl.constexpr):
     return scale
 
 
-@gluon.jit
-def _note(notes, WEIGHTS, SORTED, first, tokens, HOW: gl.constexpr):
-    """Loads a tile's slots and router weights into shared memory early, so its epilogue does not wait."""
-    slots, weights, _scales = notes
-    if HOW.stage == 2 or HOW.weighted:
-        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        place = gl.arange(0, slots.shape[0], layout=L)
-        live = place < tokens
-        slot = slots_of(SORTED, first, place, live, HOW)
-        slots.store(slot)
-        if HOW.weighted:
-            weights.store(gl.load(WEIGHTS + slot, mask=live, other=0.0, cache_modifier=_cached(HOW)))
+@gluon.constexpr_function
+def _notes_slots(HOW):
+    """Whether a tile's slots are needed in its epilogue."""
+    return HOW.stage == 2 or HOW.weighted or (_scaled_at_end(HOW) and HOW.token_scales == "token")
 
 
 @gluon.jit
-def _note_scales(note, XS, SORTED, first, tokens, HOW: gl.constexpr):
-    """Loads the scales of a tile's tokens into shared memory, if they are by token or tensor."""
-    if _scaled_at_end(HOW):
-        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        place = gl.arange(0, note.shape[0], layout=L)
+def _slots_ahead(SORTED, first, tokens, HOW: gl.constexpr):
+    """The slots of a tile's tokens, each thread's own."""
+    place = gl.arange(0, notes_of(HOW), layout=gl.BlockedLayout([1], [32], [4], [0]))
+    slot = place * 0
+    if _notes_slots(HOW):
+        slot = slots_of(SORTED, first, place, place < tokens, HOW)
+    return slot
+
+
+@gluon.jit
+def _weights_ahead(WEIGHTS, XS, slot, tokens, HOW: gl.constexpr):
+    """Router weights of slots, and scales of the first GEMM's tokens; placeholders of what there is not."""
+    place = gl.arange(0, notes_of(HOW), layout=gl.BlockedLayout([1], [32], [4], [0]))
+    weight = place * 0.0
+    scale = place * 0.0
+    if HOW.weighted:
+        weight = gl.load(WEIGHTS + slot, mask=place < tokens, other=0.0, cache_modifier=_cached(HOW))
+    if _scaled_at_end(HOW) and HOW.stage == 1:
+        row = slot // HOW.top_k if HOW.token_scales == "token" else place * 0
+        scale = gl.load(XS + row, mask=place < tokens, other=0.0, cache_modifier=".cg")
+    return weight, scale
+
+
+@gluon.jit
+def _note(notes, slot, weight, scale, HOW: gl.constexpr):
+    """Keeps what a tile's epilogue needs of its tokens in shared memory."""
+    if _notes_slots(HOW):
+        notes[0].store(slot)
+    if HOW.weighted:
+        notes[1].store(weight)
+    if _scaled_at_end(HOW) and HOW.stage == 1:
+        notes[2].store(scale)
+
+
+@gluon.jit
+def _note_scales(note, XS, first, tokens, HOW: gl.constexpr):
+    """Loads the scales of the second GEMM's tokens, which are complete once its first stage is filled."""
+    if _scaled_at_end(HOW) and HOW.stage == 2:
+        place = gl.arange(0, note.shape[0], layout=gl.BlockedLayout([1], [32], [4], [0]))
         row = place * 0
         if HOW.token_scales == "token":
-            row = token_rows(SORTED, first, place, place < tokens, HOW)
+            row = first + place
         note.store(gl.load(XS + row, mask=place < tokens, other=0.0, cache_modifier=".cg"))
 
 
@@ -301,10 +326,26 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     phase = gl.to_tensor(0)
     if HOW.kind == "fp8" and HOW.workers == 2 and ME == 1:
         _turn("arrive", 0)
-    for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
-        expert, first, tokens, nt = tile_of(TILES, tile, count, row_tiles, group_m, HOW)
+    # What a tile's epilogue needs is loaded during earlier tiles: first which tile it is, one tile later its
+    # slots, one later the router's weights. Each load has the result of the one before it by then.
+    total = count * row_tiles
+    begin = gl.program_id(0)
+    programs = gl.num_programs(0)
+    expert, first, tokens, nt = tile_at(TILES, begin, total, count, row_tiles, group_m, HOW)
+    expert1, first1, tokens1, nt1 = tile_at(TILES, begin + programs, total, count, row_tiles, group_m, HOW)
+    expert2, first2, tokens2, nt2 = tile_at(
+        TILES, begin + 2 * programs, total, count, row_tiles, group_m, HOW
+    )
+    slot = _slots_ahead(SORTED, first, tokens, HOW)
+    slot1 = _slots_ahead(SORTED, first1, tokens1, HOW)
+    weight, scale = _weights_ahead(WEIGHTS, XS, slot, tokens, HOW)
+    _note(own, slot, weight, scale, HOW)
+    for tile in range(begin, total, programs):
+        weight, scale = _weights_ahead(WEIGHTS, XS, slot1, tokens1, HOW)
+        slot2 = _slots_ahead(SORTED, first2, tokens2, HOW)
+        later = tile + 3 * programs
+        expert3, first3, tokens3, nt3 = tile_at(TILES, later, total, count, row_tiles, group_m, HOW)
         block = (nt * HOW.workers + ME) * HOW.blocks_m
-        _note(own, WEIGHTS, SORTED, first, tokens, HOW)
         biases = ()
         factors = ()
         for b in gl.static_range(BLOCKS):
@@ -320,13 +361,18 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                 else:
                     acc, stage, phase = _product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
                 # The first GEMM's tokens are complete by now, and with them their scales.
-                _note_scales(own[2], XS, SORTED, first, tokens, HOW)
+                _note_scales(own[2], XS, first, tokens, HOW)
                 for b in gl.static_range(BLOCKS):
                     if (block + b) * 64 < N:
                         _store_block(
                             acc, own, Y, factors[b], biases[b], block + b, first, tokens, NX, alpha, limit,
                             b, _width(i, HOW), HOW,
                         )  # fmt: skip
+        _note(own, slot1, weight, scale, HOW)
+        slot1 = slot2
+        expert, first, tokens, nt = expert1, first1, tokens1, nt1
+        expert1, first1, tokens1, nt1 = expert2, first2, tokens2, nt2
+        expert2, first2, tokens2, nt2 = expert3, first3, tokens3, nt3
     if HOW.kind == "fp8" and HOW.workers == 2 and ME == 0:
         _turn("sync", 0)
 

@@ -132,6 +132,14 @@ def tile_of(TILES, tile, count, row_tiles, group_m, HOW: gl.constexpr):
 
 
 @gluon.jit
+def tile_at(TILES, tile, total, count, row_tiles, group_m, HOW: gl.constexpr):
+    """`tile_of`, with no tokens from number `total` on."""
+    last = gl.maximum(total - 1, 0)
+    expert, first, tokens, nt = tile_of(TILES, gl.minimum(tile, last), count, row_tiles, group_m, HOW)
+    return expert, first, gl.where(tile < total, tokens, 0), nt
+
+
+@gluon.jit
 def weight_loader(work, HOW: gl.constexpr):
     """Producer of weight rows."""
     ring, ROWS, TILES, count, steps, row_tiles, group_m = work
@@ -141,8 +149,11 @@ def weight_loader(work, HOW: gl.constexpr):
     rows, _tokens, _scales, full, empty = ring
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
-        expert, _first, tokens, nt = tile_of(TILES, tile, count, row_tiles, group_m, HOW)
+    total = count * row_tiles
+    expert, _first, tokens, nt = tile_at(TILES, gl.program_id(0), total, count, row_tiles, group_m, HOW)
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        after = tile + gl.num_programs(0)
+        expert1, _first1, tokens1, nt1 = tile_at(TILES, after, total, count, row_tiles, group_m, HOW)
         for k in range(gl.where(tokens > 0, steps, 0)):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), BYTES)
@@ -150,6 +161,7 @@ def weight_loader(work, HOW: gl.constexpr):
                 at = [expert, nt * GROUPS, 0, 0, (k * DEPTH + d) * 128]
                 tma_load(ROWS, at, full.index(stage), rows.index(stage * DEPTH + d))
             stage, phase = _next(stage, phase, HOW)
+        expert, tokens, nt = expert1, tokens1, nt1
 
 
 @gluon.jit
@@ -223,8 +235,11 @@ def token_loader(work, HOW: gl.constexpr):
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, L)), 0)
-    for tile in range(gl.program_id(0), count * row_tiles, gl.num_programs(0)):
-        _expert, first, tokens, _nt = tile_of(TILES, tile, count, row_tiles, group_m, HOW)
+    total = count * row_tiles
+    _expert, first, tokens, _nt = tile_at(TILES, gl.program_id(0), total, count, row_tiles, group_m, HOW)
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        after = tile + gl.num_programs(0)
+        _expert, first1, tokens1, _nt = tile_at(TILES, after, total, count, row_tiles, group_m, HOW)
         if in_blocks(HOW):
             blocks = (KX + 127) // 128
             place = gl.arange(0, NOTES, layout=LINE)
@@ -261,3 +276,4 @@ def token_loader(work, HOW: gl.constexpr):
             if gathers(HOW):
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             stage, phase = _next(stage, phase, HOW)
+        first, tokens = first1, tokens1
