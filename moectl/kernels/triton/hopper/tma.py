@@ -349,28 +349,27 @@ RULES: dict[str, tuple[tuple[float, TmaTile], ...]] = {
         (math.inf, _tile(128, 2, 2, group_m=4)),
     ),
     "fp8": (
-        (2.6, _tile(8, 1, 1, depth=2, programs=2)),
-        (10, _tile(16, 1, 2, programs=2)),
+        (1.02, _tile(8, 1, 1, depth=2, programs=3)),
+        (2.6, _tile(8, 1, 2, depth=2)),
+        (10, _tile(16, 2, 1, depth=2)),
         (22, _tile(32, 1, 2, programs=2)),
         (48, _tile(64, 2, 2)),
         (100, _tile(96, 2, 2)),
-        (math.inf, _tile(160, 2, 1, loaders=4, group_m=4)),
+        (350, _tile(160, 2, 1, loaders=4, group_m=4)),
+        (math.inf, _tile(128, 2, 2, group_m=4)),
     ),
 }
 """Weight format -> (most tokens per expert, tile): what runs if nothing was measured. All but the stages."""
 
 PROMISING: tuple[TmaTile, ...] = (
     *dict.fromkeys(tile for rules in RULES.values() for _, tile in rules),
-    _tile(8, 1, 1, depth=2, programs=3),
-    _tile(8, 2, 1, depth=2, programs=2),
-    _tile(16, 1, 1, programs=3),
+    _tile(8, 1, 1, depth=2, programs=2),
+    _tile(16, 1, 2, programs=2),
     _tile(32, 2, 2),
     _tile(64, 2, 1),
     _tile(96, 2, 1, loaders=4),
     _tile(112, 2, 2, group_m=4),
     _tile(160, 2, 1, loaders=4),
-    _tile(192, 2, 1, loaders=4, group_m=4),
-    _tile(256, 2, 1, group_m=4),
 )
 """Tiles that are worth measuring, but for the stages."""
 
