@@ -40,8 +40,9 @@ def _list(names):
 
 
 @gluon.constexpr_function
-def _step_asm(WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, FRESH):
-    """PTX of the products of BLOCKS row blocks over DEPTH pieces, one group of wgmmas.
+def _step_asm(WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, FRESH, LEAD):
+    """PTX of the products of BLOCKS row blocks over DEPTH pieces, one group of wgmmas; with LEAD the first
+    32 bytes of columns are a group of their own.
 
     Operands: the accumulators, tied to the results unless FRESH, which begins new sums; the rows' byte offset
     from the start of shared memory, then the tokens'. PIECE and TOKENS are the bytes from one piece to the
@@ -75,6 +76,8 @@ def _step_asm(WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, FRESH):
                     "mov.b64 b, {low, 0x40000040};",
                     f"{product} {acc}, a, b, {first}, 1, 1{transposed};",
                 ]
+            if LEAD and piece == 0 and k == 0:
+                lines.append("wgmma.commit_group.sync.aligned;")
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
 
@@ -110,10 +113,11 @@ def step_zeros(WIDTH: gl.constexpr, BLOCKS: gl.constexpr):
 def step_issued(
     rows, tokens, acc, WIDTH: gl.constexpr, BLOCKS: gl.constexpr, DEPTH: gl.constexpr,
     PIECE: gl.constexpr, TOKENS: gl.constexpr, KIND: gl.constexpr, FRESH: gl.constexpr,
+    LEAD: gl.constexpr = False,
 ):  # fmt: skip
     """Issues the products of a step, whose operands begin at byte offsets `rows` and `tokens`."""
     UNIT: gl.constexpr = unit_of(WIDTH)
-    ASM: gl.constexpr = _step_asm(WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, FRESH)
+    ASM: gl.constexpr = _step_asm(WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, FRESH, LEAD)
     REGISTERS: gl.constexpr = _step_registers(WIDTH, BLOCKS, FRESH)
     RESULTS: gl.constexpr = _floats(WIDTH, BLOCKS)
     a = gl.full([64, UNIT], rows, gl.int32, _mma(UNIT))
@@ -136,7 +140,7 @@ def steps_finished(acc, LATER: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.con
 
 @gluon.jit
 def await_all_but_last():
-    """Waits until at most the last step's products are in flight, so that shared memory of others is free."""
+    """Waits until at most the last group of products is in flight: others are done with shared memory."""
     gl.inline_asm_elementwise(
         "wgmma.wait_group.sync.aligned 1; mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1
     )

@@ -57,6 +57,8 @@ class TmaTile:
         loaders: warps that copy token rows (producers).
         programs: programs resident on one multiprocessor.
         group_m: token tiles that sweep all weight rows together, to reuse weights in L2.
+        fast_sums: 1 if sums of FP8 products stay in the tensor cores, which add with fewer bits than fp32, to
+            the end; 0 if sums of 128 columns are added in fp32. Scales in blocks need the latter.
     """
 
     tokens: int
@@ -67,6 +69,7 @@ class TmaTile:
     loaders: int = 2
     programs: int = 1
     group_m: int = 1
+    fast_sums: int = 0
 
     @property
     def rows(self) -> int:
@@ -88,6 +91,7 @@ class TmaVariant:
         even: whether every stage of the ring ends within the tokens' columns.
         wide: whether offsets (slots times columns) need more than 32 bits.
         copied: whether TMA copies the tokens, which lie one after the other; otherwise they are gathered.
+        promoted: whether sums of 128 columns are added outside of the tensor cores.
         registers: registers per thread of a worker, of a token loader, and of the weight loader.
     """
 
@@ -110,6 +114,7 @@ class TmaVariant:
     depth: int
     loaders: int
     copied: bool
+    promoted: bool
     registers: tuple[int, int, int]
 
     @property
@@ -172,8 +177,14 @@ def _variant(layer: RowLayer, stage: int, plan: MidSchedule, tile: TmaTile) -> T
         depth=tile.depth,
         loaders=tile.loaders,
         copied=_copied(stage, tile),
-        registers=registers(tile, p.scheme.weight.name == "fp8"),
+        promoted=_promoted(p, tile),
+        registers=registers(tile, _promoted(p, tile)),
     )
+
+
+def _promoted(problem: MoEProblem, tile: TmaTile) -> bool:
+    """Whether sums of FP8 products are added in fp32."""
+    return problem.scheme.weight.name == "fp8" and not tile.fast_sums
 
 
 def _copied(stage: int, tile: TmaTile) -> bool:
@@ -313,7 +324,9 @@ def _fits(problem: MoEProblem, tile: TmaTile) -> str:
         return f"{tile} is not a supported tile"
     if tile.stages < 2:
         return f"{tile} needs two stages: one to fill while another is read"
-    promoted = 1 if weight.name == "fp8" else 0  # sums that are not added yet, and scales
+    if tile.fast_sums and weight_scales(problem) not in ("channel", "tensor"):
+        return f"{tile} leaves sums in the tensor cores to the end; {problem.scheme} does not allow that"
+    promoted = int(_promoted(problem, tile))  # sums that are not added yet, and scales
     sums = tile.tokens * (tile.blocks_m + promoted) // 2 + 12 * promoted * tile.blocks_m
     if sums + (8 if promoted else 16) > registers(tile, bool(promoted))[0]:
         return f"the accumulators of {tile} do not fit in the registers of its workers"
@@ -336,6 +349,15 @@ def _tile(tokens: int, workers: int, blocks_m: int, **more: int) -> TmaTile:
     return TmaTile(tokens, workers, blocks_m, stages=2, **more)
 
 
+_FEW_FP8 = (
+    (1.02, _tile(8, 1, 1, depth=2, programs=3)),
+    (2.6, _tile(8, 1, 2, depth=2)),
+    (10, _tile(16, 2, 1, depth=2)),
+    (22, _tile(32, 1, 2, programs=2)),
+    (48, _tile(64, 2, 2)),
+    (100, _tile(96, 2, 2)),
+)
+
 RULES: dict[str, tuple[tuple[float, TmaTile], ...]] = {
     "bf16": (
         (1.02, _tile(8, 1, 1, depth=2)),
@@ -349,17 +371,14 @@ RULES: dict[str, tuple[tuple[float, TmaTile], ...]] = {
         (math.inf, _tile(128, 2, 2, group_m=4)),
     ),
     "fp8": (
-        (1.02, _tile(8, 1, 1, depth=2, programs=3)),
-        (2.6, _tile(8, 1, 2, depth=2)),
-        (10, _tile(16, 2, 1, depth=2)),
-        (22, _tile(32, 1, 2, programs=2)),
-        (48, _tile(64, 2, 2)),
-        (100, _tile(96, 2, 2)),
+        *_FEW_FP8,
         (350, _tile(160, 2, 1, loaders=4, group_m=4)),
         (math.inf, _tile(128, 2, 2, group_m=4)),
     ),
+    "fp8 at end": (*_FEW_FP8, (math.inf, _tile(128, 2, 2, group_m=4, fast_sums=1))),
 }
-"""Weight format -> (most tokens per expert, tile): what runs if nothing was measured. All but the stages."""
+"""Weight format, and whether FP8 weights are scaled at the end (by row or tensor) -> (most tokens per expert,
+tile): what runs if nothing was measured. All but the stages."""
 
 PROMISING: tuple[TmaTile, ...] = (
     *dict.fromkeys(tile for rules in RULES.values() for _, tile in rules),
@@ -370,6 +389,10 @@ PROMISING: tuple[TmaTile, ...] = (
     _tile(96, 2, 1, loaders=4),
     _tile(112, 2, 2, group_m=4),
     _tile(160, 2, 1, loaders=4),
+    _tile(96, 2, 2, group_m=4, fast_sums=1),
+    _tile(96, 2, 2, loaders=4, group_m=4, fast_sums=1),
+    _tile(192, 2, 1, loaders=4, group_m=4, fast_sums=1),
+    _tile(256, 2, 1, group_m=4, fast_sums=1),
 )
 """Tiles that are worth measuring, but for the stages."""
 
@@ -389,7 +412,8 @@ def _candidates(problem: MoEProblem) -> Sequence[TmaTile]:
 
 def tile_for(problem: MoEProblem, tokens_per_expert: float) -> TmaTile | None:
     """The tile of `RULES` for a number of tokens per active expert; None if it does not fit the layer."""
-    rules = RULES.get(problem.scheme.weight.name, ())
+    weight = problem.scheme.weight.name
+    rules = RULES["fp8 at end"] if weight_scales(problem) in ("channel", "tensor") else RULES.get(weight, ())
     return next((_with_stages(problem, tile) for most, tile in rules if tokens_per_expert <= most), None)
 
 

@@ -58,7 +58,7 @@ def _product(ring, stage, phase, steps, WIDTH: gl.constexpr, ME: gl.constexpr, H
     _rows, _tokens, _scales, full, empty = ring
     acc = step_zeros(WIDTH, BLOCKS)
     for step in range(steps):
-        _await(full, stage, phase)
+        _await(full, stage, phase, HOW)
         rows = stage * (DEPTH * PIECE) + OWN
         tokens = stage * (DEPTH * TOKENS) + FIRST
         acc = step_issued(rows, tokens, acc, WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, False)
@@ -78,11 +78,12 @@ def _before(stage, HOW: gl.constexpr):
 
 
 @gluon.jit
-def _await(full, stage, phase):
-    """Wait until a stage is filled: cp.async writes through the generic proxy, wgmma reads through the async
-    one."""
+def _await(full, stage, phase, HOW: gl.constexpr):
+    """Wait until a stage is filled: cp.async writes tokens through the generic proxy, wgmma reads through the
+    async one."""
     mbarrier.wait(full.index(stage), phase)
-    hopper.fence_async_shared()
+    if not HOW.copied:
+        hopper.fence_async_shared()
 
 
 @gluon.constexpr_function
@@ -93,9 +94,10 @@ def _two_at_once(WIDTH, HOW):
 
 @gluon.jit
 def _piece_issued(
-    stage, TURN: gl.constexpr, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
+    stage, TURN: gl.constexpr, LEAD: gl.constexpr, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
-    """Issues the products of turn TURN of a stage: 128 columns (a piece) of one row block."""
+    """Issues the products of turn TURN of a stage: 128 columns (a piece) of one row block. With LEAD the
+    first of them can be awaited alone."""
     PIECE: gl.constexpr = piece_bytes(HOW)
     TOKENS: gl.constexpr = token_bytes(HOW)
     BLOCK: gl.constexpr = ME * HOW.blocks_m + TURN % HOW.blocks_m
@@ -104,7 +106,13 @@ def _piece_issued(
     KIND: gl.constexpr = HOW.kind
     rows = stage * (HOW.depth * PIECE) + ROWS
     tokens = stage * (HOW.depth * TOKENS) + FIRST
-    return step_issued(rows, tokens, (), WIDTH, 1, 1, PIECE, TOKENS, KIND, True)
+    return step_issued(rows, tokens, (), WIDTH, 1, 1, PIECE, TOKENS, KIND, True, LEAD)
+
+
+@gluon.constexpr_function
+def _two_scales(HOW):
+    """Whether the rows of a block have two scales: those of gates and of ups."""
+    return HOW.stage == 1 and HOW.gated
 
 
 @gluon.jit
@@ -112,12 +120,13 @@ def _block_scales(
     S, expert, block, step, N, columns,
     TURN: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """The scales of the rows of turn TURN of a step, which are at most two numbers, read from global memory
-    while the products are in flight; without scales in blocks a placeholder."""
+    """The scales of the rows of turn TURN of a step, read from global memory while the products are in
+    flight: one number, or those of gates and of ups by row; without scales in blocks a placeholder."""
     scale = block
     if in_blocks(HOW):
         row = (block + TURN % HOW.blocks_m) * 64
-        row = row + gl.arange(0, 64, layout=gl.SliceLayout(1, _mma(unit_of(WIDTH))))
+        if _two_scales(HOW):
+            row = row + gl.arange(0, 64, layout=gl.SliceLayout(1, _mma(unit_of(WIDTH))))
         at, there = scale_rows(row, N, HOW)
         column = step * HOW.depth + TURN // HOW.blocks_m
         base = S + (expert.to(gl.int64) * (scale_count(N, HOW) * columns) + column)
@@ -135,10 +144,15 @@ def _added(acc, part, of_rows, scales, stage, TURN: gl.constexpr, WIDTH: gl.cons
     made = ()
     if in_blocks(HOW):
         of_tokens = scales.index(stage * HOW.depth + TURN // HOW.blocks_m)
-        of_rows = gl.expand_dims(of_rows, 1)
+        if _two_scales(HOW):
+            of_rows = gl.expand_dims(of_rows, 1)
         for i in gl.static_range(UNITS):
             factor = of_tokens.slice(i * UNIT, UNIT).load(gl.SliceLayout(0, M))
-            made += (acc[BLOCK * UNITS + i] + part[i] * (of_rows * gl.expand_dims(factor, 0)),)
+            if _two_scales(HOW):
+                factor = of_rows * gl.expand_dims(factor, 0)
+            else:
+                factor = gl.expand_dims(of_rows * factor, 0)
+            made += (acc[BLOCK * UNITS + i] + part[i] * factor,)
     else:
         for i in gl.static_range(UNITS):
             made += (acc[BLOCK * UNITS + i] + part[i],)
@@ -168,7 +182,8 @@ def _promoted_product(
     with fewer bits than fp32. While one sum is added, the next is computed, here or by the other worker.
 
     Two workers that read the same stages would otherwise multiply at the same time, and add at the same time
-    while the tensor cores idle: they take turns.
+    while the tensor cores idle: they take turns. A turn ends when the first product is done, so that those of
+    the other worker are there before the tensor cores idle.
     """
     BLOCKS: gl.constexpr = HOW.blocks_m
     TURNS: gl.constexpr = HOW.depth * BLOCKS
@@ -177,24 +192,25 @@ def _promoted_product(
     _rows, _tokens, scales, full, empty = ring
     acc = step_zeros(WIDTH, BLOCKS)
     for step in range(steps):
-        _await(full, stage, phase)
+        _await(full, stage, phase, HOW)
         if ALTERNATE:
             _turn("sync", ME)
-        part = _piece_issued(stage, 0, WIDTH, ME, HOW)
+        part = _piece_issued(stage, 0, ALTERNATE, WIDTH, ME, HOW)
         for turn in gl.static_range(TURNS):
             of_rows = _block_scales(S, expert, block, step, N, columns, turn, WIDTH, HOW)
             if TWO and turn + 1 < TURNS:
-                coming = _piece_issued(stage, turn + 1, WIDTH, ME, HOW)
+                coming = _piece_issued(stage, turn + 1, False, WIDTH, ME, HOW)
                 part = steps_finished(part, 1, WIDTH, 1)
             else:
+                if ALTERNATE:
+                    await_all_but_last()
+                    _turn("arrive", 1 - ME)
                 part = steps_finished(part, 0, WIDTH, 1)
-            if ALTERNATE:
-                _turn("arrive", 1 - ME)
             acc = _added(acc, part, of_rows, scales, stage, turn, WIDTH, HOW)
             if turn + 1 < TURNS:
                 if ALTERNATE:
                     _turn("sync", ME)
-                part = coming if TWO else _piece_issued(stage, turn + 1, WIDTH, ME, HOW)
+                part = coming if TWO else _piece_issued(stage, turn + 1, ALTERNATE, WIDTH, ME, HOW)
         mbarrier.arrive(empty.index(stage), count=1)
         stage, phase = _next(stage, phase, HOW)
     return acc, stage, phase
@@ -324,7 +340,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     own = (notes[0].index(ME), notes[1].index(ME), notes[2].index(ME))
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    if HOW.kind == "fp8" and HOW.workers == 2 and ME == 1:
+    if HOW.promoted and HOW.workers == 2 and ME == 1:
         _turn("arrive", 0)
     # What a tile's epilogue needs is loaded during earlier tiles: first which tile it is, one tile later its
     # slots, one later the router's weights. Each load has the result of the one before it by then.
@@ -353,7 +369,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
             factors += (_row_scales(S, expert, block + b, N, HOW),)
         for i in gl.static_range(WIDTHS):
             if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
-                if HOW.kind == "fp8":
+                if HOW.promoted:
                     acc, stage, phase = _promoted_product(
                         ring, stage, phase, steps, S, expert, block, N, (KX + 127) // 128,
                         _width(i, HOW), ME, HOW,
@@ -373,7 +389,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
         expert, first, tokens, nt = expert1, first1, tokens1, nt1
         expert1, first1, tokens1, nt1 = expert2, first2, tokens2, nt2
         expert2, first2, tokens2, nt2 = expert3, first3, tokens3, nt3
-    if HOW.kind == "fp8" and HOW.workers == 2 and ME == 0:
+    if HOW.promoted and HOW.workers == 2 and ME == 0:
         _turn("sync", 0)
 
 

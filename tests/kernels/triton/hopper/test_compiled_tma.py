@@ -108,6 +108,12 @@ def test_shared_memory_is_what_was_counted() -> None:
                 assert 0.85 * counted < kernel.shared <= counted
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp8 block", "fp8 channel"])
+def test_stages_are_released_once_all_threads_have_read_them(name: str) -> None:
+    for kernel in inspect(LAYERS[name], 64, Launch("tma", TWO_WORKERS), OFFLINE_GPUS[90]):
+        assert not kernel.handovers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tile"),
