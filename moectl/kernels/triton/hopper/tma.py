@@ -310,7 +310,7 @@ def shared_bytes(problem: MoEProblem, tile: TmaTile) -> int:
     """Shared memory of a program: the ring, and each worker's slots, router weights and store staging."""
     notes = 4 * triton.next_power_of_2(tile.tokens)
     scales = weight_scales(problem)
-    in_piece = notes if scales == "block" else 0
+    in_piece = 2 * notes if scales == "block" else 0
     by_token = notes * (2 if scales in ("none", "block") else 3)
     stage = tile.depth * (LINE * (tile.rows + tile.tokens) + in_piece) + 16
     return int(tile.stages * stage + tile.workers * (by_token + 2048) + 512)

@@ -38,6 +38,7 @@ from .tma_loader import (
     tile_at,
     token_bytes,
     token_loader,
+    two_scales,
     weight_loader,
 )
 
@@ -109,33 +110,10 @@ def _piece_issued(
     return step_issued(rows, tokens, (), WIDTH, 1, 1, PIECE, TOKENS, KIND, True, LEAD)
 
 
-@gluon.constexpr_function
-def _two_scales(HOW):
-    """Whether the rows of a block have two scales: those of gates and of ups."""
-    return HOW.stage == 1 and HOW.gated
-
-
 @gluon.jit
-def _block_scales(
-    S, expert, block, step, N, columns,
-    TURN: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
+def _added(
+    acc, part, scales, stage, TURN: gl.constexpr, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
-    """The scales of the rows of turn TURN of a step, read from global memory while the products are in
-    flight: one number, or those of gates and of ups by row; without scales in blocks a placeholder."""
-    scale = block
-    if in_blocks(HOW):
-        row = (block + TURN % HOW.blocks_m) * 64
-        if _two_scales(HOW):
-            row = row + gl.arange(0, 64, layout=gl.SliceLayout(1, _mma(unit_of(WIDTH))))
-        at, there = scale_rows(row, N, HOW)
-        column = step * HOW.depth + TURN // HOW.blocks_m
-        base = S + (expert.to(gl.int64) * (scale_count(N, HOW) * columns) + column)
-        scale = gl.load(base + at * columns, mask=there & (column < columns), other=0.0)
-    return scale
-
-
-@gluon.jit
-def _added(acc, part, of_rows, scales, stage, TURN: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr):
     """The accumulators plus the sums of turn TURN, times the scales of its rows and tokens."""
     UNITS: gl.constexpr = units_of(WIDTH)
     UNIT: gl.constexpr = unit_of(WIDTH)
@@ -143,15 +121,16 @@ def _added(acc, part, of_rows, scales, stage, TURN: gl.constexpr, WIDTH: gl.cons
     M: gl.constexpr = _mma(UNIT)
     made = ()
     if in_blocks(HOW):
-        of_tokens = scales.index(stage * HOW.depth + TURN // HOW.blocks_m)
-        if _two_scales(HOW):
-            of_rows = gl.expand_dims(of_rows, 1)
+        place = (stage * HOW.depth + TURN // HOW.blocks_m) * 2
         for i in gl.static_range(UNITS):
-            factor = of_tokens.slice(i * UNIT, UNIT).load(gl.SliceLayout(0, M))
-            if _two_scales(HOW):
-                factor = of_rows * gl.expand_dims(factor, 0)
+            if two_scales(HOW):
+                gates = scales.index(place).slice(i * UNIT, UNIT).load(gl.SliceLayout(0, M))
+                ups = scales.index(place + 1).slice(i * UNIT, UNIT).load(gl.SliceLayout(0, M))
+                up = gl.arange(0, 64, layout=gl.SliceLayout(1, M)) // 8 % 2 == 1
+                factor = gl.where(gl.expand_dims(up, 1), gl.expand_dims(ups, 0), gl.expand_dims(gates, 0))
             else:
-                factor = gl.expand_dims(of_rows * factor, 0)
+                of_tokens = scales.index(place + ME).slice(i * UNIT, UNIT)
+                factor = gl.expand_dims(of_tokens.load(gl.SliceLayout(0, M)), 0)
             made += (acc[BLOCK * UNITS + i] + part[i] * factor,)
     else:
         for i in gl.static_range(UNITS):
@@ -175,8 +154,7 @@ def _turn(ACTION: gl.constexpr, WHOSE: gl.constexpr):
 
 @gluon.jit
 def _promoted_product(
-    ring, stage, phase, steps, S, expert, block, N, columns,
-    WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr,
+    ring, stage, phase, steps, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
     """`_product` whose sums of 128 columns are added up outside of the tensor cores, which sum FP8 products
     with fewer bits than fp32. While one sum is added, the next is computed, here or by the other worker.
@@ -191,13 +169,12 @@ def _promoted_product(
     ALTERNATE: gl.constexpr = HOW.workers == 2 and not TWO and WIDTH >= 64
     _rows, _tokens, scales, full, empty = ring
     acc = step_zeros(WIDTH, BLOCKS)
-    for step in range(steps):
+    for _ in range(steps):
         _await(full, stage, phase, HOW)
         if ALTERNATE:
             _turn("sync", ME)
         part = _piece_issued(stage, 0, ALTERNATE, WIDTH, ME, HOW)
         for turn in gl.static_range(TURNS):
-            of_rows = _block_scales(S, expert, block, step, N, columns, turn, WIDTH, HOW)
             if TWO and turn + 1 < TURNS:
                 coming = _piece_issued(stage, turn + 1, False, WIDTH, ME, HOW)
                 part = steps_finished(part, 1, WIDTH, 1)
@@ -206,7 +183,7 @@ def _promoted_product(
                     await_all_but_last()
                     _turn("arrive", 1 - ME)
                 part = steps_finished(part, 0, WIDTH, 1)
-            acc = _added(acc, part, of_rows, scales, stage, turn, WIDTH, HOW)
+            acc = _added(acc, part, scales, stage, turn, WIDTH, ME, HOW)
             if turn + 1 < TURNS:
                 if ALTERNATE:
                     _turn("sync", ME)
@@ -333,7 +310,7 @@ def _scaled(part, notes, factors, AT: gl.constexpr, HOW: gl.constexpr):
 @gluon.jit
 def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     """The products and the epilogue of a worker's row blocks of each of the program's tiles."""
-    ring, notes, out, TILES, count, N, steps, KX, NX, row_tiles, group_m, alpha, limit = work
+    ring, notes, out, TILES, count, N, steps, NX, row_tiles, group_m, alpha, limit = work
     WIDTHS: gl.constexpr = len(HOW.widths)
     BLOCKS: gl.constexpr = HOW.blocks_m
     Y, B, S, XS, WEIGHTS, SORTED = out
@@ -370,10 +347,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
         for i in gl.static_range(WIDTHS):
             if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
                 if HOW.promoted:
-                    acc, stage, phase = _promoted_product(
-                        ring, stage, phase, steps, S, expert, block, N, (KX + 127) // 128,
-                        _width(i, HOW), ME, HOW,
-                    )  # fmt: skip
+                    acc, stage, phase = _promoted_product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
                 else:
                     acc, stage, phase = _product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
                 # The first GEMM's tokens are complete by now, and with them their scales.
@@ -426,7 +400,7 @@ def _rows_gemm_kernel(
         token_scales = gl.allocate_shared_memory(gl.float32, [HOW.workers, NOTES], LINE)
     scales = weights
     if in_blocks(HOW):
-        scales = gl.allocate_shared_memory(gl.float32, [PIECES, NOTES], LINE)
+        scales = gl.allocate_shared_memory(gl.float32, [2 * PIECES, NOTES], LINE)
     full = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -436,8 +410,8 @@ def _rows_gemm_kernel(
     ring = (rows, tokens, scales, full, empty)
     notes = (slots, weights, token_scales)
     out = (Y, B, S, XS, WEIGHTS, SORTED)
-    work = (ring, notes, out, TILES, count, N, steps, KX, NX, row_tiles, group_m, alpha, limit)
-    gather = (ring, X, COPIES, XS, SORTED, TILES, count, steps, KX, row_tiles, group_m)
+    work = (ring, notes, out, TILES, count, N, steps, NX, row_tiles, group_m, alpha, limit)
+    gather = (ring, X, COPIES, XS, S, SORTED, TILES, count, N, steps, KX, row_tiles, group_m)
     stream = (ring, ROWS, TILES, count, steps, row_tiles, group_m)
     if HOW.workers == 1:
         gl.warp_specialize(

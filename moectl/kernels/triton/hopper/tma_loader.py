@@ -51,20 +51,27 @@ def notes_of(HOW):
 
 @gluon.constexpr_function
 def gathers(HOW):
-    """Whether the token loaders' threads copy anything by cp.async."""
-    return in_blocks(HOW) or not HOW.copied
+    """Whether the token loaders' threads copy tokens by cp.async."""
+    return not HOW.copied
 
 
 @gluon.constexpr_function
 def arrivals(HOW):
-    """Arrivals that fill a stage: of the weight loader, of a copy of tokens, of the threads that gather."""
-    return 1 + int(HOW.copied) + (32 * HOW.loaders if gathers(HOW) else 0)
+    """Arrivals that fill a stage: of the weight loader, of a copy of tokens or the threads that gather them,
+    and one for the scales."""
+    return 1 + (32 * HOW.loaders if gathers(HOW) else 1) + int(in_blocks(HOW))
 
 
 @gluon.constexpr_function
 def in_blocks(HOW):
     """Whether weights and tokens have scales by blocks of 128 columns; those of tokens are in the ring."""
     return HOW.scales == "block"
+
+
+@gluon.constexpr_function
+def two_scales(HOW):
+    """Whether rows of a tile have one scale for gates and one for ups, rather than one for each worker."""
+    return HOW.stage == 1 and HOW.gated
 
 
 @gluon.jit
@@ -219,9 +226,36 @@ def _copied_tokens(COPIES, first, tokens, k, full, into, stage, HOW: gl.constexp
 
 
 @gluon.jit
+def _row_scales(S, expert, nt, N, blocks, HOW: gl.constexpr):
+    """Where the two scales of a row tile's first columns are, and whether they exist."""
+    row = nt * (64 * HOW.workers * HOW.blocks_m)
+    other = row + 8 if two_scales(HOW) else row + 64 * HOW.blocks_m * (HOW.workers - 1)
+    at, there = scale_rows(row, N, HOW)
+    other_at, other_there = scale_rows(other, N, HOW)
+    base = S + expert.to(gl.int64) * (scale_count(N, HOW) * blocks)
+    return base + at * blocks, there, base + other_at * blocks, other_there
+
+
+@gluon.jit
+def _scales_ahead(of_rows, of_tokens, known, k, blocks, HOW: gl.constexpr):
+    """For each piece of a stage the scales of the tokens and the two of the rows; their products are left for
+    later, as they would wait for the loads."""
+    DEPTH: gl.constexpr = HOW.depth
+    at, there, other_at, other_there = of_rows
+    loaded = ()
+    for d in gl.static_range(DEPTH):
+        column = k * DEPTH + d
+        inside = column < blocks
+        loaded += (gl.load(of_tokens + column, mask=known & inside, other=0.0),)
+        loaded += (gl.load(at + column, mask=there & inside, other=0.0),)
+        loaded += (gl.load(other_at + column, mask=other_there & inside, other=0.0),)
+    return loaded
+
+
+@gluon.jit
 def token_loader(work, HOW: gl.constexpr):
-    """Producer of token rows, which have `KX` bytes."""
-    ring, X, COPIES, XS, SORTED, TILES, count, steps, KX, row_tiles, group_m = work
+    """Producer of token rows, which have `KX` bytes, and of the scales of products."""
+    ring, X, COPIES, XS, S, SORTED, TILES, count, N, steps, KX, row_tiles, group_m = work
     DEPTH: gl.constexpr = HOW.depth
     ROWS: gl.constexpr = batch_rows(HOW)
     COUNT: gl.constexpr = batches(HOW)
@@ -236,14 +270,18 @@ def token_loader(work, HOW: gl.constexpr):
     phase = gl.to_tensor(1)
     column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, L)), 0)
     total = count * row_tiles
-    _expert, first, tokens, _nt = tile_at(TILES, gl.program_id(0), total, count, row_tiles, group_m, HOW)
+    blocks = (KX + 127) // 128
+    expert, first, tokens, nt = tile_at(TILES, gl.program_id(0), total, count, row_tiles, group_m, HOW)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
         after = tile + gl.num_programs(0)
-        _expert, first1, tokens1, _nt = tile_at(TILES, after, total, count, row_tiles, group_m, HOW)
+        expert1, first1, tokens1, nt1 = tile_at(TILES, after, total, count, row_tiles, group_m, HOW)
+        coming = ()
         if in_blocks(HOW):
-            blocks = (KX + 127) // 128
             place = gl.arange(0, NOTES, layout=LINE)
-            of_tokens = token_rows(SORTED, first, place, place < tokens, HOW) * blocks
+            known = place < tokens
+            of_tokens = XS + token_rows(SORTED, first, place, known, HOW) * blocks
+            of_rows = _row_scales(S, expert, nt, N, blocks, HOW)
+            coming = _scales_ahead(of_rows, of_tokens, known, 0, blocks, HOW)
         base = X
         if HOW.stage == 2:
             base = X + first.to(gl.int64) * KX
@@ -252,15 +290,19 @@ def token_loader(work, HOW: gl.constexpr):
             for b in gl.static_range(COUNT):
                 sources += (_sources(SORTED, first, tokens, KX, b * ROWS, ROWS, HOW),)
         for k in range(gl.where(tokens > 0, steps, 0)):
+            now = coming
+            if in_blocks(HOW):
+                coming = _scales_ahead(of_rows, of_tokens, known, k + 1, blocks, HOW)
             mbarrier.wait(empty.index(stage), phase)
+            if in_blocks(HOW):
+                for d in gl.static_range(DEPTH):
+                    pair = (stage * DEPTH + d) * 2
+                    scales.index(pair).store(now[3 * d] * now[3 * d + 1])
+                    scales.index(pair + 1).store(now[3 * d] * now[3 * d + 2])
+                mbarrier.arrive(full.index(stage), count=1)
             if HOW.copied:
                 _copied_tokens(COPIES, first, tokens, k, full, into, stage, HOW)
             for d in gl.static_range(DEPTH):
-                if in_blocks(HOW):
-                    column_block = k * DEPTH + d
-                    inside = column_block < blocks
-                    to = scales.index(stage * DEPTH + d)
-                    async_load(to, XS + column_block + of_tokens, mask=(place < tokens) & inside)
                 if not HOW.copied:
                     start = (k * DEPTH + d) * 128
                     for b in gl.static_range(COUNT):
@@ -276,4 +318,4 @@ def token_loader(work, HOW: gl.constexpr):
             if gathers(HOW):
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             stage, phase = _next(stage, phase, HOW)
-        first, tokens = first1, tokens1
+        expert, first, tokens, nt = expert1, first1, tokens1, nt1
