@@ -372,7 +372,7 @@ RULES: dict[str, tuple[tuple[float, TmaTile], ...]] = {
     ),
     "fp8": (
         *_FEW_FP8,
-        (350, _tile(160, 2, 1, loaders=4, group_m=4)),
+        (200, _tile(160, 2, 1, loaders=4, group_m=4)),
         (math.inf, _tile(128, 2, 2, group_m=4)),
     ),
     "fp8 at end": (*_FEW_FP8, (math.inf, _tile(128, 2, 2, group_m=4, fast_sums=1))),
