@@ -58,6 +58,9 @@ def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         ),
         ("inspect_kernels", ("--family", "large"), "no kernel family is called 'large'; choose from decode"),
         ("inspect_kernels", ("--arch", "70"), "no GPU is defined for sm_70; choose from 80"),
+        ("survey_launches", (), "give a plan to run, or --draw N to print one"),
+        ("survey_launches", ("plan.jsonl",), "a run needs --out FILE"),
+        ("survey_launches", ("--draw", "2", "--formats", "int3"), "no format is called 'int3'"),
     ],
 )
 def test_wrong_usage(script: str, options: tuple[str, ...], said: str, ended: Ended) -> None:
@@ -74,6 +77,7 @@ def test_wrong_usage(script: str, options: tuple[str, ...], said: str, ended: En
         ("bench_router", ()),
         ("profile_kernels", ()),
         ("sanitize_kernels", ()),
+        ("survey_launches", ("plan.jsonl", "--out", "rows.jsonl")),
         ("tune_kernels", ()),
     ],
 )

@@ -1,0 +1,67 @@
+"""`scripts/survey_launches` without a GPU: what it draws, which launches it takes, where a run goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moectl.environment.named_devices import find_device
+from moectl.kernels.triton.offline_gpu import OfflineGpu, standing_in
+from moectl.kernels.triton.triton_runner import choose_shipped
+from moectl.layer.random_layer import RandomLayer
+from support.scripts import loaded
+
+script = loaded("survey_launches")
+H200 = OfflineGpu.of(find_device("h200"))
+CELL = script.Cell("small", "int4-g32", 256, 192, 16, 16, 2, 5)
+
+
+@pytest.fixture(scope="module")
+def plan() -> list:
+    return list(script.drawn(12, 3, ["mxfp4", "int4-g128", "fp8-block"], 4))
+
+
+def test_a_plan_has_layers_that_exist_once_each_with_its_tokens_and_is_the_same_again(plan: list) -> None:
+    assert plan == list(script.drawn(12, 3, ["mxfp4", "int4-g128", "fp8-block"], 4))
+    assert len(plan) == 48 and len({cell.layer for cell in plan}) == 12 and len(set(plan)) == 48
+    assert {cell.format for cell in plan} == {"mxfp4", "int4-g128", "fp8-block"}
+    for cell in plan:
+        problem, weight = cell.problem, cell.problem.scheme.weight
+        assert 1 <= cell.tokens <= script.MOST_TOKENS and problem.experts % problem.local_experts == 0
+        assert not cell.intermediate % 32 and cell.intermediate % min(weight.block[1], 128) == 0
+        assert 3 * cell.hidden * cell.intermediate * cell.local_experts * weight.bits / 8 <= script.MOST_BYTES
+
+
+def test_each_cell_gets_what_runs_today_and_others_that_run(plan: list) -> None:
+    work = script.chosen(plan, H200, 5, 1)
+    assert [*work] == plan
+    with standing_in(H200):
+        for cell, launches in work.items():
+            assert launches[0] == choose_shipped(cell.problem, cell.tokens, torch.device("cuda"))
+            assert 1 <= len(launches) <= 5 and len(set(launches)) == len(launches)
+        binaries = [binary for launch in work[plan[0]] for binary in script._binaries(plan[0], launch)]
+    assert len({binary.key for binary in binaries}) > 2
+
+
+def test_repeated_experts_compute_what_the_first_ones_do() -> None:
+    layer = script.repeated(CELL.problem, torch.device("cpu"))
+    few = replace(CELL.problem, experts=8, local_experts=8)
+    first = RandomLayer(few, torch.device("cpu")).experts.prepared("moectl", torch.device("cpu"))
+    for role, tensor in layer.weights.items():
+        assert torch.equal(tensor, torch.cat([first.weights[role]] * 2)), role
+
+
+def test_a_run_goes_on_where_the_file_ends(tmp_path: Path) -> None:
+    (today, *others) = script.chosen([CELL], H200, 4, 1)[CELL]
+    path = tmp_path / "rows.jsonl"
+    assert script._tried(path) == set()
+    row = {**asdict(CELL), "gpu": "H200", "sms": 132, "family": today.family, "tile": asdict(today.tile)}
+    path.write_text(json.dumps(row | {"us": 5.0}) + "\n")
+    tried = script._tried(path)
+    assert script._key(CELL, today) in tried
+    assert not any(script._key(CELL, launch) in tried for launch in others)
+    assert script._key(replace(CELL, tokens=6), today) not in tried
