@@ -22,6 +22,7 @@ COLUMNS: Mapping[str, str] = {
     "deep_gemm": "deep_gemm",
     "batched_deep_gemm": "batched_deep_gemm",
     "torch_grouped": "torch_grouped",
+    "sonic_moe": "sonic_moe",
 }
 """Column -> backend."""
 

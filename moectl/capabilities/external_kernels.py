@@ -137,6 +137,17 @@ TORCH_GROUPED = KernelSupport(
 )
 """torch's grouped products, with rows of multiples of 16 bytes; on other GPUs a call waits for the GPU."""
 
+SONIC_MOE = KernelSupport(
+    (WeightSupport((BF16,), "plain-bf16", _BF16, untried=True),),
+    lowest=(9, 0),
+    highest=(9, 0),
+    gated=("silu",),
+    ungated=(),
+    multiple=16,
+    weight_on_input=False,
+)
+"""SonicMoE's functions as moectl calls them, on SM90."""
+
 DEEP_GEMM = KernelSupport(
     (
         WeightSupport((BF16,), "plain-bf16", _BF16),

@@ -80,6 +80,13 @@ KERNEL_PACKAGES: Mapping[str, Probe] = {
         own=("m_grouped_bf16_gemm_nt_contiguous",),
         get="comes with vLLM; its source is github.com/deepseek-ai/DeepGEMM",
     ),
+    "sonicmoe": Probe(
+        ("sonicmoe",),
+        "sonic-moe",
+        own=("moe_general_routing_inputs",),
+        oldest="0.1.2",
+        get="pip install sonic-moe",
+    ),
     "vllm": Probe(
         ("vllm",),
         "vllm",

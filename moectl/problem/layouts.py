@@ -232,7 +232,7 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     "plain-bf16": LayoutFacts(
         "triton",
         ("sm75", *_SM80_UP),
-        (_vllm("triton", "batched_triton"), LayoutReader("moectl", ("triton",)), _OWN_GROUPED),
+        (_vllm("triton", "batched_triton"), LayoutReader("moectl", ("triton", "sonic_moe")), _OWN_GROUPED),
         verified=False,
     ),
     "plain-fp8": LayoutFacts(

@@ -75,6 +75,31 @@ TORCH_GROUPED = Backend(
     "backend comes first.",
 )
 
+SONIC_MOE = Backend(
+    name="sonic_moe",
+    engine_name="sonic_moe",
+    variants=(
+        ExpertsClass(
+            "moe_general_routing_inputs",
+            Capability(
+                arch=archs_of(kernels.SONIC_MOE),
+                needs=(PackageNeed("sonicmoe", "moe_general_routing_inputs"),),
+                formats=formats_of(kernels.SONIC_MOE),
+                parallel=NAIVE,
+                act_order=False,
+                bias=False,
+                activations=only(*kernels.SONIC_MOE.gated),
+                ungated=bool(kernels.SONIC_MOE.ungated),
+                dtypes=only(*kernels.SONIC_MOE.weights[0].dtypes),
+                rules=(GATE, _sizes(kernels.SONIC_MOE), *weighting(kernels.SONIC_MOE)),
+            ),
+        ),
+    ),
+    forms=_forms(kernels.SONIC_MOE),
+    runner="sonic_moe",
+    note="SonicMoE's grouped GEMMs in CuTe DSL, compiled at the first call.",
+)
+
 _NVCC = PackageNeed("nvcc")
 """DeepGEMM compiles its kernels at the first call of a shape."""
 

@@ -15,6 +15,7 @@ KERNEL_NAMES: tuple[tuple[str, str], ...] = (
     ("m_grouped_gemm_nt_contiguous", "DeepGEMM"),
     ("m_grouped_gemm_nt_masked", "DeepGEMM, batched"),
     ("torch_grouped", "torch's grouped products"),
+    ("moe_general_routing_inputs", "SonicMoE"),
     ("torch", "plain torch"),
     ("emulation", "emulation: dequantized to 16 bits"),
 )
