@@ -95,6 +95,19 @@ def installed_packages(env: Mapping[str, str], where: PythonEnvironment | None =
     return packages_of((*find_all(known_packages(), where), *peers), env)
 
 
+def default_engine(where: PythonEnvironment | None = None) -> Engine:
+    """The default engine in the release that is installed here, or in `where`; the newest without one.
+
+    Also the newest if the installed release is older than every known one, or its version is unknown.
+    """
+    newest = engine_named()
+    version = distribution_version(newest.package, newest.package, where)
+    try:
+        return engine_named(f"{newest.family}=={version}") if version else newest
+    except UsageError:
+        return newest
+
+
 def installed_version(engine: Engine, where: PythonEnvironment | None = None) -> str | None:
     """The version of the engine that is installed here, or in `where`: ``""`` if unknown; None without it."""
     version = distribution_version(engine.package, engine.package, where)
