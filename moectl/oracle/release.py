@@ -41,16 +41,21 @@ class ClassChange:
 class RouteChange:
     """How methods chose: the older values of fields of `Route`.
 
-    It applies to routes of these names. `without` are backends, by the engine's names, that the method did
-    not have; `names` are requests with the engine's names of their backends, none for a request that the
-    method did not have. `orders` are priority orders by the engine's names, each for the devices of the
+    It applies to routes of these names, to every route without any. `without` are backends, by the engine's names, that the method did
+    not have, `unranked` those that it used on request only, `unmoved` those that its order did not move, and
+    `unasked` requests that used no other route. `names` are requests with the engine's names of their backends, none for a request that the
+    method did not have. `last_resorts` are backends by the engine's names. `orders` are priority orders by the engine's names, each for the devices of the
     order at its place. `more` are backends that only the older release had, for these names.
     """
 
-    routes: tuple[str, ...]
+    routes: tuple[str, ...] = ()
     fields: Fields = field(default_factory=dict)
     without: frozenset[str] = frozenset()
+    unranked: frozenset[str] = frozenset()
+    unmoved: frozenset[str] = frozenset()
+    unasked: frozenset[str] = frozenset()
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    last_resorts: tuple[str, ...] = ()
     orders: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     more: tuple[Backend, ...] = ()
 
@@ -69,6 +74,20 @@ class RouteChange:
             if backends:
                 requests[name] = tuple(known[backend] for backend in backends)
         gone = {known[name] for name in self.without if name in known}
+        demoted = tuple(known[name] for name in sorted(self.unranked) if name in known)
+        route = replace(
+            route,
+            orders=tuple(
+                Order(tuple(b for b in order.backends if b not in demoted), order.where)
+                for order in route.orders
+            ),
+            on_request=(*route.on_request, *(b for b in demoted if b not in route.on_request)),
+            last_resorts=(*route.last_resorts, *(known[name] for name in self.last_resorts)),
+            moves=tuple(move for move in route.moves if move.backend.engine_name not in self.unmoved),
+            request_routes={
+                name: other for name, other in route.request_routes.items() if name not in self.unasked
+            },
+        )
         return _mapped(replace(route, names=requests), dict[Backend, None].fromkeys(gone).get, gone)
 
 
@@ -141,7 +160,7 @@ class Difference:
 
     def _route(self, route: Route) -> Route:
         for change in self.routes:
-            if route.name in change.routes:
+            if not change.routes or route.name in change.routes:
                 route = change.apply(route)
         asked = {name: self._route(other) for name, other in route.request_routes.items()}
         return replace(route, request_routes=asked)
@@ -161,7 +180,7 @@ def _named(route: Route) -> list[Backend]:
     found = [backend for order in route.orders for backend in order.backends]
     requests = (*route.names.values(), *route.adapter_names.values())
     found += [backend for named in requests for backend in named]
-    found += [row.backend for row in route.assigned] + list(route.on_request)
+    found += [row.backend for row in route.assigned] + [*route.on_request, *route.last_resorts]
     found += [backend for pair in route.batched_twins for backend in pair]
     for move in route.moves:
         found += [backend for backend in (move.backend, move.before, move.after) if backend]
@@ -207,6 +226,7 @@ def _mapped(route: Route, to: Callable[[Backend], Backend | None], known: Iterab
         ),
         assigned=tuple(assigned),
         on_request=kept(route.on_request),
+        last_resorts=kept(route.last_resorts),
         names=requests(route.names),
         adapter_names=requests(route.adapter_names),
         batched_twins=tuple((a, b) for a, b in twins if a is not None and b is not None),

@@ -13,7 +13,7 @@ from .decision import Candidate, Failure
 from .format_keys import exact_key
 from .gpu_archs import Archs
 
-OWN_ACT, RANKED_ACT, DECLARED_ACT = "own", "ranked", "declared"
+OWN_ACT, RANKED_ACT, MATCHED_ACT, DECLARED_ACT = "own", "ranked", "matched", "declared"
 PLUG_INS_APART = but("tpu", "out-of-tree")
 """Every platform except those whose plug-ins have separate methods."""
 
@@ -161,13 +161,16 @@ class Route:
         pads_tiles: the method pads weights to kernel tiles.
         act: the activation format that backends are checked with: `OWN_ACT`, each backend's own;
             `RANKED_ACT`, the same, but only backends with the declared format or 16-bit activations are
-            kept; `DECLARED_ACT`, what the checkpoint declares. `declares`: what the method considers
+            kept; `MATCHED_ACT`, the same, but without 16-bit ones if the checkpoint declares another format;
+            `DECLARED_ACT`, what the checkpoint declares. `declares`: what the method considers
             declared, if it differs from the checkpoint.
         act_overrides: activation formats that the engine's command line sets for checkpoints that declare
             none, by key: the engine's names.
         checkpoint: storage as the method sees it; empty: the checkpoint's own.
         orders, moves, exclusions: the priority order; `assigned`: assignments instead of an order.
         on_request: backends that are used only on request by name.
+        last_resorts: backends that are asked with 16-bit activations if none of the automatic order is
+            supported, whatever the activation filter says.
         names: accepted requests with the backends they select, in order; `adapter_names`: those that select
             other backends with LoRA adapters.
         unfiltered: requests that keep every backend if the checkpoint declares no activation format.
@@ -208,6 +211,7 @@ class Route:
     exclusions: tuple[Exclusion, ...] = ()
     assigned: tuple[Assignment, ...] = ()
     on_request: tuple[Backend, ...] = ()
+    last_resorts: tuple[Backend, ...] = ()
     names: Mapping[str, tuple[Backend, ...]] = field(default_factory=dict, hash=False)
     adapter_names: Mapping[str, tuple[Backend, ...]] = field(default_factory=dict, hash=False)
     unfiltered: frozenset[str] = frozenset()

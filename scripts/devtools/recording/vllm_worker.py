@@ -91,12 +91,16 @@ def _answer_for_packages(packages: set[str]) -> None:
 
 
 def _answer_for_aiter(installed: bool) -> None:
-    """Questions about signatures in the package, which is a stand-in."""
+    """Questions about signatures and files in the package, which is a stand-in."""
     from vllm._aiter_ops import rocm_aiter_ops
 
     for name in dir(rocm_aiter_ops):
         if name.startswith("fused_moe_supports_"):
             setattr(rocm_aiter_ops, name, classmethod(lambda cls, *args: installed))
+    with contextlib.suppress(ImportError):
+        mxfp8 = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.aiter_mxfp8_moe")
+        if hasattr(mxfp8, "is_aiter_mxfp8_moe_available"):
+            mxfp8.is_aiter_mxfp8_moe_available = lambda: installed
 
 
 def _set_device(row: dict[str, Any]) -> None:
