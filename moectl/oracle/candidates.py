@@ -61,7 +61,8 @@ def _filtered(
 ) -> list[Backend]:
     """Backends that pass the activation filter, in its order.
 
-    With a declared activation format: backends that use it, then (`RANKED_ACT`) those with 16-bit activations.
+    With a declared activation format: backends that use it, then those with 16-bit activations if the route
+    has `RANKED_ACT`.
     Without one: those with 16-bit activations, unless there are none or the request keeps all.
     """
     backends = list(backends)

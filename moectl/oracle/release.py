@@ -41,11 +41,19 @@ class ClassChange:
 class RouteChange:
     """How methods chose: the older values of fields of `Route`.
 
-    It applies to routes of these names, to every route without any. `without` are backends, by the engine's names, that the method did
-    not have, `unranked` those that it used on request only, `unmoved` those that its order did not move, and
-    `unasked` requests that used no other route. `names` are requests with the engine's names of their backends, none for a request that the
-    method did not have. `last_resorts` are backends by the engine's names. `orders` are priority orders by the engine's names, each for the devices of the
-    order at its place. `more` are backends that only the older release had, for these names.
+    It applies to routes of these names, or to every route without any. Backends are meant by the engine's
+    names.
+
+    Attributes:
+        fields: older values of fields of `Route`, before the changes below.
+        without: backends that the method did not have.
+        unranked: backends that it used on request only.
+        last_resorts: backends that it asked when its order had none.
+        unmoved: backends that its order did not move.
+        orders: its priority order by backends' names, at the place of the order in `Route.orders`.
+        names: the backends of a request; none for a request that it did not have.
+        unasked: requests that used no other route.
+        more: backends that only the older release had.
     """
 
     routes: tuple[str, ...] = ()

@@ -131,6 +131,7 @@ CPU_W4A8 = Backend(
                 ungated=False,
                 routing=only(*_ROUTERS),
                 parallel=ParallelSupport(ep=False),
+                codes={"device": "other"},
             ),
             monolithic=True,
         ),
