@@ -40,11 +40,26 @@ def candidates(ask: SupportQuery, policy: Policy, route: Route, name: str | None
         ranking = (*demanded, *(backend for backend in ranking if backend not in demanded))
     ranked = _judged(ask, policy, route, ranking, None, left_out=route.left_out(ask))
     if route.last_resorts and not any(candidate.usable for candidate in ranked):
-        plain = replace(route, act=OWN_ACT)
-        asked = _judged(ask, policy, plain, route.last_resorts, None, len(ranked))
-        ranked = (*ranked, *(replace(candidate, last_resort=True) for candidate in asked if candidate.usable))
+        ranked = _with_last_resorts(ask, policy, route, ranked)
     on_request = _judged(ask, policy, route, route.on_request, None, len(ranked), _BY_NAME_ONLY)
     return (*ranked, *on_request), notes
+
+
+def _with_last_resorts(
+    ask: SupportQuery, policy: Policy, route: Route, ranked: tuple[Candidate, ...]
+) -> tuple[Candidate, ...]:
+    """`ranked`, none of which is usable, with the route's last resorts after those that were asked."""
+    resorts = tuple(backend for backend in route.last_resorts if backend.on(ask.device.platform))
+    judged = _judged(ask, policy, replace(route, act=OWN_ACT), resorts, None)
+    asked = [candidate for candidate in ranked if not _unasked(candidate)]
+    others = [candidate for candidate in ranked if _unasked(candidate)]
+    placed = (*asked, *(replace(candidate, last_resort=True) for candidate in judged), *others)
+    return tuple(replace(candidate, rank=rank) for rank, candidate in enumerate(placed, 1))
+
+
+def _unasked(candidate: Candidate) -> bool:
+    """True when a candidate is not in the automatic order."""
+    return any(verdict.question in ("order", "activation filter") for verdict in candidate.failed)
 
 
 _BY_NAME_ONLY = Verdict("order", "policy", "in the automatic order", "only when asked for by name", False)

@@ -21,20 +21,23 @@ class ClassChange:
     """What experts classes supported: the older values of fields of `Capability`.
 
     It applies to classes of these names; `of` narrows to backends by the engine's names. `renamed` is the
-    older name of the class.
+    older name of the class, `monolithic` whether it took router logits; empty and None: as now.
     """
 
     experts: tuple[str, ...]
     fields: Fields = field(default_factory=dict)
     of: frozenset[str] = frozenset()
     renamed: str = ""
+    monolithic: bool | None = None
 
     def apply(self, backend: Backend, variant: ExpertsClass) -> ExpertsClass:
         """`variant` of `backend` as it was."""
         if variant.experts not in self.experts or (self.of and backend.engine_name not in self.of):
             return variant
         capability: Capability = replace(variant.capability, **self.fields)
-        return replace(variant, experts=self.renamed or variant.experts, capability=capability)
+        monolithic = variant.monolithic if self.monolithic is None else self.monolithic
+        name = self.renamed or variant.experts
+        return replace(variant, experts=name, capability=capability, monolithic=monolithic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ class Difference:
         without: experts classes that the older release did not have; a backend is gone with its last one.
         backends: by the engine's name, older values of fields of `Backend`.
         unknown_routes: routes that the older release did not have.
+        split: by a route's name, another one that it had before that, made of it.
         unnamed: backend names that its command line did not accept; `named`: those that only it did.
         policy: older values of other fields of `Policy`.
         variables: environment variables as they were, by name; None for one that did not exist.
@@ -122,6 +126,7 @@ class Difference:
     backends: Mapping[str, Fields] = field(default_factory=dict)
     routes: tuple[RouteChange, ...] = ()
     unknown_routes: frozenset[str] = frozenset()
+    split: Mapping[str, Callable[[Route], Route]] = field(default_factory=dict)
     unnamed: frozenset[str] = frozenset()
     named: frozenset[str] = frozenset()
     policy: Fields = field(default_factory=dict)
@@ -157,7 +162,7 @@ class Difference:
     def _routes(self, policy: Policy) -> tuple[Route, ...]:
         """The policy's routes with all changes; routes that shared a backend still share it."""
         rows = (route for route in policy.routes if route.name not in self.unknown_routes)
-        changed = [self._route(route) for route in rows]
+        changed = [made for route in rows for made in self._split(self._route(route))]
         made: dict[Backend, Backend | None] = {}
         for route in changed:
             for row in (route, *route.request_routes.values()):
@@ -165,6 +170,10 @@ class Difference:
                     if backend not in made:
                         made[backend] = self._backend(backend)
         return tuple(_mapped(route, made.get, made) for route in changed)
+
+    def _split(self, route: Route) -> tuple[Route, ...]:
+        apart = self.split.get(route.name)
+        return (apart(route), route) if apart else (route,)
 
     def _route(self, route: Route) -> Route:
         for change in self.routes:

@@ -157,6 +157,7 @@ class Route:
             activation formats that it applies to; `when` narrows further. The first matching route applies.
         key: the key of a weight format, as coarse as the engine's.
         passes_zero_points: zero points of the checkpoint are passed to backends.
+        passes_act_order: so is its activation order.
         may_have_bias: whether the method may pass expert biases; None: if the model has them.
         pads_tiles: the method pads weights to kernel tiles.
         act: the activation format that backends are checked with: `OWN_ACT`, each backend's own;
@@ -169,8 +170,8 @@ class Route:
         checkpoint: storage as the method sees it; empty: the checkpoint's own.
         orders, moves, exclusions: the priority order; `assigned`: assignments instead of an order.
         on_request: backends that are used only on request by name.
-        last_resorts: backends that are asked with 16-bit activations if none of the automatic order is
-            supported, whatever the activation filter says.
+        last_resorts: backends that are asked with 16-bit activations on their platforms if none of the
+            automatic order is supported, whatever the activation filter says; they fail as requested ones do.
         names: accepted requests with the backends they select, in order; `adapter_names`: those that select
             other backends with LoRA adapters.
         unfiltered: requests that keep every backend if the checkpoint declares no activation format.
@@ -200,6 +201,7 @@ class Route:
     when: Condition | None = None
     key: Callable[[WeightFormat], str] = exact_key
     passes_zero_points: bool = True
+    passes_act_order: bool = True
     may_have_bias: bool | None = None
     pads_tiles: bool = False
     act: str = OWN_ACT

@@ -98,7 +98,7 @@ def _answer_for_aiter(installed: bool) -> None:
         if name.startswith("fused_moe_supports_"):
             setattr(rocm_aiter_ops, name, classmethod(lambda cls, *args: installed))
     with contextlib.suppress(ImportError):
-        mxfp8 = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.aiter_mxfp8_moe")
+        mxfp8: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.aiter_mxfp8_moe")
         if hasattr(mxfp8, "is_aiter_mxfp8_moe_available"):
             mxfp8.is_aiter_mxfp8_moe_available = lambda: installed
 

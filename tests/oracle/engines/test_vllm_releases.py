@@ -40,6 +40,31 @@ def test_releases_share_what_did_not_change() -> None:
     assert {"AITER_TRITON_MXFP4_MXFP4"} == set(newest) - set(older)
 
 
+def test_variables_are_those_of_the_release() -> None:
+    def found(version: str, name: str) -> str:
+        (finding,) = engine_named(f"vllm=={version}").judge({name: "1"})
+        return finding.remark
+
+    assert "0.30.0" in found("0.30.0", "VLLM_TEST_FORCE_FP8_MARLIN")
+    assert "--moe-backend marlin" in found("0.30.0", "VLLM_TEST_FORCE_FP8_MARLIN")
+    assert not found("0.28.0", "VLLM_TEST_FORCE_FP8_MARLIN")
+    assert not found("0.33.0", "VLLM_STEP5_SHARD_SP_SHARED_EXPERT")
+    assert "VLLM_STEP5_SHARD_SP_SHARED_EXPERT" in found("0.32.0", "VLLM_STEP5_SHARD_SP_SHARED_EXPERT")
+
+
+def test_a_variable_that_a_release_still_read_forces_marlin() -> None:
+    ask = ("explain", "deepseek-ai/DeepSeek-V3", "--offline", "--gpu", "b200", "--tp", "8", "--json")
+    for version, backend in (("0.30.0", "flashinfer_trtllm"), ("0.28.0", "marlin")):
+        env = ("--env", "VLLM_TEST_FORCE_FP8_MARLIN=1", "--engine", f"vllm=={version}")
+        document = moectl(*ask, *env).document
+        assert document["groups"][-1]["decision"]["chosen"]["backend"] == backend
+
+
+def test_minimum_versions_are_those_of_the_release() -> None:
+    oldest = [engine.packages["flashinfer"].oldest for engine in RELEASES]
+    assert oldest == ["0.7.2", "0.7.0", "0.7.0", "0.6.18", "0.6.16"]
+
+
 def test_one_backend_of_a_release_is_one_object_in_all_of_its_routes() -> None:
     for engine in RELEASES:
         seen: dict[tuple[str, ...], int] = {}
@@ -111,6 +136,15 @@ def cell(**names: str | None) -> dict[str, str | None]:
             "AiterMxfp8Experts",
         ),
         (cell(scheme="bf16", device="sm100", forced="marlin"), "0.32.0", None, "TrtLlmBf16ExpertsMonolithic"),
+        # Humming has priority over Marlin on SM90 since 0.32.0.
+        (cell(scheme="int4_g128_gptq", device="sm90"), "0.31.0", "MarlinExperts", "HummingIndexedExperts"),
+        # No backend with other activations than declared ones stepped in before 0.32.0.
+        (cell(scheme="mxfp4_quark_w4a4", device="sm90"), "0.31.0", None, "FlashInferExperts"),
+        (cell(scheme="w4a8_fp8_g128_ct", device="sm100"), "0.30.0", None, "HummingIndexedExperts"),
+        (cell(scheme="int8_w8a8_ct", device="xpu", profile="xpu"), "0.30.0", None, "TritonExperts"),
+        # GPTQ with activation order was refused from 0.30.0 on.
+        (cell(scheme="int4_g128_gptq_descact", device="sm100"), "0.28.0", "MarlinExperts", None),
+        (cell(scheme="int8_w8a16_g128_ct", device="sm100"), "0.28.0", None, "MarlinExperts"),
     ],
 )
 def test_older_releases_choose_otherwise(asked, version: str, then: str | None, now: str | None) -> None:
