@@ -12,7 +12,7 @@ from ..environment.packages import INSTALLED, Packages, packages_of
 from ..environment.python_environments import PythonEnvironment
 from ..errors import UsageError
 from .engine import Engine
-from .registry import engine_named, engine_variables, known_packages
+from .registry import engine_named, engine_variables, known_packages, newest_engines
 
 
 def profile_engine(engine: Engine) -> Engine:
@@ -106,6 +106,12 @@ def default_engine(where: PythonEnvironment | None = None) -> Engine:
         return engine_named(f"{newest.family}=={version}") if version else newest
     except UsageError:
         return newest
+
+
+def present_engines(where: PythonEnvironment | None = None) -> tuple[Engine, ...]:
+    """One engine of each family; the default one as `default_engine` finds it here, or in `where`."""
+    default = default_engine(where)
+    return tuple(default if engine.family == default.family else engine for engine in newest_engines())
 
 
 def installed_version(engine: Engine, where: PythonEnvironment | None = None) -> str | None:
