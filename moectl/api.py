@@ -45,7 +45,7 @@ def explain(
         all2all: exchange kernels for `dp` with `ep`; None for the engine's default.
         backend: a backend to request by the engine's name; None for the engine's own choice.
         allow_fallback: choose automatically if `backend` cannot run.
-        policy: an engine's release such as ``vllm-0.33.0``, or ``moectl`` for this tool's own choice.
+        policy: an engine, its release such as ``vllm==0.31.0``, or ``moectl`` for this tool's own choice.
         packages: profile or list of optional packages; None for the engine's usual ones with `gpu`, else
             those installed here.
         env: the engine's environment variables.

@@ -18,6 +18,7 @@ from ..environment.package_probes import TOOLS
 from ..environment.packages import packages_of
 from ..environment.python_environments import PythonEnvironment
 from ..errors import Unavailable, UsageError
+from ..oracle.machine_packages import present_engines
 from ..oracle.registry import engine_variables, known_packages, newest_engines
 from .doctor_report import NOTE, PROBLEM, WARNING, DoctorRemark, DoctorReport
 from .kernel_caches import find_caches, find_jobs
@@ -47,6 +48,7 @@ def examine(
     packages = packages_of(probed, engine_variables(env))
     device = _device(visible) if not (failure or refused) else None
     installed = installed_software(where)
+    engines = present_engines(where)
     report = DoctorReport(
         software=installed,
         gpus=gpus,
@@ -60,10 +62,11 @@ def examine(
         packages=probed,
         caches=find_caches(env),
         jobs=find_jobs(env),
-        variables=tuple(finding for engine in newest_engines() for finding in engine.judge(env)),
+        engines=engines,
+        variables=tuple(finding for engine in engines for finding in engine.judge(env)),
         backends=tuple(
             status
-            for engine in newest_engines()
+            for engine in engines
             if device is not None
             for status in backend_statuses(engine.policy, device, packages, installed.libraries, where)
         ),

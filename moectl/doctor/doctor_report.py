@@ -14,7 +14,6 @@ from ..environment.installed_packages import InstalledPackage
 from ..environment.variables import SET, VariableFinding
 from ..files.records import to_json
 from ..oracle.engine import Engine
-from ..oracle.registry import newest_engines
 from .kernel_caches import CompilerJobs, KernelCache
 from .runnable_backends import BackendStatus
 from .software import Software, TorchView
@@ -46,6 +45,7 @@ class DoctorReport:
         device: the device that decisions are made for; None if there are GPUs that cannot be used.
         driver_cuda: highest CUDA version that the driver supports.
         packages: optional packages and tools, whether installed or not.
+        engines: one of each family, the default one in the installed release.
         imports: with a deep check, why a package cannot be imported, by name; empty for one that can.
         torch_view: with a deep check, the devices that torch reports.
         peers_refused: why the directory of unpacked libraries could not be used.
@@ -64,6 +64,7 @@ class DoctorReport:
     caches: tuple[KernelCache, ...]
     jobs: CompilerJobs
     host: Host
+    engines: tuple[Engine, ...]
     variables: tuple[VariableFinding, ...]
     backends: tuple[BackendStatus, ...]
     imports: Mapping[str, str] = field(default_factory=dict)
@@ -120,7 +121,7 @@ class DoctorReport:
             "backends": [status.to_json() for status in self.backends],
             "engines": [
                 {"name": engine.name, "rules": engine.version, "installed": self.engine_version(engine)}
-                for engine in newest_engines()
+                for engine in self.engines
                 if engine.package
             ],
             "remarks": to_json(self.remarks),

@@ -41,11 +41,11 @@ class Probe:
             >>> probe.too_old("0.10"), probe.too_old("0.7"), probe.too_old("")
             (False, True, False)
         """
-        return () < _release(version) < _release(self.oldest)
+        return () < release_numbers(version) < release_numbers(self.oldest)
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a version before any suffix: (0, 7, 2) for ``0.7.2.post1+cu130``."""
+def release_numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version before any suffix: (0, 7, 2) for ``0.7.2.post1+cu130``; empty without any."""
     found = re.match(r"\d+(?:\.\d+)*", version.strip().removeprefix("v"))
     return tuple(map(int, found[0].split("."))) if found else ()
 

@@ -155,6 +155,7 @@ class SupportQuery:
         act: key of the activation format that the backend would use.
         checkpoint: the checkpoint storage, as the engine's method sees it.
         zero_points, bias: whether the method may pass zero points or expert biases.
+        act_order: the activation order that the method passes on, as `MoEProblem.act_order`.
         pads_tiles: whether the method pads weights to whole kernel tiles.
         dtype: the engine's 16-bit dtype on this device.
         sequence: sequence parallelism: tokens are sliced over tensor-parallel ranks before the exchange.
@@ -176,6 +177,7 @@ class SupportQuery:
     act: str = "a16"
     checkpoint: str = ""
     zero_points: bool = False
+    act_order: str = ""
     bias: bool = False
     pads_tiles: bool = False
     dtype: str = "bf16"
@@ -384,6 +386,11 @@ class Backend:
         """True when moectl has a runner that was never verified on such a `device`, or with such a layer."""
         on_device = any(arch.fits(device) for arch in self.verified)
         return bool(self.runner) and (not on_device or (scheme is not None and self.untried_with(scheme)))
+
+    def on(self, platform: str) -> bool:
+        """True when an experts class is for devices of `platform`."""
+        archs = [variant.capability.arch for variant in self.variants]
+        return any(arch is None or any(one.platform == platform for one in arch) for arch in archs)
 
     def align(self, ask: SupportQuery) -> Align:
         """Multiples that sizes are padded to for `ask`."""

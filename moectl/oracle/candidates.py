@@ -13,7 +13,7 @@ from .decision import Candidate
 from .format_keys import act_key
 from .policy import Policy
 from .registry import versioned
-from .route import DECLARED_ACT, RANKED_ACT, Route
+from .route import DECLARED_ACT, MATCHED_ACT, OWN_ACT, RANKED_ACT, Route
 
 Judged = tuple[tuple[Candidate, ...], tuple[str, ...]]
 """Candidates, and notes on how the list was made."""
@@ -39,8 +39,27 @@ def candidates(ask: SupportQuery, policy: Policy, route: Route, name: str | None
             return _judged(ask, policy, route, demanded, demand.name), notes
         ranking = (*demanded, *(backend for backend in ranking if backend not in demanded))
     ranked = _judged(ask, policy, route, ranking, None, left_out=route.left_out(ask))
+    if route.last_resorts and not any(candidate.usable for candidate in ranked):
+        ranked = _with_last_resorts(ask, policy, route, ranked)
     on_request = _judged(ask, policy, route, route.on_request, None, len(ranked), _BY_NAME_ONLY)
     return (*ranked, *on_request), notes
+
+
+def _with_last_resorts(
+    ask: SupportQuery, policy: Policy, route: Route, ranked: tuple[Candidate, ...]
+) -> tuple[Candidate, ...]:
+    """`ranked`, none of which is usable, with the route's last resorts after those that were asked."""
+    resorts = tuple(backend for backend in route.last_resorts if backend.on(ask.device.platform))
+    judged = _judged(ask, policy, replace(route, act=OWN_ACT), resorts, None)
+    asked = [candidate for candidate in ranked if not _unasked(candidate)]
+    others = [candidate for candidate in ranked if _unasked(candidate)]
+    placed = (*asked, *(replace(candidate, last_resort=True) for candidate in judged), *others)
+    return tuple(replace(candidate, rank=rank) for rank, candidate in enumerate(placed, 1))
+
+
+def _unasked(candidate: Candidate) -> bool:
+    """True when a candidate is not in the automatic order."""
+    return any(verdict.question in ("order", "activation filter") for verdict in candidate.failed)
 
 
 _BY_NAME_ONLY = Verdict("order", "policy", "in the automatic order", "only when asked for by name", False)
@@ -57,14 +76,15 @@ def _filtered(
 ) -> list[Backend]:
     """Backends that pass the activation filter, in its order.
 
-    With a declared activation format: backends that use it, then those with 16-bit activations.
+    With a declared activation format: backends that use it, then those with 16-bit activations if the route
+    has `RANKED_ACT`.
     Without one: those with 16-bit activations, unless there are none or the request keeps all.
     """
     backends = list(backends)
     wide = [b for b in backends if b.follows_declared or b.act == A16]
     if ask.declared != A16:
         matching = [b for b in backends if b.follows_declared or act_key(b.act) == act_key(ask.declared)]
-        return matching + [b for b in wide if b not in matching]
+        return matching + [b for b in wide if b not in matching and route.act == RANKED_ACT]
     if not wide or name in route.unfiltered:
         return backends
     return wide
@@ -81,7 +101,7 @@ def _judged(
     left_out: dict[Backend, str] | None = None,
 ) -> tuple[Candidate, ...]:
     """Every variant of `backends` with its verdicts, in priority order, excluded ones last."""
-    kept = _filtered(ask, route, backends, name) if route.act == RANKED_ACT else list(backends)
+    kept = _filtered(ask, route, backends, name) if route.act in (RANKED_ACT, MATCHED_ACT) else list(backends)
     excluded = left_out or {}
     kept = [backend for backend in kept if backend not in excluded]
     judged: list[Candidate] = []
@@ -92,7 +112,7 @@ def _judged(
         if backend in excluded:
             more = (*more, Verdict("order", "policy", "in the automatic order", excluded[backend], False))
         elif backend not in kept:
-            more = (*more, _dropped(ask, backend))
+            more = (*more, _dropped(ask, route, backend))
         dims = _dims(query, policy, route, backend)
         for variant in backend.variants:
             judged.append(
@@ -115,10 +135,11 @@ def _act(ask: SupportQuery, route: Route, backend: Backend) -> str:
     return act_key(ask.declared if follows else backend.act)
 
 
-def _dropped(ask: SupportQuery, backend: Backend) -> Verdict:
+def _dropped(ask: SupportQuery, route: Route, backend: Backend) -> Verdict:
     wanted = "16-bit activations, as the checkpoint declares none"
     if ask.declared != A16:
-        wanted = f"{act_key(ask.declared)} or 16-bit activations"
+        also = " or 16-bit" if route.act == RANKED_ACT else ""
+        wanted = f"{act_key(ask.declared)}{also} activations"
     return Verdict("activation filter", "policy", wanted, act_key(backend.act), False, "filtered")
 
 

@@ -76,7 +76,7 @@ def _checkpoint(ask: SupportQuery, capability: Capability, variant: ExpertsClass
 
 
 def _act_order(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
-    order = ask.problem.act_order == "group"
+    order = ask.act_order == "group"
     offered = "any order" if capability.act_order else "none, or by weight"
     return "by group" if order else "none", offered, capability.act_order or not order
 

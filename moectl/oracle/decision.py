@@ -47,7 +47,7 @@ class Candidate:
 
     `rank` counts from 1 in priority order. `dims` are the padded sizes it would get. `layout` is empty if
     any will do. `engine_name` is the engine's own, for comparison. `assigned`: the engine takes it
-    without checks.
+    without checks. `last_resort`: the engine asks it only after every backend of the order has failed.
     """
 
     backend: Backend
@@ -58,6 +58,7 @@ class Candidate:
     layout: str = ""
     engine_name: str = ""
     assigned: bool = False
+    last_resort: bool = False
 
     @property
     def failed(self) -> tuple[Verdict, ...]:

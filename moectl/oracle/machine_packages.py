@@ -12,7 +12,7 @@ from ..environment.packages import INSTALLED, Packages, packages_of
 from ..environment.python_environments import PythonEnvironment
 from ..errors import UsageError
 from .engine import Engine
-from .registry import engine_named, engine_variables, known_packages
+from .registry import engine_named, engine_variables, known_packages, newest_engines
 
 
 def profile_engine(engine: Engine) -> Engine:
@@ -93,6 +93,25 @@ def installed_packages(env: Mapping[str, str], where: PythonEnvironment | None =
     """
     peers = find_peers(peers_folder()) if where is None else ()
     return packages_of((*find_all(known_packages(), where), *peers), env)
+
+
+def default_engine(where: PythonEnvironment | None = None) -> Engine:
+    """The default engine in the release that is installed here, or in `where`; the newest without one.
+
+    Also the newest if the installed release is older than every known one, or its version is unknown.
+    """
+    newest = engine_named()
+    version = distribution_version(newest.package, newest.package, where)
+    try:
+        return engine_named(f"{newest.family}=={version}") if version else newest
+    except UsageError:
+        return newest
+
+
+def present_engines(where: PythonEnvironment | None = None) -> tuple[Engine, ...]:
+    """One engine of each family; the default one as `default_engine` finds it here, or in `where`."""
+    default = default_engine(where)
+    return tuple(default if engine.family == default.family else engine for engine in newest_engines())
 
 
 def installed_version(engine: Engine, where: PythonEnvironment | None = None) -> str | None:

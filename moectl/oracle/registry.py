@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..environment.package_probes import Probe
+from ..environment.package_probes import Probe, release_numbers
 from ..errors import UsageError
 from .engine import Engine, newest
 from .engines.moectl import MOECTL
-from .engines.vllm_0_33_0 import VLLM_0_33_0
+from .engines.vllm import RELEASES as VLLM
 from .policy import Policy
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM_0_33_0, MOECTL)}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (*VLLM, MOECTL)}
 """The default engine first; in a family, the newest version first."""
 
 
 def engine_named(name: str = "") -> Engine:
     """The engine called `name`, or the newest of that family; the default engine for an empty name.
 
-    Raises UsageError, with the known names, for any other.
+    ``FAMILY==VERSION`` is the family's release VERSION, or the last known one before it.
+
+    Raises UsageError, with the known names, for any other, and for a release before all known ones.
 
     Example:
         >>> engine_named("moectl").name
@@ -26,10 +28,48 @@ def engine_named(name: str = "") -> Engine:
     """
     if not name:
         return next(iter(ENGINES.values()))
+    family, pinned, version = name.partition("==")
+    if pinned:
+        return _release(family.strip(), version.strip())
     by_name = {**{engine.family: engine for engine in newest_engines()}, **ENGINES}
     if name not in by_name:
         raise UsageError(f"there is no policy {name!r}; known are {', '.join(ENGINES)}")
     return by_name[name]
+
+
+def _release(family: str, version: str) -> Engine:
+    """The newest engine of `family` that is not newer than `version`."""
+    releases = [engine for engine in ENGINES.values() if engine.family == family and engine.version]
+    if not releases:
+        pinned = ", ".join(dict.fromkeys(e.family for e in ENGINES.values() if e.version))
+        raise UsageError(f"there are no releases of {family!r}; known are those of {pinned}")
+    wanted, title = release_numbers(version), releases[0].title
+    if not wanted:
+        raise UsageError(
+            f"{family}=={version} names no release", hint=f"state one such as {family}=={releases[0].version}"
+        )
+    for engine in releases:
+        if release_numbers(engine.version) <= wanted:
+            return engine
+    raise UsageError(
+        f"moectl has no rules for {title} {version}: the oldest release that it knows is "
+        f"{releases[-1].version}",
+        hint=f"name {' or '.join(f'{family}=={engine.version}' for engine in releases)}",
+    )
+
+
+def answered_by(name: str) -> str:
+    """That another release answers for ``FAMILY==VERSION``, in a sentence; empty if that one is known."""
+    version = name.partition("==")[2].strip()
+    if not version:
+        return ""
+    engine = engine_named(name)
+    if not engine.other_version(version):
+        return ""
+    return (
+        f"moectl has no rules for {engine.title} {version}: {engine.version}, the last known release before "
+        "it, answers; its choice may differ"
+    )
 
 
 def versioned(name: str) -> str:

@@ -13,7 +13,7 @@ from .decision import Candidate, Failure
 from .format_keys import exact_key
 from .gpu_archs import Archs
 
-OWN_ACT, RANKED_ACT, DECLARED_ACT = "own", "ranked", "declared"
+OWN_ACT, RANKED_ACT, MATCHED_ACT, DECLARED_ACT = "own", "ranked", "matched", "declared"
 PLUG_INS_APART = but("tpu", "out-of-tree")
 """Every platform except those whose plug-ins have separate methods."""
 
@@ -157,17 +157,21 @@ class Route:
             activation formats that it applies to; `when` narrows further. The first matching route applies.
         key: the key of a weight format, as coarse as the engine's.
         passes_zero_points: zero points of the checkpoint are passed to backends.
+        passes_act_order: so is its activation order.
         may_have_bias: whether the method may pass expert biases; None: if the model has them.
         pads_tiles: the method pads weights to kernel tiles.
         act: the activation format that backends are checked with: `OWN_ACT`, each backend's own;
             `RANKED_ACT`, the same, but only backends with the declared format or 16-bit activations are
-            kept; `DECLARED_ACT`, what the checkpoint declares. `declares`: what the method considers
+            kept; `MATCHED_ACT`, the same, but without 16-bit ones if the checkpoint declares another format;
+            `DECLARED_ACT`, what the checkpoint declares. `declares`: what the method considers
             declared, if it differs from the checkpoint.
         act_overrides: activation formats that the engine's command line sets for checkpoints that declare
             none, by key: the engine's names.
         checkpoint: storage as the method sees it; empty: the checkpoint's own.
         orders, moves, exclusions: the priority order; `assigned`: assignments instead of an order.
         on_request: backends that are used only on request by name.
+        last_resorts: backends that are asked with 16-bit activations on their platforms if none of the
+            automatic order is supported, whatever the activation filter says; they fail as requested ones do.
         names: accepted requests with the backends they select, in order; `adapter_names`: those that select
             other backends with LoRA adapters.
         unfiltered: requests that keep every backend if the checkpoint declares no activation format.
@@ -197,6 +201,7 @@ class Route:
     when: Condition | None = None
     key: Callable[[WeightFormat], str] = exact_key
     passes_zero_points: bool = True
+    passes_act_order: bool = True
     may_have_bias: bool | None = None
     pads_tiles: bool = False
     act: str = OWN_ACT
@@ -208,6 +213,7 @@ class Route:
     exclusions: tuple[Exclusion, ...] = ()
     assigned: tuple[Assignment, ...] = ()
     on_request: tuple[Backend, ...] = ()
+    last_resorts: tuple[Backend, ...] = ()
     names: Mapping[str, tuple[Backend, ...]] = field(default_factory=dict, hash=False)
     adapter_names: Mapping[str, tuple[Backend, ...]] = field(default_factory=dict, hash=False)
     unfiltered: frozenset[str] = frozenset()

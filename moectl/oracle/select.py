@@ -165,6 +165,7 @@ def _ask(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None
         declared=A16 if route.act == OWN_ACT else declared,
         checkpoint=route.checkpoint or problem.storage,
         zero_points=weight.zero_point and route.passes_zero_points,
+        act_order=problem.act_order if route.passes_act_order else "",
         bias=problem.bias if route.may_have_bias is None else route.may_have_bias,
         pads_tiles=route.pads_tiles,
         dtype=policy.dtype(problem, device),
@@ -330,8 +331,9 @@ def _reasons(candidates: Iterable[Candidate]) -> str:
 def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[Candidate, ...]) -> Failure:
     """Why no candidate is chosen, in one sentence."""
     if not name:
+        kind = route.fails_by_name if any(c.last_resort for c in candidates) else route.fails
         says = f"no backend of {versioned(policy.name)} supports this deployment ({route.name})"
-        return Failure(says, route.fails)
+        return Failure(says, kind)
     says = f"backend {name} does not support this deployment: {_reasons(candidates)}"
     if not candidates:
         names = ", ".join(route.names) or "none"

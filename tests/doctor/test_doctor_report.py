@@ -193,16 +193,22 @@ def test_gpus_that_cannot_be_used_leave_no_device(bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("installed", "warned"),
+    ("installed", "rules", "warned"),
     [
-        ("0.29.0", "vLLM 0.29.0 is installed, these rules are vLLM 0.33.0's; its choice may differ"),
-        ("0.33.1.dev7+gabc", "vLLM 0.33.1.dev7+gabc is installed, these rules are"),
-        ("0.33.0", ""),
-        ("0.33.0.post1", ""),
-        ("0.33.0+cu129", ""),
+        (
+            "0.29.0",
+            "0.28.0",
+            "vLLM 0.29.0 is installed, these rules are vLLM 0.28.0's; its choice may differ",
+        ),
+        ("0.9.0", "0.33.0", "vLLM 0.9.0 is installed, these rules are vLLM 0.33.0's; its choice may differ"),
+        ("0.33.1.dev7+gabc", "0.33.0", "vLLM 0.33.1.dev7+gabc is installed, these rules are"),
+        ("0.31.0", "0.31.0", ""),
+        ("0.33.0", "0.33.0", ""),
+        ("0.33.0.post1", "0.33.0", ""),
+        ("0.33.0+cu129", "0.33.0", ""),
     ],
 )
-def test_rules_of_another_version_are_a_warning(bench, installed: str, warned: str) -> None:
+def test_rules_of_another_version_are_a_warning(bench, installed: str, rules: str, warned: str) -> None:
     sound(bench)
     shutil.rmtree(bench.folder / "vllm-0.33.0.dist-info")
     bench.package("vllm", "vllm", installed)
@@ -211,7 +217,7 @@ def test_rules_of_another_version_are_a_warning(bench, installed: str, warned: s
     assert levels(report, "vllm") == ([WARNING] if warned else [])
     assert warned in says(report)
     engines = report.to_json()["engines"]
-    assert engines == [{"name": "vllm-0.33.0", "rules": "0.33.0", "installed": installed}]
+    assert engines == [{"name": f"vllm-{rules}", "rules": rules, "installed": installed}]
 
 
 def test_what_the_driver_says_besides_is_a_note(bench, monkeypatch) -> None:

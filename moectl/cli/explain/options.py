@@ -13,6 +13,7 @@ from ..checkpoint_argument import pick_backend
 from ..options import ActivationOption, Offline, RoutingOption, option, pick, split_names
 
 if TYPE_CHECKING:
+    from ...environment.python_environments import PythonEnvironment
     from ...explain.assumed_machines import AssumedMachine
     from ...explain.explanation import Question
     from ...oracle.engine import Engine
@@ -55,9 +56,12 @@ def exchange_names() -> list[str]:
 
 def policy_called(name: str) -> str:
     """The policy called `name`, ignoring case and dashes. UsageError says whose rules there are."""
-    from ...oracle.registry import ENGINES
+    from ...oracle.registry import ENGINES, engine_named
 
     key = name.lower().replace("_", "-")
+    if "==" in key:
+        engine_named(key)
+        return key
     known = policy_names()
     if key in known:
         return key
@@ -163,7 +167,8 @@ class DecisionOptions:
         str | None,
         option(
             "--policy",
-            help="An engine's release, or moectl. Default: both.",
+            "--engine",
+            help="An engine, its release (NAME==VERSION), or moectl. Default: both.",
             autocompletion=completed(policy_names),
         ),
     ] = None
@@ -187,10 +192,18 @@ class DecisionOptions:
 
     @property
     def engine(self) -> "Engine":
-        """The engine of the policy. Raises UsageError for an unknown name."""
+        """The policy's engine, by default in the installed release. Raises UsageError for an unknown name."""
+        from ...oracle.machine_packages import default_engine
         from ...oracle.registry import engine_named
 
-        return engine_named(policy_called(self.policy) if self.policy else "")
+        return engine_named(policy_called(self.policy)) if self.policy else default_engine(self.where)
+
+    @property
+    def where(self) -> "PythonEnvironment | None":
+        """The environment of --python. Raises UsageError if there is none."""
+        from ...environment.python_environments import python_environment
+
+        return None if self.python is None else python_environment(self.python)
 
     def policies(self) -> "tuple[Policy, tuple[Policy, ...]]":
         """The policy, and further ones to compare it with."""
@@ -198,7 +211,7 @@ class DecisionOptions:
 
         first = self.engine
         others = newest_engines() if self.policy is None else ()
-        return first.policy, tuple(engine.policy for engine in others if engine is not first)
+        return first.policy, tuple(engine.policy for engine in others if engine.family != first.family)
 
     def parallels(self, policy: "Policy") -> "tuple[Parallel, ...]":
         """Every deployment. Raises UsageError for invalid ranks and unknown exchanges."""
@@ -231,14 +244,12 @@ class DecisionOptions:
     def machines(self) -> "tuple[AssumedMachine, ...]":
         """Every machine. Raises UsageError for unknown names."""
         from ...environment import device_names
-        from ...environment.python_environments import python_environment
         from ...explain.assumed_machines import machine
 
         names: list[str | None] = [None]
         if self.gpu is not None:
             names = [*device_names()] if self.gpu == ALL else [*split_names(self.gpu, "--gpu")]
-        engine, switches = self.engine, self.switches
-        where = None if self.python is None else python_environment(self.python)
+        engine, switches, where = self.engine, self.switches, self.where
         return tuple(machine(name, self.packages, switches, engine, where) for name in dict.fromkeys(names))
 
     def stated(self) -> dict[str, str]:
@@ -269,9 +280,9 @@ class DecisionOptions:
 
     def remarks(self, policy: "Policy", parallels: "tuple[Parallel, ...]") -> list[str]:
         """Notes on options without effect."""
-        from ...oracle.registry import versioned
+        from ...oracle.registry import answered_by, versioned
 
-        notes = []
+        notes = list(filter(None, [answered_by(self.policy or "")]))
         if self.implied_tp and parallels[0].ep:
             notes.append(f"--ep-size {self.ep_size} is taken as --tp {self.ep_size} --ep")
         if self.all2all is not None and not any(parallel.exchanges for parallel in parallels):

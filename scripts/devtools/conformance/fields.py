@@ -101,6 +101,7 @@ def _kept(pair: DecisionPair) -> list[str]:
         for c in pair.decision.candidates
         if not any(v.code == "filtered" for v in c.failed)
         and not any(v.question == "order" for v in c.failed)
+        and not c.last_resort
     )
 
 

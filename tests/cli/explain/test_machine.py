@@ -68,13 +68,15 @@ def test_another_environment_is_looked_into(gpu_box: Path) -> None:
             engine_environment(folder, "0.29.0")
         done = moectl(*asked, folder / name)
         assert done.document["groups"][0]["decision"]["chosen"]["backend"] == "triton"
-        warning = "vLLM 0.29.0 is installed, these rules are vLLM 0.33.0's; its choice may differ"
+        warning = "vLLM 0.29.0 is installed, these rules are vLLM 0.28.0's; its choice may differ"
         assert done.document["warnings"] == [warning]
         assert f"moectl: warning: {warning}" in done.stderr
         assert (done.document["installed_engine"], done.document["assumptions"]) == ("0.29.0", [])
         assert done.document["python"] == str(folder / name)
     same = moectl(*asked, engine_environment(gpu_box / "same", "0.33.0"))
     assert same.document["warnings"] == [] and "warning" not in same.stderr
+    older = moectl(*asked, engine_environment(gpu_box / "older", "0.31.0"))
+    assert older.document["warnings"] == [] and older.document["policy"] == "vllm-0.31.0"
     refused = moectl(*asked, gpu_box / "same", "--packages", "full", code=2)
     assert "--python and --packages contradict each other" in refused.stderr
     refused = moectl(*asked, gpu_box / "nowhere", code=2)

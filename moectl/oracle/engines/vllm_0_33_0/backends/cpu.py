@@ -70,7 +70,7 @@ CPU_INT4 = Backend(
 )
 
 
-def _multiples(hidden: int, intermediate: int = 1) -> BackendRule:
+def multiples(hidden: int, intermediate: int = 1) -> BackendRule:
     """Required multiples; an intermediate size that the kernels pad themselves is not checked."""
     also = f", intermediate of {intermediate}" if intermediate > 1 else ""
 
@@ -91,7 +91,7 @@ _INT8 = Capability(
     activations=only("silu", "gelu_tanh"),
     ungated=False,
     routing=only(*_ROUTERS),
-    rules=(_multiples(32),),
+    rules=(multiples(32),),
     runtime_failures=_STOPS,
 )
 _INT8_SPLIT = replace(
@@ -110,9 +110,9 @@ CPU_INT8 = Backend(
         ),
         ExpertsClass(
             "PowerCPUExpertsInt8",
-            replace(_INT8_SPLIT, arch=(_POWER,), dtypes=only("bf16", "fp32"), rules=(_multiples(16, 16),)),
+            replace(_INT8_SPLIT, arch=(_POWER,), dtypes=only("bf16", "fp32"), rules=(multiples(16, 16),)),
         ),
-        ExpertsClass("ArmCPUExpertsInt8", replace(_INT8_SPLIT, arch=(_ARM,), rules=(_multiples(32, 32),))),
+        ExpertsClass("ArmCPUExpertsInt8", replace(_INT8_SPLIT, arch=(_ARM,), rules=(multiples(32, 32),))),
         ExpertsClass("CPUExpertsInt8", _INT8),
     ),
     forms=(WeightForm("cpu-int8"),),
@@ -131,6 +131,7 @@ CPU_W4A8 = Backend(
                 ungated=False,
                 routing=only(*_ROUTERS),
                 parallel=ParallelSupport(ep=False),
+                codes={"device": "other"},
             ),
             monolithic=True,
         ),

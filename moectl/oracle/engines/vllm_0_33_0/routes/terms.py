@@ -12,6 +12,8 @@ from ....decision import Candidate
 from ....route import Condition, LateFailure
 from ..backends.marlin import BATCHED_MARLIN, MARLIN, shape_fits
 
+_MARLIN = (MARLIN.engine_name, BATCHED_MARLIN.engine_name)
+
 
 def dtype(problem: MoEProblem, device: Device) -> str:
     """The dtype that a model runs in: BF16 models run in FP16 on GPUs without BF16 arithmetic."""
@@ -87,7 +89,7 @@ def _no_awq_kernels(ask: SupportQuery) -> bool:
 
 
 def _per_channel(ask: SupportQuery, chosen: Candidate | None) -> bool:
-    marlin = chosen is not None and chosen.backend in (MARLIN, BATCHED_MARLIN)
+    marlin = chosen is not None and chosen.backend.engine_name in _MARLIN
     return ask.problem.scheme.weight.group == FULL and not marlin
 
 

@@ -81,6 +81,12 @@ _INT8 = replace(
             _uneven,
             lambda ask: f"{ask.problem.scheme.weight} does not divide the sizes of one rank evenly",
         ),
+        Condition(
+            "platform",
+            lambda ask: ask.device.platform != "cpu",
+            lambda ask: f"the method supports only CPUs; this device is {ask.device.arch}",
+            kind="NotImplementedError",
+        ),
     ),
     late_failures=(),
     fails_by_name="ValueError",

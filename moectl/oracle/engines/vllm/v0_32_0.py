@@ -1,0 +1,107 @@
+"""vLLM 0.32.0, as its difference from 0.33.0."""
+
+from dataclasses import replace
+
+from ...backend import ExpertsClass, FormatSupport, ParallelSupport, SupportQuery, only
+from ...gpu_archs import gfx
+from ...release import ClassChange, Difference, RouteChange
+from ...route import SwitchRequest
+from ..vllm_0_33_0 import VLLM_0_33_0
+from ..vllm_0_33_0.backends import aiter, cpu
+
+_QUANTIZED = tuple(row for variant in aiter.AITER_W8A8.variants for row in variant.capability.formats or ())
+_AITER_FP8 = ExpertsClass(
+    "AiterExperts", replace(aiter.AITER_W8A8.variants[0].capability, formats=_QUANTIZED)
+)
+_SILU = only("silu")
+
+
+def _inaccurate(ask: SupportQuery) -> bool:
+    """Qwen3.8 Flash Next with MXFP4 activations over 8 ranks of experts on gfx950."""
+    problem = ask.problem
+    sizes = (problem.experts, problem.dims.hidden, problem.dims.intermediate)
+    quantized = ask.declared.name == "mxfp4" and gfx("gfx950").fits(ask.device)
+    return quantized and problem.parallel.ep_size == 8 and sizes == (512, 2560, 640)
+
+
+DIFFERENCE = Difference(
+    version="0.32.0",
+    without=frozenset({"AiterW4A4ExpertsMonolithic", "TrtLlmMxfp4LoRAExperts"}),
+    backends={"AITER": {"variants": (_AITER_FP8,)}},
+    classes=(
+        ClassChange(("AiterUnquantizedExperts",), renamed="AiterExperts"),
+        ClassChange(
+            ("AiterMxfp4Experts",),
+            {
+                "formats": (
+                    FormatSupport(frozenset({"mxfp4 group 32"}), only("a16", "mxfp4"), (gfx("gfx950"),)),
+                )
+            },
+            renamed="AiterExperts",
+        ),
+        ClassChange(("AiterMxfp8Experts",), {"activations": only("swigluoai_uninterleave")}),
+        ClassChange(
+            ("AiterW4A16ExpertsMonolithic",),
+            {"hashed": False, "parallel": ParallelSupport(eplb=False, dp=False, ep=False)},
+        ),
+        ClassChange(("CPUExpertsMxfp4",), {"activations": only("silu", "swigluoai")}),
+        ClassChange(("CPUExpertsFp8", "CPUExpertsFp8W8A8"), {"activations": _SILU}),
+        ClassChange(("CPUExpertsInt4",), {"activations": _SILU}, of=frozenset({"CPU"})),
+        ClassChange(("CPUExpertsInt8",), {"activations": _SILU, "rules": (cpu.multiples(32, 32),)}),
+    ),
+    routes=(
+        RouteChange(
+            ("unquantized experts", "unquantized experts with adapters"),
+            {"ignored": only("humming")},
+        ),
+        RouteChange(
+            ("MXFP4 of gpt-oss", "MXFP4 of Quark"),
+            {
+                "switch_requests": (
+                    SwitchRequest(
+                        "emulation",
+                        _inaccurate,
+                        why="vLLM emulates Qwen3.8 Flash Next here, as AITER is inaccurate for its shape",
+                    ),
+                )
+            },
+        ),
+    ),
+    unnamed=frozenset({"aiter_triton_mxfp4_mxfp4"}),
+    variables=dict.fromkeys(
+        (
+            "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
+            "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE",
+            "VLLM_STEP5_SHARD_SP_SHARED_EXPERT",
+        )
+    ),
+    unread=frozenset(
+        {
+            "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT",
+            "VLLM_CHAT_TEMPLATE_FUEL",
+            "VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD",
+            "VLLM_HTTP_MAX_REQUEST_BODY_SIZE",
+            "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES",
+            "VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB",
+            "VLLM_REQUEST_BODY_LOG_LEVEL",
+            "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
+            "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE",
+            "VLLM_STEP5_SHARD_SP_SHARED_EXPERT",
+        }
+    ),
+    read=frozenset(
+        {
+            "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS",
+            "VLLM_ROCM_AITER_MLA_DCP_VERIFY",
+            "VLLM_ROCM_MONO_DECODE",
+            "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM",
+            "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE",
+            "VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM",
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND",
+            "VLLM_USE_RAY_WRAPPED_PP_COMM",
+        }
+    ),
+    oldest={"flashinfer": "0.7.0"},
+)
+
+VLLM_0_32_0 = DIFFERENCE.before(VLLM_0_33_0)

@@ -1,0 +1,154 @@
+"""vLLM's releases: recorded decisions of each, and that an older release answers otherwise where it did."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from devtools.conformance import compare, decide, read_decisions, read_grid
+
+from moectl.errors import UsageError
+from moectl.oracle import engine_named, policy_named
+from moectl.oracle.engines.vllm import RELEASES
+from moectl.oracle.machine_packages import default_engine
+from moectl.oracle.registry import answered_by
+from support.invoking import moectl
+
+DATA = Path(__file__).parents[2] / "data" / "oracle"
+OLDER = {engine.version: DATA / f"decisions-{engine.version}.jsonl.gz" for engine in RELEASES[1:]}
+
+
+@pytest.mark.parametrize("version", OLDER)
+def test_every_recorded_decision_of_a_release_agrees(version: str) -> None:
+    records = list(read_decisions(OLDER[version]))
+    report = compare(records, read_grid(), policy_named(f"vllm=={version}"))
+    assert not report.disagreements, "\n".join(map(str, report.disagreements[:20]))
+    assert report.total.outside == 0 and report.total.asked > 1000
+    assert all(tally.asked for tally in report.fields.values())
+
+
+@pytest.mark.parametrize(("newer", "older"), list(pairwise(RELEASES)))
+def test_the_next_release_would_fail_on_the_recording_of_the_one_before(newer, older) -> None:
+    records = list(read_decisions(OLDER[older.version]))
+    report = compare(records, read_grid(), newer.policy)
+    fields = {found.field for found in report.disagreements}
+    assert {"selected", "experts_cls", "rejected"} <= fields
+
+
+def test_releases_share_what_did_not_change() -> None:
+    newest, older = ({b.engine_name: b for b in engine.policy.backends()} for engine in RELEASES[:2])
+    assert newest["VLLM_CUTLASS"].name == older["VLLM_CUTLASS"].name
+    assert {"AITER_TRITON_MXFP4_MXFP4"} == set(newest) - set(older)
+
+
+def test_variables_are_those_of_the_release() -> None:
+    def found(version: str, name: str) -> str:
+        (finding,) = engine_named(f"vllm=={version}").judge({name: "1"})
+        return finding.remark
+
+    assert "0.30.0" in found("0.30.0", "VLLM_TEST_FORCE_FP8_MARLIN")
+    assert "--moe-backend marlin" in found("0.30.0", "VLLM_TEST_FORCE_FP8_MARLIN")
+    assert not found("0.28.0", "VLLM_TEST_FORCE_FP8_MARLIN")
+    assert not found("0.33.0", "VLLM_STEP5_SHARD_SP_SHARED_EXPERT")
+    assert "VLLM_STEP5_SHARD_SP_SHARED_EXPERT" in found("0.32.0", "VLLM_STEP5_SHARD_SP_SHARED_EXPERT")
+
+
+def test_a_variable_that_a_release_still_read_forces_marlin() -> None:
+    ask = ("explain", "deepseek-ai/DeepSeek-V3", "--offline", "--gpu", "b200", "--tp", "8", "--json")
+    for version, backend in (("0.30.0", "flashinfer_trtllm"), ("0.28.0", "marlin")):
+        env = ("--env", "VLLM_TEST_FORCE_FP8_MARLIN=1", "--engine", f"vllm=={version}")
+        document = moectl(*ask, *env).document
+        assert document["groups"][-1]["decision"]["chosen"]["backend"] == backend
+
+
+def test_minimum_versions_are_those_of_the_release() -> None:
+    oldest = [engine.packages["flashinfer"].oldest for engine in RELEASES]
+    assert oldest == ["0.7.2", "0.7.0", "0.7.0", "0.6.18", "0.6.16"]
+
+
+def test_one_backend_of_a_release_is_one_object_in_all_of_its_routes() -> None:
+    for engine in RELEASES:
+        seen: dict[tuple[str, ...], int] = {}
+        for backend in engine.policy.backends():
+            key = (backend.name, backend.engine_name, *(variant.experts for variant in backend.variants))
+            assert seen.setdefault(key, id(backend)) == id(backend) or backend.forms
+
+
+def test_a_release_is_named_exactly_or_answered_by_the_one_before() -> None:
+    for engine in RELEASES:
+        assert engine_named(f"vllm=={engine.version}") is engine
+        assert engine_named(f"vllm=={engine.version}.post1") is engine
+        assert not answered_by(f"vllm=={engine.version}.post1+cu130")
+    newest, oldest = RELEASES[0], RELEASES[-1]
+    assert engine_named("vllm==99.0") is newest and newest.version in answered_by("vllm==99.0")
+    patched = f"{oldest.version.rpartition('.')[0]}.7"
+    assert engine_named(f"vllm=={patched}") is oldest
+    assert f"rules for vLLM {patched}: {oldest.version}" in answered_by(f"vllm=={patched}")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("vllm==0.9.2", f"the oldest release that it knows is {RELEASES[-1].version}"),
+        ("vllm==latest", "names no release"),
+        ("moectl==1.0", "there are no releases of 'moectl'; known are those of vllm"),
+    ],
+)
+def test_what_no_release_answers_is_refused_in_a_sentence(name: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        engine_named(name)
+    assert says in moectl("explain", "openai/gpt-oss-120b", "--offline", "--engine", name, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("installed", "answers"),
+    [
+        ("", RELEASES[0]),
+        (RELEASES[1].version, RELEASES[1]),
+        (f"{RELEASES[1].version}.post2+cu130", RELEASES[1]),
+        ("0.1.0", RELEASES[0]),
+    ],
+)
+def test_without_a_name_the_installed_release_answers(installed: str, answers, monkeypatch) -> None:
+    monkeypatch.setattr("moectl.oracle.machine_packages.distribution_version", lambda *arguments: installed)
+    assert default_engine() is answers
+
+
+def test_explain_says_which_release_answers() -> None:
+    ask = ("explain", "openai/gpt-oss-120b", "--offline", "--gpu", "h200", "--engine")
+    assert "vLLM 0.32.0" in moectl(*ask, "vllm==0.32.0").stdout
+    between = moectl(*ask, "vllm==0.32.9")
+    assert "0.32.0, the last known release before it, answers" in " ".join(between.stderr.split())
+
+
+def cell(**names: str | None) -> dict[str, str | None]:
+    """A case of the grid; the rest as usual."""
+    usual = {"model": "qwen3-30b-a3b", "profile": "full", "parallel": "tp1", "forced": None}
+    return {**usual, **names}
+
+
+@pytest.mark.parametrize(
+    ("asked", "version", "then", "now"),
+    [
+        (
+            cell(scheme="mxfp8", device="gfx950", profile="rocm_aiter"),
+            "0.32.0",
+            "Mxfp8NativeTritonExperts",
+            "AiterMxfp8Experts",
+        ),
+        (cell(scheme="bf16", device="sm100", forced="marlin"), "0.32.0", None, "TrtLlmBf16ExpertsMonolithic"),
+        # Humming has priority over Marlin on SM90 since 0.32.0.
+        (cell(scheme="int4_g128_gptq", device="sm90"), "0.31.0", "MarlinExperts", "HummingIndexedExperts"),
+        # No backend with other activations than declared ones stepped in before 0.32.0.
+        (cell(scheme="mxfp4_quark_w4a4", device="sm90"), "0.31.0", None, "FlashInferExperts"),
+        (cell(scheme="w4a8_fp8_g128_ct", device="sm100"), "0.30.0", None, "HummingIndexedExperts"),
+        (cell(scheme="int8_w8a8_ct", device="xpu", profile="xpu"), "0.30.0", None, "TritonExperts"),
+        # GPTQ with activation order was refused from 0.30.0 on.
+        (cell(scheme="int4_g128_gptq_descact", device="sm100"), "0.28.0", "MarlinExperts", None),
+        (cell(scheme="int8_w8a16_g128_ct", device="sm100"), "0.28.0", None, "MarlinExperts"),
+    ],
+)
+def test_older_releases_choose_otherwise(asked, version: str, then: str | None, now: str | None) -> None:
+    grid = read_grid()
+    for name, experts in ((version, then), (RELEASES[0].version, now)):
+        chosen = decide(grid, asked, policy_named(f"vllm=={name}")).chosen
+        assert (chosen and chosen.variant.experts) == experts
