@@ -7,22 +7,15 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.source.open_checkpoint import rank_number
-from ...checkpoint.source.shards import SUFFIX, inside
-from ...errors import CheckpointError
 from ...files.atomic import copy_bytes, copy_file, link_or_copy, replacing, write_exactly
 from ...files.safe_reading import (
     file_findings,
     file_sha256,
     hash_range,
-    open_regular,
     range_sha256,
     read_exactly,
 )
-from ...files.safetensors_header import header_length
 from ...files.safetensors_writer import FilePlan
-from ...files.strict_json import parse_json_object
 from ...files.tensor_table import TensorInfo
 from ..manifest.manifest_records import (
     CONFIG,
@@ -33,16 +26,11 @@ from ..manifest.manifest_records import (
     SOURCE_INDEX,
     FileRecord,
     PassthroughRecord,
-    SourceFile,
-    SourceRecord,
-    is_plain_name,
 )
 from ..manifest.progress_log import LOG, Meter, ProgressLog
-from ..plan.conversion_plan import RESERVED, PassthroughPlan
+from ..plan.conversion_plan import PassthroughPlan
+from ..plan.source_pin import PinnedSource
 from ..stream.source_reader import FolderReader
-
-SMALL_FILE = 64 << 20
-"""Size above which files other than safetensors are skipped and named in the summary, in bytes."""
 
 _CONVERSION_FILES = frozenset({CONFIG, SOURCE_CONFIG, INDEX, SOURCE_INDEX, MANIFEST, READY, LOG})
 
@@ -113,47 +101,25 @@ def passthrough_sha256(item: PassthroughPlan, reader: FolderReader, folder: Path
     return digest.hexdigest()
 
 
-def source_record(checkpoint: Checkpoint, folder: Path) -> SourceRecord:
-    """The identity of a checkpoint: name, revision, and the hashes of its config and of every header."""
-    files = sorted({info.file for info in checkpoint.tensors.values()})
-    return SourceRecord(
-        kind=checkpoint.origin.kind,
-        name=checkpoint.origin.name.encode("utf-8", "backslashreplace").decode(),
-        revision=checkpoint.origin.revision,
-        config_sha256=file_sha256(folder / CONFIG),
-        files=tuple(_source_file(folder, name) for name in files),
-    )
-
-
-def _source_file(folder: Path, name: str) -> SourceFile:
-    with open_regular(folder / name, name) as file:
-        size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
-        raw = file.read(header_length(prefix, size, name))
-    metadata = parse_json_object(raw, f"{name}: the header").get("__metadata__", {})
-    return SourceFile(name, size, hashlib.sha256(prefix + raw).hexdigest(), dict(metadata))
-
-
 def copy_small_files(
-    folder: Path,
+    source: PinnedSource,
     out: Path,
-    tensor_files: set[str],
     ignored: frozenset[str] = frozenset(),
     *,
     keep_index: bool = True,
 ) -> tuple[tuple[FileRecord, ...], tuple[str, ...]]:
     """Copies index, tokenizer and other small files. Returns their records and the names of skipped files.
 
-    Skipped are directories, files over `SMALL_FILE`, safetensors that the checkpoint does not use, and
-    links out of the checkpoint (the blobs of a Hub cache belong to it). Names in `ignored` are passed over.
+    Skipped are directories and files that are not `is_small_file`. Names in `ignored` are passed over.
     """
-    records, skipped = [], []
+    folder, records, skipped = source.folder, [], []
+    tensor_files = {file.name for file in source.record.files}
     if keep_index and (folder / INDEX).is_file():
         records.append(_copy(folder / INDEX, out / SOURCE_INDEX))
     for path in sorted(folder.iterdir()):
         if path.name in _CONVERSION_FILES or path.name in tensor_files or path.name in ignored:
             continue
-        if not _is_small_file(path, folder):
+        if path.name not in source.files:
             skipped.append(path.name)
             continue
         records.append(_copy(path, out / path.name))
@@ -163,14 +129,3 @@ def copy_small_files(
 def _copy(source: Path, target: Path) -> FileRecord:
     copy_file(source, target)
     return FileRecord(target.name, target.stat().st_size, file_sha256(target))
-
-
-def _is_small_file(path: Path, folder: Path) -> bool:
-    if not is_plain_name(path.name) or path.name.startswith(RESERVED) or path.suffix == SUFFIX:
-        return False
-    if rank_number(path) is not None:
-        return False
-    try:
-        return inside(folder, path.name).stat().st_size <= SMALL_FILE
-    except CheckpointError:
-        return False

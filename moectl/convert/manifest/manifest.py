@@ -211,9 +211,11 @@ class Deployment:
                 hint="Put the directories of one conversion together, each under its own rank.",
             )
         rank = _rank_record(data, rank_manifest(number))
+        headers = rank.source.headers, record.source.headers
         agree = {
             "shard": (rank.shard, record.shard(number)),
-            "source": (rank.source, record.source),
+            "source": (replace(rank.source, files=headers[0]), replace(record.source, files=headers[1])),
+            "the bytes of the source": (rank.source.samples, record.source.samples),
             "layout": (rank.layout, record.layout),
             "experts_only": (rank.experts_only, record.experts_only),
             "layers": (tuple(sorted(layer.layer for layer in rank.layers)), record.layers),
