@@ -6,15 +6,18 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...files.atomic import copy_bytes, copy_file, link_or_copy, replacing, write_exactly
 from ...files.safe_reading import (
     file_findings,
     file_sha256,
     hash_range,
+    open_regular,
     range_sha256,
     read_exactly,
 )
+from ...files.safetensors_header import read_header
 from ...files.safetensors_writer import FilePlan
 from ...files.tensor_table import TensorInfo
 from ..manifest.manifest_records import (
@@ -72,7 +75,7 @@ def write_passthrough(
     path.unlink(missing_ok=True)
     if item.file is None:
         link_or_copy(folder / item.source, path)
-        record = PassthroughRecord(item.name, path.stat().st_size, file_sha256(path), item.source, True)
+        record = _recorded(path, item)
     else:
         record = _extract(item, item.file, reader, path)
     meter.advance(size)
@@ -86,7 +89,33 @@ def _extract(item: PassthroughPlan, file: FilePlan, reader: FolderReader, path: 
         for info in item.tensors:
             target = file.tensors[info.name]
             copy_bytes(reader.fd(info.file), fd, info.start, target.start, info.nbytes, info.file)
-    return PassthroughRecord(file.name, file.size, file_sha256(path), item.source, False)
+    return _recorded(path, item)
+
+
+def _recorded(path: Path, item: PassthroughPlan) -> PassthroughRecord:
+    """The record of a file of passthrough tensors, which is read once."""
+    with open_regular(path, path.name) as file:
+        size, fd = os.fstat(file.fileno()).st_size, file.fileno()
+        infos = sorted(read_header(file, size, path.name).values(), key=lambda info: (info.start, info.end))
+        whole, header, tensors = hashlib.sha256(), hashlib.sha256(), {}
+        hash_range(_Both(whole, header), fd, 0, infos[0].start if infos else size, path.name)
+        for info in infos:
+            digest = hashlib.sha256()
+            hash_range(_Both(whole, digest), fd, info.start, info.end, path.name)
+            tensors[info.name] = digest.hexdigest()
+    hashes = whole.hexdigest(), header.hexdigest()
+    return PassthroughRecord(path.name, size, hashes[0], item.source, item.file is None, hashes[1], tensors)
+
+
+class _Both:
+    """Two digests of the same bytes."""
+
+    def __init__(self, *digests: Any) -> None:
+        self._digests = digests
+
+    def update(self, data: memoryview) -> None:
+        for digest in self._digests:
+            digest.update(data)
 
 
 def passthrough_sha256(item: PassthroughPlan, reader: FolderReader, folder: Path) -> str:

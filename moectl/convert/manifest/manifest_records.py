@@ -267,10 +267,16 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class PassthroughRecord(FileRecord):
-    """A file of passthrough tensors: a `whole` source file, or tensors extracted from the file `source`."""
+    """A file of passthrough tensors: a `whole` source file, or tensors extracted from the file `source`.
+
+    `header_sha256` and `tensors`, the SHA-256 of each tensor, are for readers of single tensors; empty in
+    directories of earlier versions.
+    """
 
     source: str
     whole: bool
+    header_sha256: str = ""
+    tensors: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -336,6 +342,15 @@ def is_plain_name(name: str) -> bool:
 def rank_manifest(rank: int) -> str:
     """Name of a rank's manifest, relative to the directory of all ranks."""
     return str(rank_folder(Path(), rank) / MANIFEST)
+
+
+def layer_metadata(format_version: int, layout: str, layout_version: int) -> dict[str, str]:
+    """The metadata in the headers of layers' files."""
+    return {
+        "format": "pt",
+        "moectl.format_version": str(format_version),
+        "moectl.layout": f"{layout} {layout_version}",
+    }
 
 
 def manifest_bytes(record: RankRecord | DeploymentRecord) -> bytes:

@@ -16,7 +16,7 @@ from ...files.strict_json import json_bytes
 from ..execute.passthrough import copy_small_files
 from ..manifest.manifest_records import CONFIG, INDEX, FileRecord, LayerRecord, PassthroughRecord
 from ..plan.source_pin import PinnedSource, source_record
-from .report_fragments import REPORT, label_of, read_parts, read_report, remove_parts
+from .report_fragments import REPORT, label_of, read_parts, read_report, remove_parts, report_bytes
 from .verify_portable import layer_digest, verify_portable
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 STALE = frozenset((*QUANTIZATION_FILES, REPORT))
 """Files of the source that describe its quantization and are not copied."""
-
-REPORT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,6 @@ class PortableFinalizer:
         write_file(out / INDEX, documents[INDEX])
         written = [FileRecord(name, len(data), _digest(data)) for name, data in documents.items()]
         report = {
-            "report_version": REPORT_VERSION,
             "format": self.target,
             "container": self.container,
             "conversion": plan.layout.name,
@@ -96,7 +93,7 @@ class PortableFinalizer:
             ],
         }
         source.check()
-        write_file(out / REPORT, json_bytes(report))
+        write_file(out / REPORT, report_bytes(report))
         write_file(out / CONFIG, documents[CONFIG])
         remove_parts(out)
         return skipped
