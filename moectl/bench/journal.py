@@ -36,6 +36,13 @@ class RunHeader:
         return {**about, "settings": dict(self.settings), **self.machine}
 
 
+RUN = {"kind": "run"}
+"""How the first line of a file begins."""
+
+LONGEST_HEADER = 1 << 24
+"""Bytes within which the first line of a file ends."""
+
+
 class RowJournal:
     """A JSONL file of rows, whose first line describes the run.
 
@@ -54,10 +61,11 @@ class RowJournal:
     def open(cls, path: Path, *, resume: bool = False) -> RowJournal:
         """Opens or creates the file at `path` for this process alone.
 
-        With `resume` it may hold rows; an incomplete last line is truncated.
+        With `resume` it may hold rows; an incomplete last line is truncated, and a file that ends within its
+        first line is begun anew.
 
-        Raises UsageError when it is not empty without `resume`, or has no rows; Unavailable when another
-        process has it open, or it cannot be written.
+        Raises UsageError when it is not empty without `resume`, or holds something else; Unavailable when
+        another process has it open, or it cannot be written.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -81,6 +89,9 @@ class RowJournal:
                 f"{self.path} is not empty",
                 hint="continue it with --resume, remove it, or give another name",
             )
+        if _is_cut_header(os.pread(self._fd, LONGEST_HEADER, 0)):
+            os.ftruncate(self._fd, 0)
+            return
         self.before = read_rows(self.path)
         data = self.path.read_bytes()
         os.ftruncate(self._fd, data.rfind(b"\n") + 1)
@@ -92,7 +103,7 @@ class RowJournal:
         rows would not be comparable: other settings, another device or other software.
         """
         if self.before is None:
-            self._write({"kind": "run", **run.to_json()})
+            self._write({**RUN, **run.to_json()})
             return run.to_json()
         earlier = self.before.settings
         reasons = [*differences(run.settings, earlier), *other_software(run.machine, self.before.about)]
@@ -104,7 +115,7 @@ class RowJournal:
             )
         merged = merge_settings(earlier, run.settings)
         if merged != merge_settings(earlier, earlier):
-            self._write({"kind": "run", **run.to_json()})
+            self._write({**RUN, **run.to_json()})
         return {**self.before.about, "settings": merged}
 
     def add(self, row: BenchRow) -> None:
@@ -113,11 +124,13 @@ class RowJournal:
 
     def _write(self, data: Mapping[str, Any]) -> None:
         line = (json.dumps(data, allow_nan=False) + "\n").encode()
+        end = os.fstat(self._fd).st_size
         try:
             while line:
                 line = line[os.write(self._fd, line) :]
             os.fsync(self._fd)
         except OSError as error:
+            os.ftruncate(self._fd, end)
             raise _unwritable(self.path, error) from error
 
     def _close(self) -> None:
@@ -133,6 +146,12 @@ class RowJournal:
         if not os.fstat(self._fd).st_size:
             self.path.unlink(missing_ok=True)  # no row was measured
         self._close()
+
+
+def _is_cut_header(data: bytes) -> bool:
+    """True for what a bench leaves that is killed while it writes its first line: a part of that line."""
+    start = json.dumps(RUN).removesuffix("}").encode()
+    return b"\n" not in data and data[: len(start)] == start[: len(data)]
 
 
 def _unwritable(path: Path, error: OSError) -> Unavailable:

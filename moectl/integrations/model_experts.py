@@ -18,11 +18,11 @@ from ..checkpoint import open_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.source.catalogue import weights_missing
 from ..checkpoint.source.open_checkpoint import MANIFEST
-from ..convert.manifest.manifest_records import SOURCE_CONFIG, expert_names, unpadded
+from ..convert.manifest.checked_files import source_config
+from ..convert.manifest.manifest_records import expert_names, unpadded
 from ..convert.manifest.rank_directories import rank_numbers
 from ..convert.rank_slice import RankShard, RankSlice
 from ..errors import CheckpointError, NoBackend, UsageError
-from ..files.strict_json import parse_json_object
 from ..kernels.prepared_layer import PreparedMoE
 from ..layer.converted_ranks import ConvertedRanks
 from ..layer.experts import ExpertLayer, layout_recipe
@@ -312,16 +312,18 @@ def _converted(folder: Path) -> ModelExperts:
     # `moectl verify` hashes everything; a server that starts does not.
     if rank_numbers(folder):
         ranks = ConvertedRanks(folder, check=False)
-        names, top, others = ranks.deployment.record.experts, folder, ranks.deployment.passthrough
-        return _with_config(ranks, names, top, others)
+        record, others = ranks.deployment.record, ranks.deployment.passthrough
+        return _with_config(ranks, record.experts, source_config(folder, record), others)
     source = ConvertedLayers(folder, check=False)
     manifest = source.manifest
-    return _with_config(source, expert_names(manifest.record.groups), manifest.top, manifest.passthrough)
+    names, config = expert_names(manifest.record.groups), source_config(manifest.top, manifest.record)
+    return _with_config(source, names, config, manifest.passthrough)
 
 
-def _with_config(source: LayerSource, names: Iterable[str], top: Path, others: Iterable[str]) -> ModelExperts:
-    """The experts of a converted directory whose config of the source is in `top`."""
-    config = parse_json_object((top / SOURCE_CONFIG).read_bytes(), SOURCE_CONFIG)
+def _with_config(
+    source: LayerSource, names: Iterable[str], config: Mapping[str, Any], others: Iterable[str]
+) -> ModelExperts:
+    """The experts of a converted directory, with the source's `config`."""
     patterns = sorted({_pattern(name) for name in names})
     return ModelExperts(source, quantization_of(config), tuple(patterns), _quantized(others))
 

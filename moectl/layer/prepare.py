@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -13,7 +15,15 @@ from ..checkpoint.checkpoint import Checkpoint, LayerGroup
 from ..checkpoint.source.catalogue import weights_missing
 from ..convert.canonical import byte_scales
 from ..convert.codecs import check_scales
-from ..convert.manifest.manifest import Manifest, begin_layer, check_layer, load_layer, load_manifest
+from ..convert.manifest.manifest import (
+    ALWAYS_CHECKED,
+    Manifest,
+    begin_layer,
+    check_layer,
+    load_layer,
+    load_manifest,
+    other_bytes,
+)
 from ..convert.manifest.manifest_records import group_rank_slice, unpadded
 from ..convert.manifest.rank_directories import load_rank, rank_numbers
 from ..convert.recipe.recipe import Recipe, StoredOutput
@@ -91,16 +101,25 @@ def _group_of(checkpoint: Checkpoint, layer: int | None) -> tuple[LayerGroup, in
     return group, group.layers[0] if layer is None else layer
 
 
-def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> Router | None:
+def read_router(
+    folder: Path,
+    tensors: Mapping[str, TensorInfo],
+    names: Mapping[str, str],
+    hashes: Mapping[str, str] = MappingProxyType({}),
+) -> Router | None:
     """The router whose tensors are called `names`, by the keys of `ROUTED`.
 
     None if `tensors` lacks its weight, or the router is quantized. Raises CheckpointError for values that
-    cannot route tokens.
+    cannot route tokens, and for a tensor that does not have its SHA-256 in `hashes`, if it is there.
     """
     if not names.keys() <= ROUTED:
         return None
     with FolderReader(folder) as reader:
-        router = {key: _read_tensor(reader, tensors[name]) for key, name in names.items() if name in tensors}
+        router = {
+            key: _read_tensor(reader, tensors[name], hashes.get(name))
+            for key, name in names.items()
+            if name in tensors
+        }
     if "weight" not in router:
         return None
     for key, tensor in router.items():
@@ -125,18 +144,21 @@ def read_router(folder: Path, tensors: Mapping[str, TensorInfo], names: Mapping[
     )
 
 
-def _read_tensor(reader: FolderReader, info: TensorInfo) -> Tensor:
+def _read_tensor(reader: FolderReader, info: TensorInfo, sha256: str | None) -> Tensor:
     if info.dtype not in TORCH_DTYPES:
         raise CheckpointError(f"tensor {info.name} of dtype {info.dtype} cannot be read")
     buffer = torch.empty(info.nbytes, dtype=torch.uint8, device=CPU)
     reader.read(info.file, as_bytes(buffer), info.start)
+    if sha256 is not None and hashlib.sha256(as_bytes(buffer)).hexdigest() != sha256:
+        raise other_bytes(info.name, info.file)
     return as_tensor(buffer, info.dtype, info.shape)
 
 
 def converted_layer(manifest: Manifest, layer: int | None = None, *, check: bool = True) -> ExpertLayer:
     """One layer of a converted directory; the first converted layer for None.
 
-    The file's size and header are always checked against the manifest; with `check`, also hashes and scales.
+    The file's size and header are always checked against the manifest, and so are the hashes of the router
+    and of tensors of at most `ALWAYS_CHECKED` bytes; with `check`, also those of the others, and scales.
 
     Raises:
         CheckpointError: the directory has no such layer, or its file does not match the manifest.
@@ -145,8 +167,8 @@ def converted_layer(manifest: Manifest, layer: int | None = None, *, check: bool
     group = manifest.group_of(number)
     problem = unpadded(group.problem)
     recipe, locations = group.recipe, manifest.open_layer(number)
+    check_layer(manifest, number, locations, None if check else ALWAYS_CHECKED)
     if check:
-        check_layer(manifest, number, locations)
         _check_scales(problem.local_experts, manifest, recipe, locations)
 
     def canonical(ids: Ids, device: torch.device | None = None) -> dict[str, Tensor]:
@@ -154,7 +176,7 @@ def converted_layer(manifest: Manifest, layer: int | None = None, *, check: bool
             return _restored(reader, recipe, locations, ids, device or CPU)
 
     names = {key: name.replace("{layer}", str(number)) for key, name in group.router.items()}
-    router = _converted_router(manifest, names)
+    router = _converted_router(manifest, names, check)
     rank_slice = group_rank_slice(manifest.record.shard, group)
     mappings = group.mappings
     parts = {
@@ -238,11 +260,17 @@ def _rows(
     return rows
 
 
-def _converted_router(manifest: Manifest, names: Mapping[str, str]) -> Router | None:
-    """The router among the passthrough tensors; None if those were skipped."""
-    passthrough = manifest.passthrough
+def _converted_router(manifest: Manifest, names: Mapping[str, str], check: bool) -> Router | None:
+    """The router among the passthrough tensors; None if those were skipped.
+
+    Directories of earlier versions have hashes of whole files alone, which are checked where `check` asks.
+    """
+    passthrough, hashes = manifest.passthrough, manifest.passthrough_sha256
     tensors = {name: passthrough[name] for name in names.values() if name in passthrough}
-    return read_router(manifest.top, tensors, names)
+    for name, info in tensors.items():
+        if check and name not in hashes:
+            manifest.check_passthrough(info.file)
+    return read_router(manifest.top, tensors, names, hashes)
 
 
 def prepare(
@@ -280,7 +308,7 @@ def load_prepared(
             expert (`PreparedMoE.local_ids`), and its output is a partial sum.
         tp_size, ep_size: the deployment that the directory must have been converted for; None for any.
         check: check every tensor against its SHA-256 and every scale for NaN, which reads the whole
-            layer. Sizes, dtypes and shapes are always checked against the manifest.
+            layer. Headers, the router, and tensors of at most 1 MiB are always checked.
 
     Raises:
         CheckpointError: not a finished converted directory, no such layer or rank, another deployment, or

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -163,6 +168,61 @@ def test_a_line_that_was_cut_off_is_written_again(tmp_path):
         RowJournal.open(path)
 
 
+@pytest.mark.parametrize("kept", [1, 9, 14, 60, -1])
+def test_a_bench_killed_within_its_first_line_is_begun_anew(tmp_path, kept):
+    path, begun = tmp_path / "rows.jsonl", tmp_path / "begun.jsonl"
+    write(begun)
+    path.write_bytes(begun.read_bytes()[:kept])
+    with pytest.raises(UsageError, match="is not empty"):
+        RowJournal.open(path)
+    with RowJournal.open(path, resume=True) as journal:
+        assert journal.before is None
+        journal.begin(run())
+        journal.add(ROWS[0])
+    assert read_rows(path).rows == ROWS[:1]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from moectl.bench.journal import RowJournal, RunHeader
+plain = os.write
+def write(fd, data):
+    if fd > 2:
+        plain(fd, data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(fd, data)
+os.write = write
+with RowJournal.open(Path(sys.argv[1])) as journal:
+    journal.begin(RunHeader({}, {}))
+"""
+
+
+def test_a_process_killed_while_it_writes_its_first_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    assert subprocess.run([sys.executable, "-c", KILLED, path]).returncode == -signal.SIGKILL
+    assert path.stat().st_size and b"\n" not in path.read_bytes()
+    with RowJournal.open(path, resume=True) as journal:
+        journal.begin(run())
+        journal.add(ROWS[0])
+    assert read_rows(path).rows == ROWS[:1]
+
+
+def test_a_line_that_could_not_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def full(fd, data):
+        written = plain(fd, data[: len(data) // 2])
+        monkeypatch.setattr(os, "write", lambda fd, data: 1 / 0)
+        if written < len(data):
+            raise OSError(errno.ENOSPC, "no space")
+        return written
+
+    path, plain = tmp_path / "rows.jsonl", os.write
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(Unavailable, match=r"cannot write .*no space"), RowJournal.open(path) as journal:
+        journal.begin(run())
+    assert not path.exists()
+
+
 def test_a_file_has_one_writer_and_is_not_left_behind_empty(tmp_path):
     path = tmp_path / "rows.jsonl"
     for resume in (False, True):
@@ -183,10 +243,15 @@ def test_a_file_has_one_writer_and_is_not_left_behind_empty(tmp_path):
 
 def test_a_file_of_something_else_is_left_as_it_is(tmp_path):
     path = tmp_path / "notes.jsonl"
-    path.write_text("my notes\nand more")
-    with pytest.raises(UsageError, match="line 1 is not JSON"):
-        RowJournal.open(path, resume=True)
-    assert path.read_text() == "my notes\nand more"
+    for text, words in (
+        ("my notes\nand more", "line 1 is not JSON"),
+        ('{"kind": "row"', "does not begin with the header of a bench"),
+        ("notes", "does not begin with the header of a bench"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=words):
+            RowJournal.open(path, resume=True)
+        assert path.read_text() == text
 
 
 def test_more_may_be_asked_for_later(tmp_path):

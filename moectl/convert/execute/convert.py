@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...checkpoint.source.catalogue import weights_missing
 from ...errors import CheckpointError, UsageError
 from ...files.atomic import PARTIAL
+from ...files.lock import Busy
 from ...files.output_folder import create_folder, refuse_small_disk
 from ...files.records import to_json
 from ...files.safe_reading import range_sha256
@@ -29,17 +30,19 @@ from ..manifest.progress_log import (
     ProgressLog,
     open_log,
     refuse_other_conversion,
+    remove_logs,
     silent,
 )
 from ..plan.conversion_plan import ConversionPlan, LayerPlan, conversion_facts, digest_of
+from ..plan.source_pin import PinnedSource, pin_source, source_record
 from ..stream.devices import ConversionDevice, device_named
 from ..stream.pipeline import WorkerThreads, run_pipeline, usable_cores
 from ..stream.source_reader import FolderReader
 from ..worker_partition import WorkerPartition, all_partitions
 from .finish import finish_folder
 from .layer_stages import LayerInProgress, LayerStages
-from .output_checks import check_output, refuse_other_parts
-from .passthrough import file_matches, passthrough_sha256, source_record, write_passthrough
+from .output_checks import check_output, refuse_other_writers
+from .passthrough import file_matches, passthrough_sha256, write_passthrough
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ def convert(
     Raises:
         UsageError: `out` cannot be used.
         Unavailable: no data on this machine, or no room on the disk; resumable.
-        CheckpointError: the source's files do not match their headers, or contain a NaN scale.
+        CheckpointError: the source's files do not match their headers, contain a NaN scale, or changed since
+            `plan` was made.
 
     Example:
         >>> import tempfile
@@ -109,21 +113,29 @@ def convert(
     refuse_small_disk(
         out, worker_plan.disk_needed, "Make room, choose another directory, or give --experts-only."
     )
+    source = pin_source(plan.checkpoint, folder)
     create_folder(out)
-    if partition is not None:
-        refuse_other_parts(plan, out)
     log = open_log(out, plan.fingerprint(), LOG if partition is None else partition.log)
+    try:
+        refuse_other_writers(plan, out, log, partition)
+    except BaseException:
+        log.close(remove=log.new)
+        with suppress(OSError):
+            out.rmdir()  # if it is empty
+        raise
     try:
         meter = Meter(progress, worker_plan.bytes_in + worker_plan.passthrough_bytes)
         converted, resumed, passthrough = _convert(
-            worker_plan, folder, out, log, meter, converter, threads or usable_cores()
+            worker_plan, source, out, log, meter, converter, threads or usable_cores()
         )
         skipped: tuple[str, ...] = ()
         if partition is None:
             meter.start("manifest")
             skipped = finish_folder(
-                plan, folder, out, [log.layers[layer.layer] for layer in plan.layers], passthrough
+                plan, source, out, [log.layers[layer.layer] for layer in plan.layers], passthrough
             )
+        else:
+            source.check()
     except BaseException:
         log.close()
         raise
@@ -135,15 +147,18 @@ def complete(plan: ConversionPlan, out: Path) -> ConversionSummary:
     """Finishes a directory that several processes have filled: writes index, manifest and READY.
 
     Files are checked against their planned headers and sizes, but not against their hashes, as `verify` does.
+    The source is hashed again for parts that were made from other files than it has now, such as a copy's.
 
     Raises:
-        UsageError: parts or layers are missing, or `out` holds another conversion.
+        UsageError: parts or layers are missing, `out` holds another conversion, or a part was made from other
+            bytes than the source has.
         Unavailable: a part is still being written.
         CheckpointError: a file that was logged as finished is missing or not as planned.
     """
     folder = folder_of(plan)
     if finished := _finished(plan, folder, out, silent):
         return finished
+    source = pin_source(plan.checkpoint, folder)
     logs: list[ProgressLog] = []
     try:
         missing = []
@@ -169,9 +184,12 @@ def complete(plan: ConversionPlan, out: Path) -> ConversionSummary:
         records = {number: record for log in logs for number, record in log.layers.items()}
         passthrough = {name: record for log in logs for name, record in log.passthrough.items()}
         _check_files(plan, out, passthrough)
+        if (out / plan.mark).exists():
+            raise Busy(f"another process has just finished {out}.", hint="Run the same command again.")
+        _check_sources(plan, source, out, logs)
         ordered = [records[layer.layer] for layer in plan.layers]
         skipped = finish_folder(
-            plan, folder, out, ordered, [passthrough[item.name] for item in plan.passthrough]
+            plan, source, out, ordered, [passthrough[item.name] for item in plan.passthrough]
         )
     except BaseException:
         for log in logs:
@@ -180,6 +198,24 @@ def complete(plan: ConversionPlan, out: Path) -> ConversionSummary:
     for log in logs:
         log.close(remove=True)
     return ConversionSummary(out, (), tuple(sorted(records)), 0, 0, skipped)
+
+
+def _check_sources(plan: ConversionPlan, source: PinnedSource, out: Path, logs: list[ProgressLog]) -> None:
+    """Raises UsageError unless what the parts of `logs` wrote is of `source` as it is now."""
+    others = [log for log in logs if log.source != source.digest]
+    if not others:
+        return
+    layers = {number: record for log in others for number, record in log.layers.items()}
+    files = {name: record for log in others for name, record in log.passthrough.items()}
+    with FolderReader(source.folder) as reader:
+        source.check_open(reader)
+        for layer in plan.layers:
+            if layer.layer in layers:
+                _check_same_source(layer, layers[layer.layer], reader, out)
+        for item in plan.passthrough:
+            record = files.get(item.name)
+            if record and passthrough_sha256(item, reader, source.folder) != record.sha256:
+                raise other_checkpoint(out, item.name)
 
 
 def _check_files(plan: ConversionPlan, out: Path, passthrough: Mapping[str, PassthroughRecord]) -> None:
@@ -201,8 +237,11 @@ def _finished(plan: ConversionPlan, folder: Path, out: Path, progress: Progress)
     if not (out / plan.mark).exists():
         return None
     if plan.finalizer is None:
-        return _already_done(plan, folder, out, progress)
+        summary = _already_done(plan, folder, out, progress)
+        remove_logs(out, plan.mark)
+        return summary
     plan.finalizer.check_finished(plan, folder, out)
+    remove_logs(out, plan.mark)
     return ConversionSummary(out, (), tuple(layer.layer for layer in plan.layers), 0, 0)
 
 
@@ -232,13 +271,12 @@ def _already_done(plan: ConversionPlan, folder: Path, out: Path, progress: Progr
             if passthrough_sha256(file, reader, folder) != hashes.get(file.name):
                 raise other_checkpoint(out, file.name)
             meter.advance(sum(info.nbytes for info in file.tensors))
-    (out / LOG).unlink(missing_ok=True)
     return ConversionSummary(out, (), tuple(sorted(finished)), 0, 0)
 
 
 def source_facts(source: SourceRecord) -> dict[str, str]:
     """What identifies a checkpoint without reading its weights, independent of its location."""
-    return {"config": source.config_sha256, "tensor headers": digest_of(to_json(source.files))}
+    return {"config": source.config_sha256, "tensor headers": digest_of(to_json(source.headers))}
 
 
 def other_checkpoint(out: Path, name: str) -> UsageError:
@@ -263,7 +301,7 @@ def _check_same_source(layer: LayerPlan, record: LayerRecord, reader: FolderRead
 
 def _convert(
     plan: ConversionPlan,
-    folder: Path,
+    source: PinnedSource,
     out: Path,
     log: ProgressLog,
     meter: Meter,
@@ -273,8 +311,8 @@ def _convert(
     """Layers converted now, layers finished before, and the records of passthrough files; all are logged."""
     for name in (*(layer.file.name for layer in plan.layers), *(item.name for item in plan.passthrough)):
         (out / f"{name}{PARTIAL}").unlink(missing_ok=True)
-    with FolderReader(folder) as reader:
-        _check_lengths(plan, reader)
+    with FolderReader(source.folder) as reader:
+        source.check_open(reader)
         unfinished: list[LayerPlan] = []
         for layer in plan.layers:
             record = log.layers.get(layer.layer)
@@ -284,12 +322,13 @@ def _convert(
             meter.start(f"layer {layer.layer}")
             _check_same_source(layer, record, reader, out)
             meter.advance(layer.bytes_in)
+        log.pin(source.digest)
         if unfinished:
             _convert_layers(plan, unfinished, out, reader, log, meter, device, threads)
         passthrough: list[PassthroughRecord] = []
         for item in plan.passthrough:
             meter.start(item.name)
-            passthrough.append(write_passthrough(item, reader, folder, out, log, meter))
+            passthrough.append(write_passthrough(item, reader, source.folder, out, log, meter))
     converted = tuple(layer.layer for layer in unfinished)
     resumed = tuple(layer.layer for layer in plan.layers if layer not in unfinished)
     return converted, resumed, passthrough
@@ -320,20 +359,6 @@ def _convert_layers(
         workers.shutdown()
         for layer in in_progress:
             layer.discard()
-
-
-def _check_lengths(plan: ConversionPlan, reader: FolderReader) -> None:
-    """Raises CheckpointError if a source file is shorter than the header that was planned from."""
-    ends: dict[str, int] = {}
-    for info in plan.checkpoint.tensors.values():
-        ends[info.file] = max(ends.get(info.file, 0), info.end)
-    for name, end in ends.items():
-        size = os.fstat(reader.fd(name)).st_size
-        if size < end:
-            raise CheckpointError(
-                f"{name} is truncated: its header needs {end} bytes, the file has {size}.",
-                hint="Fetch the file again.",
-            )
 
 
 def _is_finished(out: Path, layer: LayerPlan, record: LayerRecord) -> bool:

@@ -30,7 +30,8 @@ from ..manifest.manifest_records import (
     ready_bytes,
 )
 from ..plan.conversion_plan import ConversionPlan, PassthroughPlan, index_document
-from .passthrough import copy_small_files, source_record
+from ..plan.source_pin import PinnedSource
+from .passthrough import copy_small_files
 
 
 def producer() -> dict[str, str]:
@@ -46,21 +47,22 @@ def producer() -> dict[str, str]:
 
 def finish_folder(
     plan: ConversionPlan,
-    folder: Path,
+    source: PinnedSource,
     out: Path,
     layers: Sequence[LayerRecord],
     passthrough: Sequence[PassthroughRecord],
 ) -> tuple[str, ...]:
     """Copies small files, writes index, configs and manifest, then READY. Returns the skipped files.
 
-    The directory of one of several ranks gets a manifest alone.
+    The directory of one of several ranks gets a manifest alone. Raises CheckpointError, before it writes what
+    makes the directory a finished one, if `source` is not what it was.
     """
     if plan.finalizer is not None:
-        return plan.finalizer.finish(plan, folder, out, layers, passthrough, producer())
+        return plan.finalizer.finish(plan, source, out, layers, passthrough, producer())
     rank = RankRecord(
         format_version=FORMAT_VERSION,
         producer=producer(),
-        source=source_record(plan.checkpoint, folder),
+        source=source.record,
         layout=plan.layout,
         shard=plan.shard,
         experts_only=plan.experts_only,
@@ -68,25 +70,27 @@ def finish_folder(
         layers=tuple(layers),
     )
     if plan.shard.ranks > 1:
+        source.check()
         write_file(out / MANIFEST, manifest_bytes(rank))
         return ()
-    files, documents, skipped = write_small_files(plan, plan.passthrough, folder, out)
+    files, documents, skipped = write_small_files(plan, plan.passthrough, source, out)
     record = ManifestRecord(**vars(rank), rest=tuple(passthrough), files=files, documents=documents)
+    source.check()
     write_signed(out, record)
     return skipped
 
 
 def write_small_files(
-    plan: ConversionPlan, passthrough: Sequence[PassthroughPlan], folder: Path, out: Path
+    plan: ConversionPlan, passthrough: Sequence[PassthroughPlan], source: PinnedSource, out: Path
 ) -> tuple[tuple[FileRecord, ...], tuple[FileRecord, ...], tuple[str, ...]]:
     """Copies the source's small files, and writes configs and the index of `passthrough` if there is any.
 
     Returns the records of the copies and of what was written, and the names of skipped files.
     """
-    files, skipped = copy_small_files(folder, out, {info.file for info in plan.checkpoint.tensors.values()})
+    files, skipped = copy_small_files(source, out)
     documents = {
         CONFIG: json_bytes(converted_config(plan.checkpoint.config, plan.layout)),
-        SOURCE_CONFIG: (folder / CONFIG).read_bytes(),
+        SOURCE_CONFIG: (source.folder / CONFIG).read_bytes(),
     }
     if passthrough:
         documents[INDEX] = json_bytes(index_document({item.name: item.tensors for item in passthrough}))

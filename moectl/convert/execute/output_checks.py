@@ -4,20 +4,82 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...checkpoint.source.open_checkpoint import rank_number
 from ...errors import UsageError
+from ...files.lock import Busy
 from ...files.output_folder import refuse_inside
-from ..manifest.manifest_records import READY, REPORT
-from ..manifest.progress_log import LOG, logged_conversion, refuse_other_conversion
+from ...files.strict_json import parse_json_object
+from ..manifest.manifest_records import MANIFEST, READY, REPORT
+from ..manifest.progress_log import LOG, ProgressLog, logged_conversion, refuse_other_conversion
 from ..plan.conversion_plan import ConversionPlan
 from ..worker_partition import WorkerPartition, partitions_in
 
 
-def refuse_other_parts(plan: ConversionPlan, out: Path) -> None:
-    """Raises UsageError if parts of another conversion have been started in `out`."""
-    for partition in partitions_in(out):
-        logged = logged_conversion(out / partition.log)
+def refuse_other_writers(
+    plan: ConversionPlan, out: Path, log: ProgressLog, partition: WorkerPartition | None
+) -> None:
+    """Raises unless the conversion whose `log` this process has locked is the only one in `out`.
+
+    Another one may have begun, or even finished, since `check_output`. Each writes its log before it looks
+    for others', so that of two at least one sees the other.
+
+    Raises:
+        Busy: `out` has been finished by another process.
+        UsageError: another conversion, or other parts, have been started in `out`.
+    """
+    finished = (MANIFEST, READY, REPORT) if log.new else (plan.mark,)
+    if found := [name for name in finished if (out / name).exists()]:
+        raise Busy(
+            f"another conversion has finished in {out} meanwhile: it has {found[0]}.",
+            hint="Check it with --resume, or choose an empty directory.",
+        )
+    parts = partitions_in(out)
+    if partition is None and parts:
+        raise UsageError(
+            f"{out} holds parts of {parts[0].count} of a conversion.",
+            hint=f"Convert them with --part N/{parts[0].count}, or choose an empty directory.",
+        )
+    if partition is not None and (out / LOG).exists():
+        raise UsageError(
+            f"another conversion, which is of no parts, has been started in {out}.",
+            hint="Choose an empty directory.",
+        )
+    for other in parts:
+        if partition is not None and other.count != partition.count:
+            raise _other_count(out, other, partition)
+        logged = logged_conversion(out / other.log)
         if logged is not None:
             refuse_other_conversion(out, logged, plan.fingerprint())
+    _refuse_other_sharing(plan, out)
+
+
+def _refuse_other_sharing(plan: ConversionPlan, out: Path) -> None:
+    """Raises UsageError if either the plan or what is in its directory, or above it, is of several ranks."""
+    if plan.shard.ranks == 1:
+        of_ranks = sorted(path.name for path in out.iterdir() if rank_number(path) is not None)
+        if of_ranks:
+            raise UsageError(
+                f"{out} holds the directories of ranks: it has {of_ranks[0]}.",
+                hint="Choose an empty directory.",
+            )
+        return
+    if rank_number(out) is None:
+        return
+    above, manifest = out.parent, out.parent / MANIFEST
+    found = [parse_json_object(manifest.read_bytes(), MANIFEST)] if manifest.exists() else []
+    if (above / LOG).exists() and (logged := logged_conversion(above / LOG)) is not None:
+        found.append(dict(logged))
+    if partitions_in(above) or any("ranks" not in document for document in found):
+        raise UsageError(
+            f"{out.parent} holds a conversion that is not of ranks.", hint="Choose an empty directory."
+        )
+
+
+def _other_count(out: Path, other: WorkerPartition, partition: WorkerPartition) -> UsageError:
+    return UsageError(
+        f"{out} holds parts of {other.count}, part {partition} was requested.",
+        hint="Use the same number of parts, or an empty directory.",
+    )
 
 
 def check_output(
@@ -39,10 +101,7 @@ def check_output(
     parts = partitions_in(out)
     if partition is not None and parts and not {mark, REPORT} & set(existing):
         if any(other.count != partition.count for other in parts):
-            raise UsageError(
-                f"{out} holds parts of {parts[0].count}, part {partition} was requested.",
-                hint="Use the same number of parts, or an empty directory.",
-            )
+            raise _other_count(out, parts[0], partition)
         if partition in parts and not resume:
             raise UsageError(f"part {partition} was started in {out}.", hint="Finish it with --resume.")
         return

@@ -6,11 +6,8 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.source.open_checkpoint import rank_number
-from ...checkpoint.source.shards import SUFFIX, inside
-from ...errors import CheckpointError
 from ...files.atomic import copy_bytes, copy_file, link_or_copy, replacing, write_exactly
 from ...files.safe_reading import (
     file_findings,
@@ -20,9 +17,8 @@ from ...files.safe_reading import (
     range_sha256,
     read_exactly,
 )
-from ...files.safetensors_header import header_length
+from ...files.safetensors_header import read_header
 from ...files.safetensors_writer import FilePlan
-from ...files.strict_json import parse_json_object
 from ...files.tensor_table import TensorInfo
 from ..manifest.manifest_records import (
     CONFIG,
@@ -33,16 +29,11 @@ from ..manifest.manifest_records import (
     SOURCE_INDEX,
     FileRecord,
     PassthroughRecord,
-    SourceFile,
-    SourceRecord,
-    is_plain_name,
 )
 from ..manifest.progress_log import LOG, Meter, ProgressLog
-from ..plan.conversion_plan import RESERVED, PassthroughPlan
+from ..plan.conversion_plan import PassthroughPlan
+from ..plan.source_pin import PinnedSource
 from ..stream.source_reader import FolderReader
-
-SMALL_FILE = 64 << 20
-"""Size above which files other than safetensors are skipped and named in the summary, in bytes."""
 
 _CONVERSION_FILES = frozenset({CONFIG, SOURCE_CONFIG, INDEX, SOURCE_INDEX, MANIFEST, READY, LOG})
 
@@ -84,7 +75,7 @@ def write_passthrough(
     path.unlink(missing_ok=True)
     if item.file is None:
         link_or_copy(folder / item.source, path)
-        record = PassthroughRecord(item.name, path.stat().st_size, file_sha256(path), item.source, True)
+        record = _recorded(path, item)
     else:
         record = _extract(item, item.file, reader, path)
     meter.advance(size)
@@ -98,7 +89,33 @@ def _extract(item: PassthroughPlan, file: FilePlan, reader: FolderReader, path: 
         for info in item.tensors:
             target = file.tensors[info.name]
             copy_bytes(reader.fd(info.file), fd, info.start, target.start, info.nbytes, info.file)
-    return PassthroughRecord(file.name, file.size, file_sha256(path), item.source, False)
+    return _recorded(path, item)
+
+
+def _recorded(path: Path, item: PassthroughPlan) -> PassthroughRecord:
+    """The record of a file of passthrough tensors, which is read once."""
+    with open_regular(path, path.name) as file:
+        size, fd = os.fstat(file.fileno()).st_size, file.fileno()
+        infos = sorted(read_header(file, size, path.name).values(), key=lambda info: (info.start, info.end))
+        whole, header, tensors = hashlib.sha256(), hashlib.sha256(), {}
+        hash_range(_Both(whole, header), fd, 0, infos[0].start if infos else size, path.name)
+        for info in infos:
+            digest = hashlib.sha256()
+            hash_range(_Both(whole, digest), fd, info.start, info.end, path.name)
+            tensors[info.name] = digest.hexdigest()
+    hashes = whole.hexdigest(), header.hexdigest()
+    return PassthroughRecord(path.name, size, hashes[0], item.source, item.file is None, hashes[1], tensors)
+
+
+class _Both:
+    """Two digests of the same bytes."""
+
+    def __init__(self, *digests: Any) -> None:
+        self._digests = digests
+
+    def update(self, data: memoryview) -> None:
+        for digest in self._digests:
+            digest.update(data)
 
 
 def passthrough_sha256(item: PassthroughPlan, reader: FolderReader, folder: Path) -> str:
@@ -113,47 +130,25 @@ def passthrough_sha256(item: PassthroughPlan, reader: FolderReader, folder: Path
     return digest.hexdigest()
 
 
-def source_record(checkpoint: Checkpoint, folder: Path) -> SourceRecord:
-    """The identity of a checkpoint: name, revision, and the hashes of its config and of every header."""
-    files = sorted({info.file for info in checkpoint.tensors.values()})
-    return SourceRecord(
-        kind=checkpoint.origin.kind,
-        name=checkpoint.origin.name.encode("utf-8", "backslashreplace").decode(),
-        revision=checkpoint.origin.revision,
-        config_sha256=file_sha256(folder / CONFIG),
-        files=tuple(_source_file(folder, name) for name in files),
-    )
-
-
-def _source_file(folder: Path, name: str) -> SourceFile:
-    with open_regular(folder / name, name) as file:
-        size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
-        raw = file.read(header_length(prefix, size, name))
-    metadata = parse_json_object(raw, f"{name}: the header").get("__metadata__", {})
-    return SourceFile(name, size, hashlib.sha256(prefix + raw).hexdigest(), dict(metadata))
-
-
 def copy_small_files(
-    folder: Path,
+    source: PinnedSource,
     out: Path,
-    tensor_files: set[str],
     ignored: frozenset[str] = frozenset(),
     *,
     keep_index: bool = True,
 ) -> tuple[tuple[FileRecord, ...], tuple[str, ...]]:
     """Copies index, tokenizer and other small files. Returns their records and the names of skipped files.
 
-    Skipped are directories, files over `SMALL_FILE`, safetensors that the checkpoint does not use, and
-    links out of the checkpoint (the blobs of a Hub cache belong to it). Names in `ignored` are passed over.
+    Skipped are directories and files that are not `is_small_file`. Names in `ignored` are passed over.
     """
-    records, skipped = [], []
+    folder, records, skipped = source.folder, [], []
+    tensor_files = {file.name for file in source.record.files}
     if keep_index and (folder / INDEX).is_file():
         records.append(_copy(folder / INDEX, out / SOURCE_INDEX))
     for path in sorted(folder.iterdir()):
         if path.name in _CONVERSION_FILES or path.name in tensor_files or path.name in ignored:
             continue
-        if not _is_small_file(path, folder):
+        if path.name not in source.files:
             skipped.append(path.name)
             continue
         records.append(_copy(path, out / path.name))
@@ -163,14 +158,3 @@ def copy_small_files(
 def _copy(source: Path, target: Path) -> FileRecord:
     copy_file(source, target)
     return FileRecord(target.name, target.stat().st_size, file_sha256(target))
-
-
-def _is_small_file(path: Path, folder: Path) -> bool:
-    if not is_plain_name(path.name) or path.name.startswith(RESERVED) or path.suffix == SUFFIX:
-        return False
-    if rank_number(path) is not None:
-        return False
-    try:
-        return inside(folder, path.name).stat().st_size <= SMALL_FILE
-    except CheckpointError:
-        return False

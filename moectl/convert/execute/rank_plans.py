@@ -11,7 +11,7 @@ from ...errors import UsageError
 from ...files.lock import Busy
 from ...files.output_folder import refuse_small_disk
 from ..manifest.manifest_records import LOG, READY
-from ..manifest.progress_log import Progress, silent
+from ..manifest.progress_log import Progress, remove_logs, silent
 from ..plan.conversion_plan import ConversionPlan
 from ..plan.kernel_layout_plan import shared_passthrough
 from ..rank_slice import RankShard, shard_of
@@ -155,4 +155,5 @@ def complete_ranks(plans: Sequence[RankPlan]) -> list[ConversionSummary]:
 
 def _found(item: RankPlan) -> ConversionSummary:
     """The summary of a rank that was finished before; `finish_ranks` checks it."""
+    remove_logs(item.folder, item.plan.mark)
     return ConversionSummary(item.folder, (), tuple(layer.layer for layer in item.plan.layers), 0, 0)

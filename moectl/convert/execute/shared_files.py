@@ -17,6 +17,7 @@ from ..manifest.manifest_records import (
     DeploymentRecord,
     FileRecord,
     RankRecord,
+    SourceRecord,
     expert_names,
     rank_manifest,
 )
@@ -26,16 +27,18 @@ from ..manifest.progress_log import (
     ProgressLog,
     open_log,
     refuse_other_conversion,
+    remove_logs,
     silent,
 )
 from ..manifest.rank_directories import check_one_conversion
 from ..plan.conversion_plan import ConversionPlan, PassthroughPlan, conversion_facts
 from ..plan.kernel_layout_plan import shared_passthrough
 from ..plan.memory_budget import MIB
+from ..plan.source_pin import pin_source, source_record
 from ..stream.source_reader import FolderReader
 from .convert import folder_of, other_checkpoint, source_facts
 from .finish import producer, write_signed, write_small_files
-from .passthrough import passthrough_sha256, source_record, write_passthrough
+from .passthrough import passthrough_sha256, write_passthrough
 
 OF_ONE_RANK = frozenset({"rank", "layer groups"})
 """Facts of a conversion in which ranks differ."""
@@ -54,11 +57,11 @@ def shared_bytes(passthrough: Sequence[PassthroughPlan]) -> int:
 def ranks_fingerprint(plan: ConversionPlan) -> dict[str, str]:
     """Facts that must be equal for finishing the ranks' directories to be resumed, by name."""
     shard = plan.shard
-    return {**_shared_facts(plan), "ranks": f"tp {shard.tp_size}, ep {shard.ep_size}"}
+    facts = _shared_facts(plan, source_record(plan.checkpoint, folder_of(plan)))
+    return {**facts, "ranks": f"tp {shard.tp_size}, ep {shard.ep_size}"}
 
 
-def _shared_facts(plan: ConversionPlan) -> dict[str, str]:
-    source = source_record(plan.checkpoint, folder_of(plan))
+def _shared_facts(plan: ConversionPlan, source: SourceRecord) -> dict[str, str]:
     facts = {**conversion_facts(plan), **source_facts(source)}
     return {key: value for key, value in facts.items() if key not in OF_ONE_RANK}
 
@@ -77,40 +80,44 @@ def finish_ranks(
         log: the log of `out` with `ranks_fingerprint`, if it is open already; it is closed.
 
     Raises:
-        UsageError: a rank is not finished, or a directory holds another conversion.
-        CheckpointError: a rank's files are damaged, or ranks were converted from different bytes.
+        UsageError: a rank is not finished, or a directory holds another conversion, or one of a source with
+            other bytes.
+        CheckpointError: a rank's files are damaged, ranks were converted from different bytes, or the source
+            changed meanwhile.
         Busy: another process is finishing `out`.
         Unavailable: no room on the disk.
     """
-    folder, shard = folder_of(plan), plan.shard
-    source, facts = source_record(plan.checkpoint, folder), _shared_facts(plan)
-    if missing := unfinished_ranks(out, shard.ranks):
-        names = ", ".join(rank_folder(out, rank).name for rank in missing[:8])
-        raise UsageError(
-            f"{out} is not complete: it lacks {names} of {shard.ranks} ranks.",
-            hint="Convert what is missing with --rank, and with --resume if it was started.",
-        )
-    records = [_finished_rank(plan, out, rank, facts) for rank in range(shard.ranks)]
-    check_one_conversion(records)
-    passthrough = shared_passthrough(plan)
-    if (out / READY).exists():
-        if _names(out, plan.shard.ranks, passthrough, folder):
-            return ()
-        (out / READY).unlink()
+    if (out / READY).exists() and _is_finished(plan, out):
+        remove_logs(out, READY)
+        return ()
+    shard, passthrough = plan.shard, shared_passthrough(plan)
     refuse_small_disk(out, shared_bytes(passthrough), "Make room, then finish with --finish.")
+    _refuse_unfinished(plan, out)
     log = log or open_log(out, ranks_fingerprint(plan))
     try:
+        # Another process may have finished, or converted a rank again, before the log was locked.
+        if (out / READY).exists() and _is_finished(plan, out):
+            log.close(remove=True)
+            return ()
+        source = pin_source(plan.checkpoint, folder_of(plan))
+        _check_ranks(plan, source.record, out)
+    except BaseException:
+        log.close(remove=log.new)
+        raise
+    try:
+        (out / READY).unlink(missing_ok=True)
         meter = Meter(progress, sum(info.nbytes for item in passthrough for info in item.tensors))
-        with FolderReader(folder) as reader:
+        with FolderReader(source.folder) as reader:
+            source.check_open(reader)
             rest = []
             for item in passthrough:
                 meter.start(item.name)
-                rest.append(write_passthrough(item, reader, folder, out, log, meter))
-        files, documents, skipped = write_small_files(plan, passthrough, folder, out)
+                rest.append(write_passthrough(item, reader, source.folder, out, log, meter))
+        files, documents, skipped = write_small_files(plan, passthrough, source, out)
         record = DeploymentRecord(
             format_version=FORMAT_VERSION,
             producer=producer(),
-            source=source,
+            source=source.record,
             layout=plan.layout,
             tp_size=shard.tp_size,
             ep_size=shard.ep_size,
@@ -122,12 +129,42 @@ def finish_ranks(
             files=files,
             documents=documents,
         )
+        source.check()
         write_signed(out, record)
     except BaseException:
         log.close()
         raise
     log.close(remove=True)
     return skipped
+
+
+def _refuse_unfinished(plan: ConversionPlan, out: Path) -> None:
+    """Raises UsageError if a rank's directory is missing or not finished."""
+    shard = plan.shard
+    if missing := unfinished_ranks(out, shard.ranks):
+        names = ", ".join(rank_folder(out, rank).name for rank in missing[:8])
+        raise UsageError(
+            f"{out} is not complete: it lacks {names} of {shard.ranks} ranks.",
+            hint="Convert what is missing with --rank, and with --resume if it was started.",
+        )
+
+
+def _check_ranks(plan: ConversionPlan, source: SourceRecord, out: Path) -> None:
+    """Raises UsageError or CheckpointError unless the ranks in `out` are of `plan` and of one `source`."""
+    _refuse_unfinished(plan, out)
+    facts = _shared_facts(plan, source)
+    records = [_finished_rank(plan, out, rank, facts) for rank in range(plan.shard.ranks)]
+    check_one_conversion(records)
+    for rank, record in enumerate(records):
+        if changed := source.resampled(record.source):
+            raise other_checkpoint(rank_folder(out, rank), changed[0])
+
+
+def _is_finished(plan: ConversionPlan, out: Path) -> bool:
+    """Whether the finished `out` has the manifest of the ranks that are there; raises like `finish_ranks`."""
+    folder = folder_of(plan)
+    _check_ranks(plan, source_record(plan.checkpoint, folder), out)
+    return _names(out, plan.shard.ranks, shared_passthrough(plan), folder)
 
 
 def _manifest_file(out: Path, rank: int) -> FileRecord:

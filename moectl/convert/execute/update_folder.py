@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from ...checkpoint.source.catalogue import weights_missing
 from ...checkpoint.source.open_checkpoint import rank_folder, rank_number
 from ...errors import UsageError
 from ...files.atomic import disk_errors, replace_file, sync_folder
-from ...files.lock import Lock
+from ...files.lock import Busy, Lock
 from ...files.records import from_json, to_json
 from ...files.safe_reading import file_sha256, open_regular, range_sha256
 from ...files.strict_json import parse_json_object
@@ -33,16 +34,18 @@ from ..manifest.manifest_records import (
     RankRecord,
     SourceRecord,
 )
-from ..manifest.progress_log import Meter, Progress, logged_conversion, open_log, silent
+from ..manifest.progress_log import Meter, Progress, is_at, logged_conversion, open_log, silent
 from ..manifest.rank_directories import load_rank_manifests, rank_numbers
 from ..manifest.signed_document import LONGEST_MANIFEST, read_small, versioned_document
 from ..plan.conversion_plan import ConversionPlan, LayerPlan, PassthroughPlan, conversion_facts
 from ..plan.kernel_layout_plan import plan_conversion, shared_passthrough
+from ..plan.source_pin import source_record
 from ..rank_slice import RankShard
 from ..stream.source_reader import FolderReader
+from ..worker_partition import partitions_in
 from .convert import convert, matches_plan
 from .finish import producer
-from .passthrough import passthrough_sha256, source_record
+from .passthrough import passthrough_sha256
 from .shared_files import finish_ranks, ranks_fingerprint
 
 
@@ -300,18 +303,25 @@ def update_folder(update: FolderUpdate, *, progress: Progress = silent, device: 
     folder, old, first = update.folder, update.old, update.parts[0]
     whole = isinstance(old, ManifestRecord)
     fingerprint = first.plan.fingerprint() if whole else ranks_fingerprint(first.plan)
-    _begin(folder, fingerprint, first.kept if whole else (), old.rest, READY)
-    files = {item.name for item in _passthrough([(folder, first.plan, None)])}
-    for item in (*old.files, *old.documents, *(item for item in old.rest if item.file not in files)):
-        (folder / item.file).unlink(missing_ok=True)
+    with _only_writer(folder):
+        if _old_record(folder) != old:
+            raise Busy(f"another update of {folder} has just finished.", hint="Run the same command again.")
+        _begin(folder, fingerprint, first.kept if whole else (), old.rest, READY)
+        files = {item.name for item in _passthrough([(folder, first.plan, None)])}
+        for item in (*old.files, *old.documents, *(item for item in old.rest if item.file not in files)):
+            (folder / item.file).unlink(missing_ok=True)
     if whole:
         convert(first.plan, folder, resume=True, progress=progress, device=device)
         return
     log = open_log(folder, fingerprint)
+    if log.new:
+        log.close(remove=True)
+        raise Busy(f"another process has just finished {folder}.", hint="Run the same command again.")
     try:
         for part in update.parts:
             if not part.current:
-                _begin(part.folder, part.plan.fingerprint(), part.kept, (), MANIFEST)
+                with _only_writer(part.folder):
+                    _begin(part.folder, part.plan.fingerprint(), part.kept, (), MANIFEST)
                 convert(part.plan, part.folder, resume=True, progress=progress, device=device)
         finish_ranks(first.plan, folder, progress=progress, log=log)
     finally:
@@ -325,13 +335,18 @@ def _begin(
     rest: Iterable[PassthroughRecord],
     mark: str,
 ) -> None:
-    """Makes of a finished directory one that `convert` resumes; removes `mark`, by which it is finished."""
+    """Makes of a finished directory one that `convert` resumes; removes `mark`, by which it is finished.
+
+    Logs of parts, which their writer left when it was killed after that, go too.
+    """
     entries: list[object] = [{"conversion": dict(fingerprint)}]
     entries += [{"layer": to_json(layer)} for layer in layers]
     entries += [{"rest": to_json(item)} for item in rest]
     data = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
-    with _only_writer(folder), disk_errors(folder / LOG, len(data)):
+    with disk_errors(folder / LOG, len(data)):
         replace_file(folder / LOG, data)
+        for partition in partitions_in(folder):
+            (folder / partition.log).unlink(missing_ok=True)
         sync_folder(folder)
         (folder / mark).unlink(missing_ok=True)
         sync_folder(folder)
@@ -339,14 +354,25 @@ def _begin(
 
 @contextmanager
 def _only_writer(folder: Path) -> Iterator[None]:
-    """Holds the lock of an update that was interrupted; Unavailable while another process works on it."""
-    if not (folder / LOG).exists():
-        yield
-        return
-    with open_regular(folder / LOG, str(folder / LOG)) as file:
-        lock = Lock(folder / LOG, file.fileno(), work="update")
+    """Holds the lock of `folder`; Busy while another process writes to it.
+
+    The block replaces the log, whose lock the one that resumes takes again.
+    """
+    path = folder / LOG
+    created = not path.exists()
+    with disk_errors(path, 0):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    lock = Lock(path, fd, work="update")
+    try:
         lock.take()
-        try:
-            yield
-        finally:
-            lock.release()
+        if not is_at(path, fd):
+            created = False
+            raise Busy(f"another update of {folder} has just begun.", hint="Wait for it.")
+        yield
+    except BaseException:
+        if created and is_at(path, fd):
+            path.unlink()
+        raise
+    finally:
+        lock.release()
+        os.close(fd)

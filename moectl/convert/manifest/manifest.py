@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ...checkpoint.source.open_checkpoint import rank_folder, rank_number
 from ...errors import CheckpointError
 from ...files.records import from_json
 from ...files.safe_reading import open_regular, range_sha256
-from ...files.safetensors_header import read_header
-from ...files.safetensors_writer import TensorSpec
+from ...files.safetensors_writer import TensorSpec, plan_file
 from ...files.tensor_table import TensorInfo
 from ...lazy_torch import torch
 from ...problem.moe_problem import MoEProblem
@@ -27,6 +25,13 @@ from ..sources import output_name
 from ..stream.pipeline import usable_cores
 from ..stream.source_reader import FolderReader
 from ..stream.tensor_reading import TensorReading
+from .checked_files import (
+    check_header,
+    check_size,
+    passthrough_headers,
+    read_file_header,
+    refuse_changed,
+)
 from .manifest_check import check_deployment, check_manifest, check_rank
 from .manifest_records import (
     MANIFEST,
@@ -36,9 +41,9 @@ from .manifest_records import (
     LayerRecord,
     LayoutRecord,
     ManifestRecord,
-    PassthroughRecord,
     RankRecord,
     RoleRecord,
+    layer_metadata,
     rank_manifest,
 )
 from .signed_document import LONGEST_MANIFEST, read_small, signed_document, versioned_document
@@ -123,16 +128,32 @@ class Manifest:
     def passthrough(self) -> Mapping[str, TensorInfo]:
         """The passthrough tensors by name, of files in `top`; empty if the directory holds experts only.
 
-        Raises CheckpointError if a file is missing or truncated.
+        Raises CheckpointError if a file is missing or truncated, or its header has been changed.
         """
-        return _passthrough(self.top, self.record.rest)
+        return passthrough_headers(self.top, self.record.rest)
+
+    @cached_property
+    def passthrough_sha256(self) -> Mapping[str, str]:
+        """SHA-256 of passthrough tensors by name; of none in directories of earlier versions."""
+        return {name: sha256 for item in self.record.rest for name, sha256 in item.tensors.items()}
+
+    def check_passthrough(self, file: str) -> None:
+        """Checks a file of passthrough tensors against its SHA-256, once; CheckpointError if it differs."""
+        record = next(item for item in self.record.rest if item.file == file)
+        if file not in self._checked:
+            refuse_changed(self.top, record)
+            self._checked.add(file)
+
+    @cached_property
+    def _checked(self) -> set[str]:
+        return set()
 
     def open_layer(self, layer: int) -> Mapping[str, TensorInfo]:
         """The location of each role in the layer's file, whose header is checked against the manifest.
 
         Raises CheckpointError naming the fields that differ.
         """
-        record = self.layer(layer)
+        record, layout = self.layer(layer), self.record.layout
         header = read_file_header(self.folder, record.file, record.size)
         stored = self.tensors(layer)
         expected = {item.spec.name: item.spec for item in stored.values()}
@@ -147,25 +168,10 @@ class Manifest:
                 f"{record.file} does not match the manifest in {'; '.join(differences[:8])}.",
                 hint="Convert again.",
             )
+        metadata = layer_metadata(self.record.format_version, layout.name, layout.version)
+        planned = plan_file(record.file, expected.values(), metadata)
+        check_header(self.folder, record.file, header, hashlib.sha256(planned.header).hexdigest())
         return {role: header[item.spec.name] for role, item in stored.items()}
-
-
-def read_file_header(folder: Path, name: str, size: int | None = None) -> Mapping[str, TensorInfo]:
-    """The checked header of `folder`/`name`; CheckpointError if it is missing or not `size` bytes long."""
-    with open_regular(folder / name, str(folder / name)) as file:
-        return read_header(file, _check_size(file, name, size), name)
-
-
-def _check_size(file: IO[bytes], name: str, size: int | None) -> int:
-    """The length of an open file in bytes; CheckpointError if it is not `size`."""
-    length = os.fstat(file.fileno()).st_size
-    if size is not None and length != size:
-        raise CheckpointError(
-            f"{name} must have {size} bytes, got {length}.",
-            reason="The file was truncated or changed.",
-            hint="Convert again into an empty directory.",
-        )
-    return length
 
 
 @dataclass(frozen=True)
@@ -183,7 +189,7 @@ class Deployment:
     @cached_property
     def passthrough(self) -> Mapping[str, TensorInfo]:
         """As `Manifest.passthrough`."""
-        return _passthrough(self.folder, self.record.rest)
+        return passthrough_headers(self.folder, self.record.rest)
 
     def rank(self, number: int) -> Manifest:
         """The manifest of one rank, whose files alone are needed beside those that all ranks share.
@@ -211,9 +217,11 @@ class Deployment:
                 hint="Put the directories of one conversion together, each under its own rank.",
             )
         rank = _rank_record(data, rank_manifest(number))
+        headers = rank.source.headers, record.source.headers
         agree = {
             "shard": (rank.shard, record.shard(number)),
-            "source": (rank.source, record.source),
+            "source": (replace(rank.source, files=headers[0]), replace(record.source, files=headers[1])),
+            "the bytes of the source": (rank.source.samples, record.source.samples),
             "layout": (rank.layout, record.layout),
             "experts_only": (rank.experts_only, record.experts_only),
             "layers": (tuple(sorted(layer.layer for layer in rank.layers)), record.layers),
@@ -308,18 +316,27 @@ def _refuse(problems: Sequence[str], where: str) -> None:
         raise CheckpointError(f"{where} does not agree with itself: {'; '.join(problems[:5])}{more}.")
 
 
-def _passthrough(folder: Path, files: Sequence[PassthroughRecord]) -> Mapping[str, TensorInfo]:
-    return {
-        name: info for item in files for name, info in read_file_header(folder, item.file, item.size).items()
-    }
+ALWAYS_CHECKED = 1 << 20
+"""Size up to which a layer's tensors, such as biases and global scales, are checked against their SHA-256
+whenever they are loaded, in bytes. Larger ones are where it is asked for: loading is faster than hashing."""
 
 
-def check_layer(manifest: Manifest, layer: int, locations: Mapping[str, TensorInfo]) -> None:
+def check_layer(
+    manifest: Manifest, layer: int, locations: Mapping[str, TensorInfo], largest: int | None = None
+) -> None:
     """Checks every stored tensor of a layer against its SHA-256; `locations` as from `Manifest.open_layer`.
+
+    With `largest`, only tensors of at most that many bytes.
 
     Raises CheckpointError if the file is missing, truncated, or holds other bytes than were written.
     """
-    stored = manifest.tensors(layer)
+    stored = {
+        role: item
+        for role, item in manifest.tensors(layer).items()
+        if largest is None or locations[role].nbytes <= largest
+    }
+    if not stored:
+        return
     with FolderReader(manifest.folder) as reader, ThreadPoolExecutor(usable_cores(), "hash") as threads:
         fds = {info.file: reader.fd(info.file) for info in locations.values()}
 
@@ -330,10 +347,11 @@ def check_layer(manifest: Manifest, layer: int, locations: Mapping[str, TensorIn
         hashes = threads.map(sha256, (locations[role] for role in stored))
         for (role, item), found in zip(stored.items(), hashes, strict=True):
             if found != item.sha256:
-                raise _other_bytes(item.spec.name, locations[role].file)
+                raise other_bytes(item.spec.name, locations[role].file)
 
 
-def _other_bytes(name: str, file: str) -> CheckpointError:
+def other_bytes(name: str, file: str) -> CheckpointError:
+    """The error for a tensor whose bytes are not those that were written."""
     return CheckpointError(
         f"{name} of {file} does not have the SHA-256 that was written.",
         hint="Check the whole directory with moectl verify, and convert again.",
@@ -371,7 +389,7 @@ def load_layer(
     record = manifest.layer(layer)
     path = manifest.folder / record.file
     with open_regular(path, str(path)) as file:
-        _check_size(file, record.file, record.size)
+        check_size(file, record.file, record.size)
         # A private writable mapping, since torch has no read-only tensors.
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     return {

@@ -81,7 +81,11 @@ def _check_kept(record: ManifestRecord | DeploymentRecord, layers: list[str], *,
         wrong.append(f"the documents are not {', '.join(sorted(documents))}")
     if len(set(outputs)) != len(outputs):
         wrong.append("a file is listed twice")
-    if not all(_SHA256.fullmatch(item.sha256) for item in kept):
+    hashes = [item.sha256 for item in kept]
+    for item in record.rest:
+        hashes += [item.header_sha256] if item.header_sha256 else []
+        hashes += item.tensors.values()
+    if not all(map(_SHA256.fullmatch, hashes)):
         wrong.append("a hash of a file is no SHA-256")
     return wrong
 

@@ -43,12 +43,17 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,200}")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of the source checkpoint: its size, and the SHA-256 of its header bytes."""
+    """A file of the source checkpoint: its size, and the SHA-256 of its header bytes.
+
+    `sample_sha256` is of evenly spread blocks of its tensors, and tells one revision of a model from another,
+    whose headers are the same; empty in directories of earlier versions.
+    """
 
     name: str
     size: int
     header_sha256: str
     metadata: Mapping[str, str]
+    sample_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,22 @@ class SourceRecord:
     revision: str | None
     config_sha256: str
     files: tuple[SourceFile, ...]
+
+    @property
+    def headers(self) -> tuple[SourceFile, ...]:
+        """The files without samples of their tensors: equal for all revisions of a model."""
+        return tuple(replace(file, sample_sha256="") for file in self.files)
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """The samples of the files, in order."""
+        return tuple(file.sample_sha256 for file in self.files)
+
+    def resampled(self, other: SourceRecord) -> tuple[str, ...]:
+        """Names of the files whose samples are others in `other`, which has the same headers."""
+        pairs = zip(self.files, other.files, strict=True)
+        both = ((a.name, a.sample_sha256, b.sample_sha256) for a, b in pairs)
+        return tuple(name for name, a, b in both if a and b and a != b)
 
 
 @dataclass(frozen=True)
@@ -246,10 +267,16 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class PassthroughRecord(FileRecord):
-    """A file of passthrough tensors: a `whole` source file, or tensors extracted from the file `source`."""
+    """A file of passthrough tensors: a `whole` source file, or tensors extracted from the file `source`.
+
+    `header_sha256` and `tensors`, the SHA-256 of each tensor, are for readers of single tensors; empty in
+    directories of earlier versions.
+    """
 
     source: str
     whole: bool
+    header_sha256: str = ""
+    tensors: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -315,6 +342,15 @@ def is_plain_name(name: str) -> bool:
 def rank_manifest(rank: int) -> str:
     """Name of a rank's manifest, relative to the directory of all ranks."""
     return str(rank_folder(Path(), rank) / MANIFEST)
+
+
+def layer_metadata(format_version: int, layout: str, layout_version: int) -> dict[str, str]:
+    """The metadata in the headers of layers' files."""
+    return {
+        "format": "pt",
+        "moectl.format_version": str(format_version),
+        "moectl.layout": f"{layout} {layout_version}",
+    }
 
 
 def manifest_bytes(record: RankRecord | DeploymentRecord) -> bytes:

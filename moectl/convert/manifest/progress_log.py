@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ...files.lock import Busy, Lock
 from ...files.records import from_json, to_json
 from ...files.safe_reading import open_regular
 from ...files.strict_json import parse_json_object
+from ..worker_partition import partitions_in
 from .manifest_records import LOG as LOG
 from .manifest_records import LayerRecord, PassthroughRecord
 
@@ -52,11 +54,18 @@ class ProgressLog:
     """The open, locked resume log of one conversion: the finished files and their hashes.
 
     Every line is synced before the next one is appended; a last line truncated by a crash is dropped.
+
+    Attributes:
+        new: whether it was created now, by this process.
+        source: the digest of the source (`PinnedSource`) that all logged layers were made from; empty if it
+            is not known.
     """
 
     path: Path
     fd: int
     lock: Lock
+    new: bool = False
+    source: str = ""
     layers: dict[int, LayerRecord] = field(default_factory=dict)
     passthrough: dict[str, PassthroughRecord] = field(default_factory=dict)
 
@@ -68,6 +77,12 @@ class ProgressLog:
         else:
             self._append({"rest": to_json(record)})
             self.passthrough[record.file] = record
+
+    def pin(self, source: str) -> None:
+        """Notes that all layers logged so far, and those that follow, are made from `source`, a digest."""
+        if self.source != source:
+            self._append({"source": source})
+            self.source = source
 
     def close(self, *, remove: bool = False) -> None:
         """Releases the lock; `remove` deletes the log of a finished conversion. Closing twice is allowed."""
@@ -125,7 +140,7 @@ def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> P
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise CheckpointError(f"{path} is not a file.", hint="Convert into an empty directory.")
         lock.take()
-        if not _is_at(path, fd):
+        if not is_at(path, fd):
             raise Busy(
                 f"another conversion has just finished in {folder}.", hint="Run the same command again."
             )
@@ -133,6 +148,7 @@ def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> P
         if not entries:
             os.ftruncate(fd, 0)
             log._append({"conversion": dict(fingerprint)})
+            log.new = True
             return log
         logged = entries[0].get("conversion")
         if not isinstance(logged, Mapping):
@@ -170,7 +186,7 @@ def _read(fd: int) -> list[dict[str, Any]]:
     return [parse_json_object(line, f"line {number} of {LOG}") for number, line in enumerate(lines, 1)]
 
 
-def _is_at(path: Path, fd: int) -> bool:
+def is_at(path: Path, fd: int) -> bool:
     """True if `path` still names the open file: a conversion removes its log when it finishes."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(fd))
@@ -182,8 +198,29 @@ def _load_entry(log: ProgressLog, entry: Mapping[str, Any]) -> None:
     if "layer" in entry:
         layer = from_json(LayerRecord, entry["layer"], LOG)
         log.layers[layer.layer] = layer
+    elif isinstance(entry.get("source"), str):
+        log.source = entry["source"]
     elif "rest" in entry:
         file = from_json(PassthroughRecord, entry["rest"], LOG)
         log.passthrough[file.file] = file
     else:
         raise CheckpointError(f"{LOG} has a line that is neither a layer nor a file.")
+
+
+def remove_logs(folder: Path, mark: str) -> None:
+    """Removes the logs of a directory that `mark` shows to be finished, whose writer was killed after that.
+
+    Those that another process holds are left to it.
+    """
+    names = [LOG, *(partition.log for partition in partitions_in(folder))]
+    for path in (folder / name for name in names):
+        with suppress(OSError, Busy):
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            lock = Lock(path, fd)
+            try:
+                lock.take()
+                if (folder / mark).exists() and is_at(path, fd):
+                    path.unlink()
+            finally:
+                lock.release()
+                os.close(fd)

@@ -98,6 +98,8 @@ def _check_pair(first: RankRecord, other: RankRecord) -> None:
     if not differing and first.shard.ep_rank == other.shard.ep_rank:
         sources = [[item.source for item in record.layers] for record in (first, other)]
         differing = ["the bytes of the source's experts"] if sources[0] != sources[1] else []
+    if not differing and (changed := first.source.resampled(other.source)):
+        differing = [f"the bytes of the source's {changed[0]}"]
     if differing:
         names = [rank_folder(Path(), record.shard.rank).name for record in (first, other)]
         raise CheckpointError(
@@ -108,7 +110,7 @@ def _check_pair(first: RankRecord, other: RankRecord) -> None:
 
 def _shared_facts(record: RankRecord) -> Mapping[str, object]:
     facts: dict[str, object] = {
-        "source": (record.source.config_sha256, record.source.files),
+        "source": (record.source.config_sha256, record.source.headers),
         "layout": record.layout,
         "experts only": record.experts_only,
         "layers": sorted(layer.layer for layer in record.layers),

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ... import __version__
 from ...checkpoint.checkpoint import Checkpoint
@@ -30,6 +30,9 @@ from ..stream.layer_writer import Writer
 from ..stream.pipeline import SLOTS
 from ..worker_partition import WorkerPartition
 from .memory_budget import BASE_MEMORY, MIB, slot_buffers
+
+if TYPE_CHECKING:
+    from .source_pin import PinnedSource
 
 
 @dataclass(frozen=True)
@@ -103,13 +106,16 @@ class Finalizer(Protocol):
     def finish(
         self,
         plan: ConversionPlan,
-        folder: Path,
+        source: PinnedSource,
         out: Path,
         layers: Sequence[LayerRecord],
         passthrough: Sequence[PassthroughRecord],
         producer: Mapping[str, str],
     ) -> tuple[str, ...]:
-        """Writes the last files. Returns the names of the source's small files that were skipped."""
+        """Writes the last files. Returns the names of the source's small files that were skipped.
+
+        Raises CheckpointError, before the `mark` is written, if `source` is not what it was.
+        """
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ..manifest.manifest_records import (
     LayoutRecord,
     RoleRecord,
     is_plain_name,
+    layer_metadata,
     source_tensor_record,
 )
 from ..rank_slice import RankShard, RankSlice
@@ -109,6 +110,7 @@ def map_group(checkpoint: Checkpoint, group: LayerGroup) -> list[LayerMapping]:
 def _plan_group(
     group: LayerGroup, rank_slice: RankSlice, whole: list[LayerMapping], layout: WeightLayout, memory: int
 ) -> tuple[GroupRecord, list[LayerPlan]]:
+    _refuse_other_dtypes(whole)
     problem = rank_slice.padded(layout.pad)
     maps = [mapped.of_experts(*rank_slice.experts) for mapped in whole]
     recipe = layout.recipe(problem, rank_slice.shapes(maps[0].shapes))
@@ -120,20 +122,29 @@ def _plan_group(
     slices = recipe.shapes if rank_slice.sliced else {}
     batch, working = plan_batch(maps[0], prepared_writer(maps[0], recipe), slices, memory)
     planned = []
+    metadata = layer_metadata(FORMAT_VERSION, layout.name, layout.version)
     for mapped, layer in zip(maps, whole, strict=True):
         writer = prepared_writer(mapped, recipe)
-        file = plan_file(layer_file(mapped.layer), writer.specs, _metadata(layout))
+        file = plan_file(layer_file(mapped.layer), writer.specs, metadata)
         dtypes = {output_name(mapped.prefix, role): dtype for role, dtype in layout.logical_dtypes.items()}
         planned.append(LayerPlan(mapped, layer, rank_slice, problem, writer, file, batch, working, dtypes))
     return _group_record(group, rank_slice, problem, layout, maps[0], recipe), planned
 
 
-def _metadata(layout: WeightLayout) -> dict[str, str]:
-    return {
-        "format": "pt",
-        "moectl.format_version": str(FORMAT_VERSION),
-        "moectl.layout": f"{layout.name} {layout.version}",
-    }
+def _refuse_other_dtypes(layers: list[LayerMapping]) -> None:
+    """Raises CheckpointError unless tensors of one kind have one dtype: the manifest has it once for all.
+
+    Bytes of several dtypes are read alike, such as scales of E8M0 as U8, and would come back as the first's.
+    """
+    for kinds in zip(*(layer.mapped for layer in layers), strict=True):
+        first = kinds[0].tensors[0]
+        others = (info for kind in kinds for info in kind.tensors if info.dtype != first.dtype)
+        if (other := next(others, None)) is not None:
+            raise CheckpointError(
+                f"tensor {other.name} is {other.dtype}, and {first.name} is {first.dtype}.",
+                reason="The source could not be restored: one dtype is kept for tensors of a kind.",
+                hint="Store both with one dtype.",
+            )
 
 
 def check_uniform(mapped: LayerMapping, first: LayerMapping) -> None:

@@ -13,9 +13,10 @@ from ...errors import CheckpointError, UsageError
 from ...files.atomic import write_file
 from ...files.records import to_json
 from ...files.strict_json import json_bytes
-from ..execute.passthrough import copy_small_files, source_record
-from ..manifest.manifest_records import CONFIG, INDEX, LOG, FileRecord, LayerRecord, PassthroughRecord
-from .report_fragments import REPORT, label_of, read_parts, read_report, remove_parts
+from ..execute.passthrough import copy_small_files
+from ..manifest.manifest_records import CONFIG, INDEX, FileRecord, LayerRecord, PassthroughRecord
+from ..plan.source_pin import PinnedSource, source_record
+from .report_fragments import REPORT, label_of, read_parts, read_report, remove_parts, report_bytes
 from .verify_portable import layer_digest, verify_portable
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 STALE = frozenset((*QUANTIZATION_FILES, REPORT))
 """Files of the source that describe its quantization and are not copied."""
-
-REPORT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -60,30 +59,27 @@ class PortableFinalizer:
                 f"{out} is damaged: {findings[0]}.", hint="Convert into an empty directory."
             )
         remove_parts(out)
-        (out / LOG).unlink(missing_ok=True)
 
     def finish(
         self,
         plan: ConversionPlan,
-        folder: Path,
+        source: PinnedSource,
         out: Path,
         layers: Sequence[LayerRecord],
         passthrough: Sequence[PassthroughRecord],
         producer: Mapping[str, str],
     ) -> tuple[str, ...]:
         """Copies small files, writes index, report and config. Returns the names of skipped files."""
-        tensor_files = {info.file for info in plan.checkpoint.tensors.values()}
-        files, skipped = copy_small_files(folder, out, tensor_files, STALE, keep_index=False)
+        files, skipped = copy_small_files(source, out, STALE, keep_index=False)
         documents = {INDEX: json_bytes(plan.index), CONFIG: json_bytes(self.config)}
         write_file(out / INDEX, documents[INDEX])
         written = [FileRecord(name, len(data), _digest(data)) for name, data in documents.items()]
         report = {
-            "report_version": REPORT_VERSION,
             "format": self.target,
             "container": self.container,
             "conversion": plan.layout.name,
             "producer": dict(producer),
-            "source": to_json(source_record(plan.checkpoint, folder)),
+            "source": to_json(source.record),
             "experts_only": plan.experts_only,
             "layer_kinds": {kind: list(layers) for kind, layers in self.kinds.items()},
             "layers": read_parts(out, [label_of(layer.layer) for layer in plan.layers]),
@@ -96,7 +92,8 @@ class PortableFinalizer:
                 for item in (*passthrough, *files, *written)
             ],
         }
-        write_file(out / REPORT, json_bytes(report))
+        source.check()
+        write_file(out / REPORT, report_bytes(report))
         write_file(out / CONFIG, documents[CONFIG])
         remove_parts(out)
         return skipped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...files.atomic import write_file
-from ...files.strict_json import parse_json_object
+from ...files.strict_json import json_bytes, parse_json_object
 from ...problem.layer_ranges import ranges
 from ..manifest.manifest_records import REPORT as REPORT
 
@@ -118,15 +119,37 @@ def _signal_to_noise(costs: Sequence[Mapping[str, Any]], key: str) -> tuple[str,
     return ours, nearest
 
 
+REPORT_VERSION = 2
+"""Version 1 has no hash of the report itself."""
+
+
+def report_bytes(report: Mapping[str, Any]) -> bytes:
+    """The serialized report, with its version first and the SHA-256 of all else last."""
+    document = {"report_version": REPORT_VERSION, **report}
+    return json_bytes({**document, "sha256": hashlib.sha256(json_bytes(document)).hexdigest()})
+
+
+def _is_as_written(data: bytes, report: Mapping[str, Any]) -> bool:
+    if report.get("report_version") == 1 and "sha256" not in report:
+        return True
+    return data == report_bytes({key: value for key, value in report.items() if key not in _OWN})
+
+
+_OWN = ("report_version", "sha256")
+
+
 def read_report(folder: Path) -> dict[str, Any]:
-    """The report in `folder`; CheckpointError if it is missing or incomplete."""
+    """The report in `folder`; CheckpointError if it is missing, incomplete, or not as it was written."""
     try:
-        report = parse_json_object((folder / REPORT).read_bytes(), REPORT)
+        data = (folder / REPORT).read_bytes()
+        report = parse_json_object(data, REPORT)
     except OSError as error:
         raise CheckpointError(f"cannot read {folder / REPORT}: {error.strerror or error}.") from error
     for key, kind in (("layers", Mapping), ("experts", list), ("files", list)):
         if not isinstance(report.get(key), kind):
             raise CheckpointError(f"{REPORT} of {folder} has no {key}.", hint="Convert again.")
+    if not _is_as_written(data, report):
+        raise CheckpointError(f"{REPORT} of {folder} is not what was written.", hint="Convert again.")
     return report
 
 

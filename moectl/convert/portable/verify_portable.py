@@ -10,17 +10,17 @@ from typing import Any
 from ...errors import CheckpointError
 from ...files.records import from_json
 from ...files.safe_reading import file_findings, range_sha256
-from ..manifest.manifest import read_file_header
-from ..manifest.manifest_records import FileRecord, is_plain_name
+from ..manifest.checked_files import read_file_header
+from ..manifest.manifest_records import MANIFEST, FileRecord, is_plain_name
 from ..manifest.progress_log import Meter, Progress, silent
-from ..restore.verify import VerifyReport
+from ..restore.verify import VerifyReport, unlisted_files
 from ..stream.source_reader import FolderReader
 from .report_fragments import REPORT, read_report
 
 
 def is_portable(folder: Path) -> bool:
-    """True if `folder` has the report of a portable conversion."""
-    return (folder / REPORT).is_file()
+    """True if `folder` has the report of a portable conversion, and no manifest of another."""
+    return (folder / REPORT).is_file() and not (folder / MANIFEST).exists()
 
 
 def layer_digest(header: bytes, tensors: Iterable[str]) -> str:
@@ -33,6 +33,8 @@ def layer_digest(header: bytes, tensors: Iterable[str]) -> str:
 
 def verify_portable(out: Path, *, progress: Progress = silent) -> VerifyReport:
     """Checks a portable output against the sizes and hashes in its report; damage is a finding.
+
+    So is a file that a loader might read but the conversion did not write.
 
     Raises CheckpointError if the report cannot be read.
     """
@@ -55,6 +57,7 @@ def verify_portable(out: Path, *, progress: Progress = silent) -> VerifyReport:
         meter.start(item.file)
         findings += file_findings(out / item.file, item.size, item.sha256)
         meter.advance(item.size)
+    findings += unlisted_files(out, {REPORT, *(item.file for item in (*layers, *files))})
     return VerifyReport(len(layers), len(files), 0, 0, size, False, tuple(findings))
 
 

@@ -15,7 +15,8 @@ from ...files.safe_reading import file_findings
 from ...files.safetensors_writer import FilePlan, TensorSpec, plan_file
 from ...files.strict_json import json_bytes
 from ...files.tensor_table import TensorInfo
-from ..manifest.manifest import Manifest, read_file_header
+from ..manifest.checked_files import read_file_header
+from ..manifest.manifest import Manifest
 from ..manifest.manifest_records import CONFIG, INDEX, SOURCE_CONFIG, SOURCE_INDEX, FileRecord
 from ..manifest.progress_log import Meter, Progress, silent
 from ..manifest.rank_directories import load_rank_manifests, refuse_one_rank

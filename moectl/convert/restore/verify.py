@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
 from ...files.safe_reading import file_findings, file_sha256, range_sha256
-from ..manifest.manifest import Manifest, read_file_header
-from ..manifest.manifest_records import CONFIG, FileRecord
+from ..manifest.checked_files import read_file_header
+from ..manifest.manifest import Manifest
+from ..manifest.manifest_records import CONFIG, MANIFEST, FileRecord
 from ..manifest.progress_log import Meter, Progress, silent
 from ..manifest.rank_directories import load_rank_manifests, refuse_one_rank
 from ..stream.source_reader import FolderReader
@@ -47,6 +49,8 @@ def verify(
 ) -> VerifyReport:
     """Checks a converted directory: lengths, headers, hashes, and the round trip of every expert tensor.
 
+    Every file is covered, and one that a loader might read but the conversion did not write is a finding.
+
     The round trip inverts the steps recorded in the manifest and checks the result against the SHA-256 of
     the source's bytes taken during conversion; with `source`, also against that directory's bytes. Damage
     is a finding, so that one report names all of it. `out` may hold the directories of all ranks, whose
@@ -82,6 +86,8 @@ def verify(
                         findings += restore_layer(members, sink)
                     except CheckpointError as error:
                         findings.append(str(error))
+                    if original and is_complete(members):
+                        original.compare_types(members[0].manifest, layer)
                     if is_complete(members):
                         tensors += sum(1 for _ in source_tensors(members[0].manifest, layer))
                     slices += sum(len(member.manifest.layer(layer).slices) for member in members)
@@ -90,6 +96,13 @@ def verify(
             label = f"{folder.name}/" if folder in labelled else ""
             findings += [label + text for text in file_findings(folder / item.file, item.size, item.sha256)]
             meter.advance(item.size)
+        for folder in dict.fromkeys(
+            (*(rank.top for rank in manifests), *(rank.folder for rank in manifests))
+        ):
+            label = f"{folder.name}/" if folder in labelled else ""
+            written = {item.file for top, item in other_files if top == folder} | {MANIFEST}
+            written |= {layer.file for r in manifests if r.folder == folder for layer in r.record.layers}
+            findings += [label + text for text in unlisted_files(folder, written)]
         if original:
             findings += original.findings + original.compare_passthrough(manifest.top)
     finally:
@@ -99,6 +112,18 @@ def verify(
     return VerifyReport(
         layers, len(other_files), tensors, slices, sum(sizes), source is not None, tuple(findings)
     )
+
+
+LOADED = frozenset(
+    (".bin", ".experts", ".gguf", ".jinja", ".json", ".model", ".pt", ".pth", ".py", ".safetensors")
+)
+"""Suffixes of the files that engines and tokenizers may read because they are there."""
+
+
+def unlisted_files(folder: Path, written: Collection[str]) -> list[str]:
+    """A phrase for each file of a directory that a loader may read and that is not among the `written`."""
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in LOADED and not path.is_dir())
+    return [f"{name} is not of this conversion" for name in names if name not in written]
 
 
 def _other_files(manifest: Manifest) -> tuple[FileRecord, ...]:
@@ -136,6 +161,16 @@ class _Source:
                 return
         if text not in self.findings:
             self.findings.append(text)
+
+    def compare_types(self, manifest: Manifest, layer: int) -> None:
+        """Compares dtypes and shapes of a layer's tensors with the source's; a difference is a finding."""
+        for part, name, file, _ in source_tensors(manifest, layer):
+            info = self._infos.get((file, name))
+            if info is not None and (info.dtype, info.shape) != (part.dtype, part.shape):
+                self.findings.append(
+                    f"{name} is restored as {part.dtype} {list(part.shape)}, "
+                    f"and is {info.dtype} {list(info.shape)} in the source"
+                )
 
     def compare_passthrough(self, out: Path) -> list[str]:
         """Findings from comparing the passthrough tensors with the source's bytes."""
