@@ -122,7 +122,7 @@ def _diff(old: Document, new: Document) -> ExplanationDiff:
     groups = [
         difference
         for layers in pairs.values()
-        if (difference := _group(tuple(layers), before[layers[0]], after[layers[0]]))
+        if (difference := group_difference(tuple(layers), before[layers[0]], after[layers[0]]))
     ]
     inputs = dict[str, InputChange]()
     for layers in pairs.values():
@@ -191,7 +191,8 @@ def _failure(decision: Document) -> str:
     return "; ".join([*gates, *([str(error)] if error else [])])
 
 
-def _group(layers: tuple[int, ...], old: Document, new: Document) -> GroupDifference | None:
+def group_difference(layers: tuple[int, ...], old: Document, new: Document) -> GroupDifference | None:
+    """What changed for `layers` from one decision's document to another; None if nothing did."""
     before, after = _candidates(old), _candidates(new)
     changed = []
     for key in dict.fromkeys((*after, *before)):

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
-    "moectl explain gpt-oss-120b kimi-k2 --gpu h100,b200 --tp 4,8",
-    "moectl explain openai/gpt-oss-120b --gpu h200 --why flashinfer_trtllm",
     "moectl explain ./ckpt --dp 8 --ep --diff before.json",
+    "moectl explain --from vllm==0.31.0 --to vllm==0.33.0 --gpu h100 --tp 1,8",
 )
 
 
@@ -73,6 +72,11 @@ def explain(
             names = ", ".join(recorded)
             raise UsageError("--replay takes its inputs from the document", hint=f"omit {names}")
         return replayed(answer.replay, answer, answers)
+    if answer.since is not None:
+        _refuse_beside_from(answer)
+        if not checkpoints:
+            options = page_options(context, options, out)
+        return changed(list(dict.fromkeys(checkpoints or ())), options, answer, answers)
     if answer.html is not None:
         options = page_options(context, options, out)
     elif not checkpoints:
@@ -162,6 +166,66 @@ def answered(
         if answer.diff
         else answers.explanation(explanation, machine.key)
     )
+
+
+def _refuse_beside_from(answer: AnswerOptions) -> None:
+    """Raises UsageError for options that say something else to show."""
+    others = {"--why": answer.why, "--diff": answer.diff, "--html": answer.html, "--replay": answer.replay}
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"--from takes no {' or '.join(given)}", hint="give one of them")
+
+
+def changed(
+    names: list[str], options: DecisionOptions, answer: AnswerOptions, answers: "AnswerOutput"
+) -> ExitCode:
+    """Show which decisions of checkpoints (without `names`, of all built-in models) two releases make
+    differently."""
+    from ...checkpoint import open_checkpoint
+    from ...checkpoint.config.user_assumptions import parse_assumptions
+    from ...checkpoint.source.catalogue import model_names
+    from ...checkpoint.source.open_checkpoint import open_built_in
+    from ...explain.decision_matrix import matrix
+    from ...explain.release_changes import decision_changes
+    from ...oracle.registry import versioned
+
+    older = replace(options, policy=answer.since)
+    sides = []
+    for side in (older, options):
+        policy = side.engine.policy
+        parallels = side.parallels(policy)
+        question = side.question(policy, parallels[0], (), measured=False)
+        sides.append((question, side.machines(), parallels))
+    (before, *_), (after, machines, parallels) = sides
+    if before.policy.name == after.policy.name:
+        raise UsageError(
+            f"--from and --to are the same release, {versioned(after.policy.name)}",
+            hint="moectl explain --from vllm==0.31.0 --to vllm==0.33.0",
+        )
+    built_in, names = not names, names or list(model_names())
+    if len(names) * len(machines) * len(parallels) > MOST_PAGE_CELLS:
+        raise UsageError(
+            f"at most {MOST_PAGE_CELLS} decisions are compared",
+            hint="use fewer checkpoints, GPUs or deployments",
+        )
+    assumptions = parse_assumptions(options.activation, options.routing)
+
+    def opened(name: str) -> "Checkpoint":
+        if built_in:
+            return open_built_in(name, assumptions)
+        return open_checkpoint(name, offline=answer.offline, assumptions=assumptions)
+
+    sources, unopened = opened_of(names, opened, answers.out)
+    answers.look_at(machines)
+    for note in (*machine_notes(machines), *older.remarks(before.policy, parallels)):
+        answers.out.note(note)
+    changes, decisions = [], 0
+    with answers.out.progress("deciding", unit="checkpoints") as update:
+        for number, source in enumerate(sources):
+            update(number, len(sources), source.origin.name)
+            both = [matrix(source, of, deployments, asked) for asked, of, deployments in sides]
+            decisions += len(both[1].cells)
+            changes += decision_changes(both[:1], both[1:])
+    return answers.releases(before, after, changes, decisions, unopened)
 
 
 def opened_of(

@@ -168,7 +168,8 @@ class DecisionOptions:
         option(
             "--policy",
             "--engine",
-            help="An engine, its release (NAME==VERSION), or moectl. Default: both.",
+            "--to",
+            help="An engine, NAME==VERSION, or moectl.",
             autocompletion=completed(policy_names),
         ),
     ] = None
@@ -326,6 +327,15 @@ class AnswerOptions:
     ] = None
     diff: Annotated[
         Path | None, option("--diff", own=True, help="What changed since this --json document.")
+    ] = None
+    since: Annotated[
+        str | None,
+        option(
+            "--from",
+            own=True,
+            help="What changed since this release, up to --to's.",
+            autocompletion=completed(policy_names),
+        ),
     ] = None
     html: Annotated[
         Path | None,

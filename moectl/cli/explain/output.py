@@ -11,7 +11,9 @@ from ...explain.assumed_machines import AssumedMachine
 from ...explain.counterfactual import why
 from ...explain.decision_matrix import DecisionMatrix, Unopened, matrix_document
 from ...explain.explanation_diff import diff
+from ...explain.release_changes import DecisionChange
 from ...explain.replay import read_document
+from ...oracle.registry import versioned
 from ...problem.layer_ranges import ranges
 from .. import text_blocks
 from ..output import Output, count, size
@@ -19,6 +21,7 @@ from .command_line import ExplainCommand
 from .matrix_memory import memory_blocks
 from .matrix_text import matrix_blocks, matrix_lines, several_blocks, several_lines
 from .options import AnswerOptions
+from .release_text import release_blocks, release_lines
 from .sections import document, measured_blocks, sections
 from .summary import summary_blocks
 from .text import difference_blocks, why_blocks, why_document, why_lines
@@ -148,6 +151,33 @@ class AnswerOutput:
         verdict = "changed" if difference.chosen_otherwise else "same"
         self.show({**now, "diff": difference.to_json()}, difference_blocks(difference), [verdict])
         return ExitCode.FOUND if difference.chosen_otherwise else self.code(explanation)
+
+    def releases(
+        self,
+        before: Question,
+        after: Question,
+        changes: Sequence[DecisionChange],
+        decisions: int,
+        unopened: Sequence[Unopened],
+    ) -> ExitCode:
+        """Print what changed between the policies of two questions.
+
+        FOUND if anything did; the highest code of `unopened` checkpoints if it is higher.
+        """
+        names = (before.policy.name, after.policy.name)
+        document = {
+            **matrix_document((), after, unopened),
+            "usable": not unopened,
+            "releases": {
+                "from": names[0],
+                "to": names[1],
+                "decisions": decisions,
+                "changes": [change.to_json() for change in changes],
+            },
+        }
+        blocks = release_blocks(*map(versioned, names), changes, decisions)
+        self.show(document, blocks, release_lines(changes))
+        return max([ExitCode.FOUND if changes else ExitCode.DONE, *(it.error.exit_code for it in unopened)])
 
 
 def brief(explanation: Explanation, measured: bool = False) -> list[str]:

@@ -7,6 +7,7 @@ from ...cache.launches_file import LaunchRow
 from ...environment import Device
 from ...environment.variables import VariableFinding
 from ...explain.explanation_diff import ExplanationDiff
+from ...explain.release_changes import DecisionChange
 from ...files.record_schemas import record_schema
 from ...oracle.selection_inputs import FORMAT
 from ...problem.model_shape import ModelShape
@@ -72,7 +73,8 @@ def explain() -> Schema:
         "environment": _environment(),
     }
     asked = {"why": array(_why()), "diff": _diff()}
-    document = obj({**always, **single, **asked}, optional=(*single, *asked))
+    between = {"releases": _releases()}
+    document = obj({**always, **single, **asked, **between}, optional=(*single, *asked, *between))
     # All of these or none.
     document["dependentRequired"] = {name: [*single] for name in (*single, *asked)}
     return document
@@ -84,6 +86,21 @@ def _diff() -> Schema:
     difference["properties"]["chosen_otherwise"] = said(BOOLEAN, "Some layers get another backend, or none.")
     difference["required"].append("chosen_otherwise")
     return said(difference, "With --diff: what changed since the older document.")
+
+
+def _releases() -> Schema:
+    """What --from adds."""
+    return said(
+        obj(
+            {
+                "from": said(STRING, "The release that was asked first."),
+                "to": STRING,
+                "decisions": said(INTEGER, "How many were compared."),
+                "changes": array(record_schema(DecisionChange), "Those that differ; backends may be empty."),
+            }
+        ),
+        "With --from: which decisions two releases make differently; rows are empty.",
+    )
 
 
 def _checkpoint() -> Schema:

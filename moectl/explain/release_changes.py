@@ -1,0 +1,107 @@
+"""Which decisions differ between two releases of an engine, and by which rules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..files.records import to_json
+from ..oracle.decision import Decision
+from ..oracle.verdict_sentences import sentence
+from ..problem.moe_problem import Parallel
+from .decision_matrix import DecisionMatrix, MatrixCell
+from .explanation_diff import Document, group_difference
+
+NONE = ""
+"""The backend of a decision without a working one."""
+
+
+@dataclass(frozen=True)
+class DecisionChange:
+    """A decision that two releases make differently.
+
+    Attributes:
+        layers: of the checkpoint, with the weights of `scheme`.
+        gpu: name of the device.
+        before, after: the backends; empty without a working one.
+        causes: the rules that did it, as sentences.
+    """
+
+    checkpoint: str
+    layers: tuple[int, ...]
+    scheme: str
+    gpu: str
+    parallel: Parallel
+    before: str
+    after: str
+    causes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return dict(to_json(self))
+
+
+@dataclass(frozen=True)
+class ChangeGroup:
+    """Changes of the same kind: the same backends, scheme and causes on several machines and checkpoints."""
+
+    before: str
+    after: str
+    scheme: str
+    causes: tuple[str, ...]
+    changes: tuple[DecisionChange, ...]
+
+
+def decision_changes(
+    before: Sequence[DecisionMatrix], after: Sequence[DecisionMatrix]
+) -> Iterator[DecisionChange]:
+    """The decisions that differ, of the same checkpoints, machines and deployments in the same order."""
+    for old, new in zip(before, after, strict=True):
+        for was, now in zip(old.cells, new.cells, strict=True):
+            if _backend(was) != _backend(now):
+                yield DecisionChange(
+                    new.origin.name,
+                    now.layers,
+                    str(now.problem.scheme),
+                    now.machine.device.name,
+                    now.parallel,
+                    _backend(was),
+                    _backend(now),
+                    tuple(_causes(was, now)),
+                )
+
+
+def change_groups(changes: Iterable[DecisionChange]) -> list[ChangeGroup]:
+    """`changes` by kind, the most frequent first."""
+    kinds: dict[tuple[Any, ...], list[DecisionChange]] = {}
+    for change in changes:
+        kinds.setdefault((change.before, change.after, change.scheme, change.causes), []).append(change)
+    groups = [ChangeGroup(*kind, tuple(alike)) for kind, alike in kinds.items()]
+    return sorted(groups, key=lambda group: -len(group.changes))
+
+
+def _backend(cell: MatrixCell) -> str:
+    chosen = cell.answer.decision.chosen if cell.answer and cell.usable else None
+    return chosen.backend.name if chosen else NONE
+
+
+def _causes(was: MatrixCell, now: MatrixCell) -> Iterator[str]:
+    """Sentences: what one release refuses, or the rules that changed the choice."""
+    if was.answer is None or now.answer is None:
+        if now.refusal:
+            yield f"it is refused: {now.refusal}"
+        if was.refusal:
+            yield f"it was refused: {was.refusal}"
+        return
+    difference = group_difference(now.layers, _document(was.answer.decision), _document(now.answer.decision))
+    for cause in difference.rules if difference else ():
+        verdicts = "; ".join(dict.fromkeys(map(sentence, cause.verdicts)))
+        yield f"{cause.says} {verdicts}".strip()
+
+
+def _document(decision: Decision) -> Document:
+    """A decision as a JSON document has it."""
+    plain: Document = json.loads(json.dumps(decision.to_json(), default=list))
+    return plain
