@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from devtools.conformance.grid import CELL
-from devtools.recording import read_cells, wheel_files
+from devtools.recording import read_cells, record, wheel_files
 from devtools.recording.stand_ins import StandIns
 from devtools.recording.vllm_worker import code_of
 from devtools.recording.wheel import BLOCK, RemoteFile
 
-from moectl.errors import UsageError
+from moectl.errors import Unavailable, UsageError
 
 DATA = Path(__file__).parents[1] / "data" / "oracle"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "engines" / "record"
@@ -138,6 +138,13 @@ def test_only_named_releases_of_vllm_are_recorded(engine: str, tmp_path: Path) -
         [sys.executable, str(SCRIPT), engine, str(tmp_path / "out.jsonl.gz")], capture_output=True, text=True
     )
     assert ran.returncode == 2 and "only releases of vLLM are recorded" in ran.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_python_without_what_vllm_imports_is_refused(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("devtools.recording.recording.find_spec", lambda name: None if name == "torch" else 1)
+    with pytest.raises(Unavailable, match="recording needs torch, which this Python"):
+        list(record("0.33.0", [], {}, tmp_path, 1))
     assert not list(tmp_path.iterdir())
 
 

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from devtools.conformance import read_decisions
 from devtools.conformance.grid import CELL
-from moectl.errors import MoectlError
+from moectl.errors import MoectlError, Unavailable
 
 from .wheel import wheel_files
 
@@ -32,6 +33,8 @@ DEPENDENCIES = (
     "prometheus_client",
 )
 """Small packages that vLLM imports, beside those of moectl's own environment."""
+IMPORTED = ("torch", "triton", "transformers", "pydantic", "flashinfer")
+"""Large ones that must be installed: FlashInfer's functions decide, and nothing stands in for torch."""
 
 
 def read_cells(recordings: Sequence[Path]) -> list[dict[str, Any]]:
@@ -50,8 +53,14 @@ def record(
     """vLLM's decisions in `cells`, in that order.
 
     `cache` keeps downloaded files, outside of the repository. Raises UsageError for a version that PyPI does
-    not have, Unavailable without a network, MoectlError if the release cannot be asked.
+    not have, Unavailable without a network or a package of `IMPORTED`, MoectlError if the release cannot be
+    asked.
     """
+    if missing := [name for name in IMPORTED if find_spec(name) is None]:
+        raise Unavailable(
+            f"recording needs {', '.join(missing)}, which this Python ({sys.executable}) does not have",
+            hint="run it in moectl's environment, with '.[run]' and flashinfer-python installed",
+        )
     site, dependencies = wheel_files("vllm", version, cache), _dependencies(cache)
     with tempfile.TemporaryDirectory() as folder:
         document = {"grid": grid, "cells": cells, "jobs": jobs, "out": folder}
