@@ -27,6 +27,7 @@ def test_a_directory_of_two_conversions_is_a_defect(tmp_path: Path) -> None:
     breaker = script.Breaker.__new__(script.Breaker)
     breaker.cases = breaker.defects = 0
     breaker.wanted = {"a": {"READY": b"a", "x": b"1"}, "b": {"READY": b"b", "y": b"2"}}
+    breaker.wanted["unconvert"] = {"y": b"2"}
     breaker._accepted = lambda out: True
     for name, data in breaker.wanted["a"].items():
         (tmp_path / name).write_bytes(data)

@@ -44,6 +44,8 @@ def refuse_other_writers(
             f"another conversion, which is of no parts, has been started in {out}.",
             hint="Choose an empty directory.",
         )
+    if log.new and all(other == partition for other in parts):
+        log.refuse_company()
     for other in parts:
         if partition is not None and other.count != partition.count:
             raise _other_count(out, other, partition)
@@ -69,9 +71,10 @@ def _refuse_other_sharing(plan: ConversionPlan, out: Path) -> None:
     found = [parse_json_object(manifest.read_bytes(), MANIFEST)] if manifest.exists() else []
     if (above / LOG).exists() and (logged := logged_conversion(above / LOG)) is not None:
         found.append(dict(logged))
-    if partitions_in(above) or any("ranks" not in document for document in found):
+    files = () if found or (above / LOG).exists() else [path for path in above.iterdir() if path.is_file()]
+    if files or partitions_in(above) or any("ranks" not in document for document in found):
         raise UsageError(
-            f"{out.parent} holds a conversion that is not of ranks.", hint="Choose an empty directory."
+            f"{out.parent} holds something that is not of ranks.", hint="Choose an empty directory."
         )
 
 

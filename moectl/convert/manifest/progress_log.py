@@ -84,6 +84,15 @@ class ProgressLog:
             self._append({"source": source})
             self.source = source
 
+    def refuse_company(self) -> None:
+        """Raises Busy if a file is beside the log, which is new: another process wrote it."""
+        names = sorted(path.name for path in self.path.parent.iterdir() if not path.is_dir())
+        if others := [name for name in names if not name.startswith(self.path.name)]:
+            raise Busy(
+                f"another process has written to {self.path.parent} meanwhile: it has {others[0]}.",
+                hint="Choose an empty directory.",
+            )
+
     def close(self, *, remove: bool = False) -> None:
         """Releases the lock; `remove` deletes the log of a finished conversion. Closing twice is allowed."""
         if self.fd < 0:

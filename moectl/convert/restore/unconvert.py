@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from ...files.tensor_table import TensorInfo
 from ..manifest.checked_files import read_file_header
 from ..manifest.manifest import Manifest
 from ..manifest.manifest_records import CONFIG, INDEX, SOURCE_CONFIG, SOURCE_INDEX, FileRecord
-from ..manifest.progress_log import Meter, Progress, silent
+from ..manifest.progress_log import Meter, Progress, open_log, silent
 from ..manifest.rank_directories import load_rank_manifests, refuse_one_rank
 from ..stream.source_reader import FolderReader
 from .restore_layer import RestoredRun, Sink, layer_restorers, restore_layer, source_tensors
@@ -52,7 +52,7 @@ def unconvert(
         UsageError: `out` is not empty or lies inside `converted`, or `converted` is one of several ranks.
         CheckpointError: `converted` is not a finished converted directory, one of its files is damaged, or
             a restored tensor does not have its hash.
-        Unavailable: not enough room on the disk.
+        Unavailable: not enough room on the disk, or another process writes to `out`.
     """
     manifests = load_rank_manifests(converted)
     manifest = manifests[0]
@@ -70,34 +70,50 @@ def unconvert(
     meter = Meter(progress, total + sum(item.size for item in manifest.record.rest))
     refuse_small_disk(out, sum(file.size for file in plans), "Make room, or choose another directory.")
     create_folder(out)
-    with ExitStack() as stack:
-        readers = [stack.enter_context(FolderReader(rank.folder)) for rank in manifests]
-        top = stack.enter_context(FolderReader(manifest.top))
-        fds = {file.name: stack.enter_context(replacing(out / file.name, file.size)) for file in plans}
-        for file in plans:
-            write_exactly(fds[file.name], memoryview(file.header), 0)
+    with _only_writer(out):
+        with ExitStack() as stack:
+            readers = [stack.enter_context(FolderReader(rank.folder)) for rank in manifests]
+            top = stack.enter_context(FolderReader(manifest.top))
+            fds = {file.name: stack.enter_context(replacing(out / file.name, file.size)) for file in plans}
+            for file in plans:
+                write_exactly(fds[file.name], memoryview(file.header), 0)
 
-        def store(run: RestoredRun) -> None:
-            file, info = targets[run.name]
-            write_exactly(fds[file.name], run.data, info.start + run.at)
+            def store(run: RestoredRun) -> None:
+                file, info = targets[run.name]
+                write_exactly(fds[file.name], run.data, info.start + run.at)
 
-        _restore_layers(manifests, readers, meter, store, max_memory)
-        for item in manifest.record.rest:
-            meter.start(item.file)
-            _check(manifest.top, item)
-            if item.whole:
-                stack.push(partial(_remove_on_error, out / item.source))
-                link_or_copy(manifest.top / item.file, out / item.source)
-            else:
-                for info in read_file_header(manifest.top, item.file, item.size).values():
-                    file, target = targets[info.name]
-                    fd = fds[file.name]
-                    copy_bytes(top.fd(item.file), fd, info.start, target.start, info.nbytes, item.file)
-            meter.advance(item.size)
-    _write_documents(manifest, out, targets)
+            _restore_layers(manifests, readers, meter, store, max_memory)
+            for item in manifest.record.rest:
+                meter.start(item.file)
+                _check(manifest.top, item)
+                if item.whole:
+                    stack.push(partial(_remove_on_error, out / item.source))
+                    link_or_copy(manifest.top / item.file, out / item.source)
+                else:
+                    for info in read_file_header(manifest.top, item.file, item.size).values():
+                        file, target = targets[info.name]
+                        fd = fds[file.name]
+                        copy_bytes(top.fd(item.file), fd, info.start, target.start, info.nbytes, item.file)
+                meter.advance(item.size)
+        _write_documents(manifest, out, targets)
     kept = [item for item in manifest.record.rest if item.whole]
     size = sum(info.nbytes for _, info in targets.values())
     return UnconvertSummary(out, len(plans) + len(kept), len(targets), size, manifest.record.experts_only)
+
+
+@contextmanager
+def _only_writer(out: Path) -> Iterator[None]:
+    """Keeps other writers out of a directory by a log, which stays if the process is killed.
+
+    Raises Busy if there is another, or something that it has written.
+    """
+    log = open_log(out, {"layout": "restored"})
+    try:
+        if log.new:
+            log.refuse_company()
+        yield
+    finally:
+        log.close(remove=True)
 
 
 def _plan_files(manifests: Sequence[Manifest]) -> list[FilePlan]:

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 import moectl.convert.execute.convert as convert_module
+import moectl.convert.restore.unconvert as unconvert_module
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.execute.convert import complete, convert
 from moectl.convert.execute.rank_plans import convert_ranks, plan_ranks
 from moectl.convert.execute.update_folder import plan_update, update_folder
 from moectl.convert.plan.conversion_plan import ConversionPlan
 from moectl.convert.rank_slice import RankShard
+from moectl.convert.restore.unconvert import unconvert
 from moectl.convert.restore.verify import verify
 from moectl.convert.worker_partition import parse_partition
 from moectl.errors import MoectlError, Unavailable, UsageError
@@ -54,6 +56,14 @@ def ranks(source: Path, out: Path) -> None:
     )
 
 
+def restored(source: Path, out: Path) -> None:
+    """The source, from a conversion of it elsewhere."""
+    elsewhere = out.with_name(f"for-{out.name}")
+    if not elsewhere.exists():
+        whole("marlin")(source, elsewhere)
+    unconvert(elsewhere, out)
+
+
 def discard(summary: object) -> None:
     """The result of a conversion is what it wrote."""
 
@@ -65,8 +75,9 @@ LATE = {
     "part": part("1/3"),
     "part of trtllm": part("2/2", "trtllm"),
     "ranks": ranks,
+    "unconvert": restored,
 }
-EARLY = {"marlin": whole("marlin"), "parts": parts, "ranks": ranks}
+EARLY = {"marlin": whole("marlin"), "parts": parts, "ranks": ranks, "unconvert": restored}
 
 
 @pytest.mark.parametrize(("early", "late"), list(itertools.product(EARLY, LATE)))
@@ -78,16 +89,20 @@ def test_a_finished_directory_is_not_overwritten_by_who_began_before(
     finished: dict[str, bytes] = {}
 
     def wait(folder: Path) -> None:
-        monkeypatch.setattr(convert_module, "create_folder", plain)
+        monkeypatch.undo()
         EARLY[early](gpt_oss, out)
         finished.update(folder_bytes(out))
         plain(folder)
 
-    monkeypatch.setattr(convert_module, "create_folder", wait)
-    with pytest.raises(MoectlError, match=r"has finished in|holds a|holds the|holds another"):
+    if late == "unconvert":
+        whole("marlin")(gpt_oss, tmp_path / "for-out")
+    for module in (convert_module, unconvert_module):
+        monkeypatch.setattr(module, "create_folder", wait)
+    with pytest.raises(MoectlError, match=r"has finished in|has written to|holds"):
         LATE[late](gpt_oss, out)
     assert finished and folder_bytes(out) == finished
-    assert verify(out, gpt_oss).ok
+    if early != "unconvert":
+        assert verify(out, gpt_oss).ok
 
 
 @pytest.mark.parametrize("late", [*LATE, "the other part"])
@@ -99,11 +114,14 @@ def test_who_finds_another_at_work_stops(
     work = LATE.get(late, part("2/2"))
 
     def wait(folder: Path) -> None:
-        monkeypatch.setattr(convert_module, "create_folder", plain)
+        monkeypatch.undo()
         part("1/2")(gpt_oss, out)
         plain(folder)
 
-    monkeypatch.setattr(convert_module, "create_folder", wait)
+    if late == "unconvert":
+        whole("marlin")(gpt_oss, tmp_path / "for-out")
+    for module in (convert_module, unconvert_module):
+        monkeypatch.setattr(module, "create_folder", wait)
     if late == "the other part":
         work(gpt_oss, out)
     else:
@@ -178,7 +196,7 @@ def test_ranks_and_a_whole_conversion_do_not_share_a_directory(gpt_oss: Path, tm
     out = tmp_path / "out"
 
     def meddle(done: int, total: int, text: str) -> None:
-        with pytest.raises(UsageError, match="holds a conversion that is not of ranks"):
+        with pytest.raises(UsageError, match="holds something that is not of ranks"):
             ranks(gpt_oss, out)
 
     convert(plan_of(gpt_oss), out, progress=meddle)
