@@ -75,10 +75,13 @@ def decision_changes(
 
 def change_groups(changes: Iterable[DecisionChange]) -> list[ChangeGroup]:
     """`changes` by kind, the most frequent first."""
-    kinds: dict[tuple[Any, ...], list[DecisionChange]] = {}
+    kinds: dict[tuple[str, str, str, tuple[str, ...]], list[DecisionChange]] = {}
     for change in changes:
         kinds.setdefault((change.before, change.after, change.scheme, change.causes), []).append(change)
-    groups = [ChangeGroup(*kind, tuple(alike)) for kind, alike in kinds.items()]
+    groups = [
+        ChangeGroup(before, after, scheme, causes, tuple(alike))
+        for (before, after, scheme, causes), alike in kinds.items()
+    ]
     return sorted(groups, key=lambda group: -len(group.changes))
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ...checkpoint import Checkpoint
     from ...explain.assumed_machines import AssumedMachine
     from ...explain.decision_matrix import Unopened
+    from ...explain.release_changes import DecisionChange
     from .output import AnswerOutput
 
 EXAMPLES = (
@@ -218,7 +219,8 @@ def changed(
     answers.look_at(machines)
     for note in (*machine_notes(machines), *older.remarks(before.policy, parallels)):
         answers.out.note(note)
-    changes, decisions = [], 0
+    changes: list[DecisionChange] = []
+    decisions = 0
     with answers.out.progress("deciding", unit="checkpoints") as update:
         for number, source in enumerate(sources):
             update(number, len(sources), source.origin.name)

@@ -175,7 +175,7 @@ class AnswerOutput:
                 "changes": [change.to_json() for change in changes],
             },
         }
-        blocks = release_blocks(*map(versioned, names), changes, decisions)
+        blocks = release_blocks(versioned(names[0]), versioned(names[1]), changes, decisions)
         self.show(document, blocks, release_lines(changes))
         return max([ExitCode.FOUND if changes else ExitCode.DONE, *(it.error.exit_code for it in unopened)])
 
