@@ -14,7 +14,7 @@ from ..environment.installed_packages import InstalledPackage
 from ..environment.variables import SET, VariableFinding
 from ..files.records import to_json
 from ..oracle.engine import Engine
-from ..oracle.registry import newest_engines
+from ..oracle.registry import answering_engines
 from .kernel_caches import CompilerJobs, KernelCache
 from .runnable_backends import BackendStatus
 from .software import Software, TorchView
@@ -120,7 +120,7 @@ class DoctorReport:
             "backends": [status.to_json() for status in self.backends],
             "engines": [
                 {"name": engine.name, "rules": engine.version, "installed": self.engine_version(engine)}
-                for engine in newest_engines()
+                for engine in answering_engines()
                 if engine.package
             ],
             "remarks": to_json(self.remarks),

@@ -10,7 +10,7 @@ from ..environment.installed_packages import unrelated_package
 from ..environment.packages import Packages
 from ..errors import install_hint
 from ..oracle.engine import Engine
-from ..oracle.registry import known_packages, newest_engines
+from ..oracle.registry import answering_engines, known_packages
 from .doctor_report import NOTE, PROBLEM, WARNING, DoctorRemark, DoctorReport
 from .kernel_caches import ENOUGH_SPACE, JOB_BYTES
 
@@ -92,7 +92,7 @@ def _torch(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
 
 def _without_torch(report: DoctorReport) -> DoctorRemark:
     """A problem where an engine is installed, which needs torch; else moectl is installed without `run`."""
-    for engine in newest_engines():
+    for engine in answering_engines():
         if engine.package and report.engine_version(engine) is not None:
             says = f"torch is not installed, and {engine.title} cannot run without it"
             return DoctorRemark(PROBLEM, "torch", says, "pip install torch")
@@ -111,7 +111,7 @@ def _newer(built: str, driver: str) -> bool:
 
 
 def _engine(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
-    for engine in newest_engines():
+    for engine in answering_engines():
         installed = report.engine_version(engine)
         if engine.package and installed is None:
             says = f"{engine.title} is not installed: its backends are judged by its rules alone"
@@ -166,7 +166,7 @@ def _deep(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
 
 
 def _compiled_kernels(report: DoctorReport, packages: Packages) -> Iterator[DoctorRemark]:
-    for engine in newest_engines():
+    for engine in answering_engines():
         yield from _not_compiled(engine, report, packages)
 
 

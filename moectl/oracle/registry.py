@@ -93,6 +93,11 @@ def newest_engines() -> tuple[Engine, ...]:
     return newest(ENGINES.values())
 
 
+def answering_engines() -> tuple[Engine, ...]:
+    """One engine of each family that answers without being named."""
+    return tuple(engine for engine in newest_engines() if engine.beside)
+
+
 def engine_names() -> list[str]:
     """Every name that `engine_named` accepts."""
     return list(dict.fromkeys([*ENGINES, *(engine.family for engine in ENGINES.values())]))

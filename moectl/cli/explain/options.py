@@ -207,13 +207,11 @@ class DecisionOptions:
 
     def policies(self) -> "tuple[Policy, tuple[Policy, ...]]":
         """The policy, and further ones to compare it with."""
-        from ...oracle.registry import newest_engines
+        from ...oracle.registry import answering_engines
 
         first = self.engine
-        others = newest_engines() if self.policy is None else ()
-        return first.policy, tuple(
-            engine.policy for engine in others if engine.beside and engine.family != first.family
-        )
+        others = answering_engines() if self.policy is None else ()
+        return first.policy, tuple(engine.policy for engine in others if engine.family != first.family)
 
     def parallels(self, policy: "Policy") -> "tuple[Parallel, ...]":
         """Every deployment. Raises UsageError for invalid ranks and unknown exchanges."""

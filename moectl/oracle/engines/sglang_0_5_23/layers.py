@@ -24,7 +24,7 @@ from .terms import (
     uses_aiter,
 )
 
-Names = Mapping[str, tuple[Backend, ...]]
+RunnerNames = Mapping[str, tuple[Backend, ...]]
 _TRTLLM_NAMES = ("flashinfer_trtllm", "experimental_sgl_trtllm")
 _ALL = (
     "deep_gemm", "triton", "triton_kernel", "flashinfer_trtllm", "flashinfer_trtllm_routed",
@@ -33,7 +33,7 @@ _ALL = (
 )  # fmt: skip
 
 
-def _every(backend: Backend, but_for: Names) -> Names:
+def _every(backend: Backend, but_for: RunnerNames) -> RunnerNames:
     """Every request selects `backend`, except those in `but_for`."""
     return {**dict.fromkeys(_ALL, (backend,)), **but_for}
 
@@ -131,7 +131,7 @@ PLAIN = Route(
 
 _FP8 = "Fp8MoEMethod"
 _FP8_TRITON = runner("triton", _FP8)
-_FP8_NAMES: Names = {
+_FP8_NAMES: RunnerNames = {
     **{name: (runner(name, _FP8),) for name in ("deep_gemm", "triton", "aiter", "flashinfer_megamoe")},
     **{name: (runner(name, _FP8),) for name in (*_TRTLLM_NAMES, "flashinfer_trtllm_routed")},
     "hpc_ops": (runner("hpc_ops", _FP8, (SM90, ROCM)),),
@@ -371,7 +371,7 @@ _TRITON_BY_DEFAULT = Condition(
     lambda ask: "symmetric int4 in groups of 32 or 128 on SM100",
 )
 _MXINT4 = runner("flashinfer_trtllm", "CompressedTensorsMxInt4MoE", checked=False)
-_MXINT4_NAMES: Names = dict.fromkeys(_TRTLLM_NAMES, (_MXINT4,))
+_MXINT4_NAMES: RunnerNames = dict.fromkeys(_TRTLLM_NAMES, (_MXINT4,))
 CT_ROCM = replace(
     CT_INTEGERS,
     name="integers of compressed-tensors on ROCm",
