@@ -80,6 +80,12 @@ def test_aiter_is_a_switch():
     assert decision(FP8, "mi355x", packages="sglang_rocm_aiter").require().engine_name == "aiter"
 
 
+def test_its_variables_are_known_by_name():
+    found = {row.name: row.remark for row in SGLANG.judge({"SGLANG_USE_AITR": "1", "SGLANG_MORI_EP_V2": "1"})}
+    assert "did you mean SGLANG_USE_AITER" in found["SGLANG_USE_AITR"]
+    assert "SGLANG_MORI_EP_V2" not in found
+
+
 def test_what_was_not_recorded_is_marked():
     balanced = decision(FP8, "h200", parallel=Parallel(tp=2, ep=True, eplb=True, all2all="none"))
     assert "from source, not recorded: expert load balancing" in balanced.notes

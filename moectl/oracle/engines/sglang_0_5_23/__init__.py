@@ -3,6 +3,7 @@
 from ....capabilities.kernel_packages import KERNEL_PACKAGES
 from ....environment.package_probes import Probe
 from ...engine import CacheFolder, Engine, Profile
+from .data import variables
 from .policy import POLICY
 
 SGLANG_0_5_23 = Engine(
@@ -12,6 +13,7 @@ SGLANG_0_5_23 = Engine(
     package="sglang",
     env_prefix="SGLANG_",
     env_example="SGLANG_USE_AITER=1",
+    other_variables=variables,
     packages={
         "flashinfer": KERNEL_PACKAGES["flashinfer"],
         "triton_kernels": KERNEL_PACKAGES["triton_kernels"],
