@@ -19,7 +19,7 @@ from ..environment.packages import packages_of
 from ..environment.python_environments import PythonEnvironment
 from ..errors import Unavailable, UsageError
 from ..oracle.machine_packages import present_engines
-from ..oracle.registry import engine_variables, known_packages, newest_engines
+from ..oracle.registry import answering_engines, engine_variables, known_packages
 from .doctor_report import NOTE, PROBLEM, WARNING, DoctorRemark, DoctorReport
 from .kernel_caches import find_caches, find_jobs
 from .problems import remarks_on
@@ -120,6 +120,6 @@ def _hiding(gpus: tuple[Gpu, ...], env: Mapping[str, str]) -> dict[str, str]:
 def _imports(packages: tuple[InstalledPackage, ...], where: PythonEnvironment | None) -> dict[str, str]:
     """Why each installed package cannot be imported, by name; empty for one that can."""
     modules = {item.name: item.module for item in packages if item.present and item.name not in TOOLS}
-    engines = tuple(engine.package for engine in newest_engines() if engine.package)
+    engines = tuple(engine.package for engine in answering_engines() if engine.package)
     modules |= {name: name for name in (*LIBRARIES_TRIED, *engines) if package_folder(name, where)}
     return {name: try_import(module, where) for name, module in modules.items()}

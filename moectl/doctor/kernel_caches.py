@@ -18,7 +18,7 @@ from ..files.records import to_json
 from ..files.safe_reading import text_or_empty
 from ..files.user_paths import home_folder, user_path
 from ..oracle.engine import CacheFolder
-from ..oracle.registry import newest_engines
+from ..oracle.registry import answering_engines
 
 SECONDS, FILES = 2.0, 200_000
 """Limits of scanning one directory; beyond them its size is a lower bound."""
@@ -104,7 +104,7 @@ class KernelCache:
 def find_caches(env: Env) -> tuple[KernelCache, ...]:
     """The caches in `CACHES`, of the engines and of the driver, for a process with `env`."""
     mounts = _mounts()
-    engines = (folder for engine in newest_engines() for folder in engine.caches)
+    engines = (folder for engine in answering_engines() for folder in engine.caches)
     return tuple(_cache(folder, cache_path(folder, env), mounts) for folder in (*CACHES, *engines, DRIVER))
 
 

@@ -17,7 +17,7 @@ from ..environment.installed_packages import (
     package_folder,
 )
 from ..environment.python_environments import PythonEnvironment
-from ..oracle.registry import newest_engines
+from ..oracle.registry import answering_engines
 
 COMPILERS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
@@ -86,7 +86,7 @@ class Software:
 
 def installed_software(where: PythonEnvironment | None = None) -> Software:
     """The software installed on this machine, in this environment or in `where`."""
-    engines = {engine.package: (engine.package,) for engine in newest_engines() if engine.package}
+    engines = {engine.package: (engine.package,) for engine in answering_engines() if engine.package}
     distributions = {**COMPILERS, **engines, **LIBRARIES}
     versions = {
         name: version for name, names in distributions.items() if (version := _first_version(names, where))

@@ -13,9 +13,10 @@ from ..problem.moe_problem import Dims, MoEProblem
 from .backend import GROUPS, Backend, ExpertsClass
 from .checks import Verdict
 from .selection_inputs import SelectionInputs
+from .server_arguments import ServerArguments
 
 CAPABILITY, DTYPE, PLATFORM, NAME = "minimum capability", "model dtype", "platform", "backend name"
-DEPLOYMENT = "deployment"
+DEPLOYMENT, ARGUMENTS = "deployment", "server arguments"
 """Kinds of `Gate`."""
 
 
@@ -120,6 +121,7 @@ class Decision:
         notes: remarks for the user on how the choice was made.
         cut: those of the notes about shards that are not aligned with weight blocks.
         ranking: the measured times behind the choice; None if the priority order decided.
+        arguments: what the engine's server arguments became; None for an engine without that stage.
     """
 
     inputs: SelectionInputs
@@ -138,6 +140,7 @@ class Decision:
     notes: tuple[str, ...] = ()
     cut: tuple[str, ...] = ()
     ranking: TimeRanking | None = None
+    arguments: ServerArguments | None = None
 
     def __repr__(self) -> str:
         if self.chosen is not None and self.usable:

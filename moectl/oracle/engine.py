@@ -124,6 +124,7 @@ class Engine:
         stages_variable: the environment variable with the number of layers of each pipeline stage, as a
             comma-separated list; empty if it has none.
         recordings: how decisions recorded from it are read.
+        beside: it answers beside the engine that was asked for, without being named.
     """
 
     policy: Policy
@@ -145,6 +146,7 @@ class Engine:
     memory_option: str = ""
     stages_variable: str = ""
     recordings: Recordings | None = None
+    beside: bool = True
 
     @property
     def name(self) -> str:

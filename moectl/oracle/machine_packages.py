@@ -12,7 +12,7 @@ from ..environment.packages import INSTALLED, Packages, packages_of
 from ..environment.python_environments import PythonEnvironment
 from ..errors import UsageError
 from .engine import Engine
-from .registry import engine_named, engine_variables, known_packages, newest_engines
+from .registry import answering_engines, engine_named, engine_variables, known_packages
 
 
 def profile_engine(engine: Engine) -> Engine:
@@ -109,9 +109,10 @@ def default_engine(where: PythonEnvironment | None = None) -> Engine:
 
 
 def present_engines(where: PythonEnvironment | None = None) -> tuple[Engine, ...]:
-    """One engine of each family; the default one as `default_engine` finds it here, or in `where`."""
+    """The engines that answer without being named; the default one as `default_engine` finds it here, or in
+    `where`."""
     default = default_engine(where)
-    return tuple(default if engine.family == default.family else engine for engine in newest_engines())
+    return tuple(default if engine.family == default.family else engine for engine in answering_engines())
 
 
 def installed_version(engine: Engine, where: PythonEnvironment | None = None) -> str | None:

@@ -10,8 +10,9 @@ from ..environment.variables import Variable
 from ..errors import UsageError
 from ..problem.moe_problem import MoEProblem
 from ..problem.schemes import WeightFormat
-from .backend import ANY, Backend, NameSet, WeightForm
+from .backend import ANY, Backend, NameSet, SupportQuery, WeightForm
 from .route import Condition, Route
+from .server_arguments import ServerArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class ServeOptions:
         dtype: the model's dtype, as torch spells it.
         pipeline: pipeline stages; adapters: LoRA adapters; activation: the activation format of experts, by
             the engine's name (`Route.act_overrides`). Empty for a command without them.
+        tensor_spans_all: the number of tensor-parallel ranks counts those of data parallelism, too.
     """
 
     command: str
@@ -61,6 +63,7 @@ class ServeOptions:
     pipeline: str = ""
     adapters: str = ""
     activation: str = ""
+    tensor_spans_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class Policy:
         sequence_exchanges: all2all names with sequence parallelism over tensor-parallel ranks.
         default_forms: by weight format name, the padding for a backend without its own rule.
         variables: environment variables for experts, including removed ones.
+        arguments: how server arguments are resolved before a layer is created; None: they are as stated.
+        unrecorded: what of an answer was never compared with the engine's own, in words; empty if all was.
         refusals: what the engine refuses with every method.
         balancing: by method, the backends (by the engine's names) with EPLB support; the engine refuses
             EPLB with others. Empty: unknown.
@@ -103,6 +108,8 @@ class Policy:
     default_forms: Mapping[str, tuple[WeightForm, ...]] = field(default_factory=dict, hash=False)
     variables: Mapping[str, Variable] = field(default_factory=dict, hash=False)
     invariance: Variable | None = None
+    arguments: Callable[[SupportQuery], ServerArguments] | None = None
+    unrecorded: Callable[[SupportQuery], str] | None = None
     refusals: tuple[Condition, ...] = ()
     balancing: Mapping[str, NameSet] = field(default_factory=dict, hash=False)
     measures: bool = False

@@ -8,10 +8,11 @@ from ..environment.package_probes import Probe, release_numbers
 from ..errors import UsageError
 from .engine import Engine, newest
 from .engines.moectl import MOECTL
+from .engines.sglang_0_5_23 import SGLANG_0_5_23
 from .engines.vllm import RELEASES as VLLM
 from .policy import Policy
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (*VLLM, MOECTL)}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (*VLLM, MOECTL, SGLANG_0_5_23)}
 """The default engine first; in a family, the newest version first."""
 
 
@@ -90,6 +91,11 @@ def policy_named(name: str = "") -> Policy:
 def newest_engines() -> tuple[Engine, ...]:
     """One engine of each family."""
     return newest(ENGINES.values())
+
+
+def answering_engines() -> tuple[Engine, ...]:
+    """One engine of each family that answers without being named."""
+    return tuple(engine for engine in newest_engines() if engine.beside)
 
 
 def engine_names() -> list[str]:

@@ -13,12 +13,13 @@ from ..problem.moe_problem import MoEProblem
 from ..problem.schemes import A16
 from .backend import NONE, SupportQuery, is_on
 from .candidates import candidates, carried, exchanged
-from .decision import CAPABILITY, DTYPE, NAME, PLATFORM, Candidate, Decision, Failure, Gate
+from .decision import ARGUMENTS, CAPABILITY, DTYPE, NAME, PLATFORM, Candidate, Decision, Failure, Gate
 from .format_keys import act_key
 from .policy import Policy
 from .registry import policy_named, versioned
 from .route import OWN_ACT, Route
 from .selection_inputs import SelectionInputs
+from .server_arguments import ServerArguments
 from .verdict_sentences import makers_spelling, sentence
 
 NOTHING = MeasuredTimes()
@@ -74,13 +75,15 @@ def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
     route = _route(inputs, policy, name)
     gates = _gates(_ask(inputs, policy, route, name), policy, route, name)
     taken = route.request_routes.get(name, route) if name else route
-    found = _choose(inputs, policy, taken, name)
+    found, refused = _settled(inputs, policy, taken, name)
+    gates = (*gates, *refused)
     if name and inputs.allow_fallback and (found.chosen is None or gates):
-        found = _fallen_back(found, _choose(inputs, policy, taken, None), name, gates)
-        gates = tuple(gate for gate in gates if gate.kind != NAME)
+        rest, refused = _settled(inputs, policy, taken, None)
+        found = _fallen_back(found, rest, name, gates)
+        gates = tuple(gate for gate in gates if gate.kind not in (NAME, ARGUMENTS)) + refused
     found, ranking = _by_time(found, policy, inputs.measured)
     chosen, failure = found.chosen, found.failure
-    notes = (*found.cut, *found.notes, *_variables(inputs.packages, policy))
+    notes = (*found.cut, *found.notes, *_variables(inputs.packages, policy), *_unrecorded(found.ask, policy))
     if chosen is not None and chosen.assigned and chosen.failed:
         notes = (*notes, _unchecked(policy, chosen))
     notes = (*notes, *_runtime_failures(found.ask, chosen), *_unbalanced(policy, taken, found.ask, chosen))
@@ -106,6 +109,7 @@ def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
         notes=notes,
         cut=found.cut,
         ranking=ranking,
+        arguments=found.arguments,
     )
 
 
@@ -190,6 +194,27 @@ class _RouteOutcome:
     notes: tuple[str, ...] = ()
     stand_in: str = ""
     cut: tuple[str, ...] = ()
+    arguments: ServerArguments | None = None
+
+
+def _settled(
+    inputs: SelectionInputs, policy: Policy, route: Route, name: str | None
+) -> tuple[_RouteOutcome, tuple[Gate, ...]]:
+    """The outcome of `route` for resolved server arguments, and what those refuse."""
+    if policy.arguments is None:
+        return _choose(inputs, policy, route, name), ()
+    made = policy.arguments(_ask(inputs, policy, route, name))
+    parallel = replace(inputs.problem.parallel, all2all=made.exchange)
+    settled = replace(inputs, problem=replace(inputs.problem, parallel=parallel))
+    found = _choose(settled, policy, route, made.request or None)
+    refused = tuple(Gate(ARGUMENTS, says) for says in made.refusals)
+    return replace(found, notes=(*made.notes, *found.notes), arguments=made), refused
+
+
+def _unrecorded(ask: SupportQuery, policy: Policy) -> tuple[str, ...]:
+    """The note on what of the answer is from the engine's source alone."""
+    what = policy.unrecorded(ask) if policy.unrecorded else ""
+    return (f"from source, not recorded: {what}",) if what else ()
 
 
 def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None) -> _RouteOutcome:

@@ -147,6 +147,10 @@ class Parallel:
         """True when tokens are exchanged between ranks by all2all kernels."""
         return self.ep and self.dp > 1
 
+    def states_exchange(self, usual: str) -> bool:
+        """True when `all2all` has an effect and is not the `usual` one; if usually none, any has."""
+        return self.all2all != usual and (self.exchanges or usual == "none")
+
 
 def expert_range(experts: int, ranks: int, rank: int) -> tuple[int, int]:
     """First and last (exclusive) expert of `rank`, as in vLLM's linear placement.

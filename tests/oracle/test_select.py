@@ -291,8 +291,8 @@ def test_decisions_recorded_under_the_former_names_of_own_backends_are_replayed(
 def test_formats_and_platforms_without_rows_are_out_of_scope() -> None:
     with pytest.raises(OutOfScope, match="do not cover"):
         ask(replace(KIMI, storage="plain"), "h100")
-    with pytest.raises(UsageError, match="no policy 'sglang'"):
-        policy_named("sglang")
+    with pytest.raises(UsageError, match="no policy 'lmdeploy'"):
+        policy_named("lmdeploy")
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,6 @@ def parallel_options(parallel: Parallel, usual: str) -> dict[str, str]:
         "--dp": str(parallel.dp) if parallel.dp > 1 else ABSENT,
         "--pp": str(parallel.pp) if parallel.pp > 1 else ABSENT,
         "--ep": "" if parallel.ep else ABSENT,
-        "--all2all": parallel.all2all if parallel.exchanges and parallel.all2all != usual else ABSENT,
+        "--all2all": parallel.all2all if parallel.states_exchange(usual) else ABSENT,
         "--eplb": "" if parallel.eplb else ABSENT,
     }

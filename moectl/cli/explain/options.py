@@ -208,10 +208,10 @@ class DecisionOptions:
 
     def policies(self) -> "tuple[Policy, tuple[Policy, ...]]":
         """The policy, and further ones to compare it with."""
-        from ...oracle.registry import newest_engines
+        from ...oracle.registry import answering_engines
 
         first = self.engine
-        others = newest_engines() if self.policy is None else ()
+        others = answering_engines() if self.policy is None else ()
         return first.policy, tuple(engine.policy for engine in others if engine.family != first.family)
 
     def parallels(self, policy: "Policy") -> "tuple[Parallel, ...]":
@@ -286,7 +286,9 @@ class DecisionOptions:
         notes = list(filter(None, [answered_by(self.policy or "")]))
         if self.implied_tp and parallels[0].ep:
             notes.append(f"--ep-size {self.ep_size} is taken as --tp {self.ep_size} --ep")
-        if self.all2all is not None and not any(parallel.exchanges for parallel in parallels):
+        if self.all2all is not None and not any(
+            parallel.exchanges or parallel.states_exchange(policy.default_exchange) for parallel in parallels
+        ):
             notes.append("--all2all has no effect: tokens are exchanged only with --ep and --dp above 1")
         for name in self.switches:
             if name not in policy.variables:

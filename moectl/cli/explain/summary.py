@@ -186,11 +186,12 @@ def serve_command(policy: Policy, checkpoint: str, parallel: Parallel, requested
     """The engine's command for `checkpoint`, a name or path, in a deployment; with a `requested` backend."""
     serve = policy.serve
     words = [serve.command.format(shlex.quote(checkpoint))]
-    words += [serve.tensor.format(parallel.tp)] if parallel.tp > 1 else []
+    tensor = parallel.ranks if serve.tensor_spans_all else parallel.tp
+    words += [serve.tensor.format(tensor)] if tensor > 1 else []
     words += [serve.pipeline.format(parallel.pp)] if parallel.pp > 1 and serve.pipeline else []
     words += [serve.data.format(parallel.dp)] if parallel.dp > 1 else []
     words += [serve.expert.format(parallel.ep_size)] if parallel.ep else []
-    if parallel.exchanges and parallel.all2all != policy.default_exchange:
+    if parallel.states_exchange(policy.default_exchange):
         words.append(serve.exchange.format(parallel.all2all))
     if requested and requested != "auto":
         words.append(f"{serve.backend.format(requested).split()[-2]} {requested}")

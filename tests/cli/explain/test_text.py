@@ -397,7 +397,7 @@ def test_a_count_of_unknown_gpus_says_which_are_known():
 
 
 def test_an_engine_without_rules_is_told_whose_rules_there_are():
-    for name in ("sglang", "vllm-0.29.0"):
+    for name in ("lmdeploy", "vllm-0.29.0"):
         said = explain(GPT, "--gpu", "h200", "--policy", name, code=2).stderr
         assert f"no rules for {name!r}" in said and "those of vLLM 0.33.0" in said
         assert "Leave --policy out for vLLM 0.33.0's answer" in said
