@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
     "moectl explain ./ckpt --dp 8 --ep --diff before.json",
-    "moectl explain --from vllm==0.31.0 --to vllm==0.33.0 --gpu h100 --tp 1,8",
+    "moectl explain --from 0.31.0 --gpu h100 --tp 1,8",
 )
 
 
@@ -200,7 +200,7 @@ def changed(
     if before.policy.name == after.policy.name:
         raise UsageError(
             f"--from and --to are the same release, {versioned(after.policy.name)}",
-            hint="moectl explain --from vllm==0.31.0 --to vllm==0.33.0",
+            hint="name another one, such as --from 0.31.0",
         )
     built_in, names = not names, names or list(model_names())
     if len(names) * len(machines) * len(parallels) > MOST_PAGE_CELLS:

@@ -59,6 +59,8 @@ def policy_called(name: str) -> str:
     from ...oracle.registry import ENGINES, engine_named
 
     key = name.lower().replace("_", "-")
+    if key[:1].isdigit():
+        key = f"{engine_named().family}=={key}"
     if "==" in key:
         engine_named(key)
         return key
