@@ -55,7 +55,7 @@ RUNNERS: dict[str, RunnerEntry] = {
     "deep_gemm": RunnerEntry("moectl.kernels.external.deep_gemm:RUNNER", _TRITON),
     "batched_deep_gemm": RunnerEntry("moectl.kernels.external.deep_gemm:MASKED", _TRITON),
     "torch_grouped": RunnerEntry("moectl.kernels.external.torch_grouped:RUNNER", _TRITON),
-    "sonic_moe": RunnerEntry("moectl.kernels.external.sonic_moe:RUNNER"),
+    "sonic_moe": RunnerEntry("moectl.kernels.external.sonic_moe:RUNNER", _TRITON),
     "emulation": RunnerEntry("moectl.kernels.torch_backends.emulation:RUNNER"),
 }
 """Every backend that runs here. Other projects' packages are imported only when a layer is checked or run."""

@@ -46,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted("moectl.run.run_machine.select", lambda *given: "decisions")
     counted("moectl.cache.backend_times_file.known", lambda *given: "times")
     counted("moectl.convert.manifest.manifest.load_manifest", lambda *given: "manifest")
-    counted("moectl.convert.manifest.manifest.read_header", lambda file, size, name: f"header of {name}")
+    counted("moectl.convert.manifest.checked_files.read_header", lambda file, size, name: f"header of {name}")
     return counts
 
 
