@@ -9,6 +9,7 @@ from ..errors import CheckpointError, UsageError
 from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
 from ..problem.layer_ranges import ranges
 from ..run.run_plan import POLICY
+from ..whole_numbers import whole_number
 from .options import ParsedOption, option, pick, split_names
 
 if TYPE_CHECKING:
@@ -112,12 +113,14 @@ def pick_layers(text: str, available: Sequence[int]) -> list[int]:
     picked: set[int] = set()
     for item in text.split(","):
         first, dash, last = item.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+        begin = whole_number(first)
+        end = whole_number(last) if dash else begin
+        if begin is None or end is None or end < begin:
             raise UsageError(
                 f"layers must look like all or 0,3,5-9, got {item.strip()!r} in {text!r}",
                 hint=f"there are {ranges(available)}",
             )
-        span = range(int(first), int(last or first) + 1)
+        span = range(begin, end + 1)
         missing = (
             span if span[-1] > max(available, default=-1) else [n for n in span if n not in set(available)]
         )

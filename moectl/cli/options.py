@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from ..cache.cache_file import CacheWarning
 from ..errors import ExitCode, MoectlError, Unavailable, UsageError, install_hint
+from ..whole_numbers import whole_number
 from .output import COLORS, Output, drop_stdout
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -191,9 +192,9 @@ class ArgumentKeepingCommand(TyperCommand):
         spelled: list[str] = []
         for text in args:
             flag, equals, value = text.partition("=")
-            if spelled and spelled[-1] in sized and text.isdecimal():
+            if spelled and spelled[-1] in sized and whole_number(text) is not None:
                 spelled[-1:] = [sized[spelled[-1]], text]
-            elif equals and flag in sized and value.isdecimal():
+            elif equals and flag in sized and whole_number(value) is not None:
                 spelled += [sized[flag], value]
             else:
                 spelled.append(text)

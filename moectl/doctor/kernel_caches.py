@@ -19,6 +19,7 @@ from ..files.safe_reading import text_or_empty
 from ..files.user_paths import home_folder, user_path
 from ..oracle.engine import CacheFolder
 from ..oracle.registry import answering_engines
+from ..whole_numbers import whole_number
 
 SECONDS, FILES = 2.0, 200_000
 """Limits of scanning one directory; beyond them its size is a lower bound."""
@@ -178,7 +179,8 @@ class CompilerJobs:
     @property
     def too_many(self) -> bool:
         """True when more compilers would run than memory allows."""
-        return (int(self.asked) if self.asked.isdigit() else self.cores) > self.safe
+        asked = whole_number(self.asked)
+        return (self.cores if asked is None else asked) > self.safe
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""

@@ -20,6 +20,7 @@ from ..problem.schemes import (
     act_format,
     block_formats,
 )
+from ..whole_numbers import whole_number
 
 ACTIVATIONS: Mapping[str, ActFormat] = {
     act_key(form): form
@@ -56,9 +57,10 @@ def can_declare(problem: MoEProblem, act: str) -> bool:
 
 
 def _size(value: str, name: str) -> int:
-    if not value.isdigit() or not int(value):
+    size = whole_number(value)
+    if not size:
         raise UsageError(f"--assume {name} takes a positive number, got {value!r}")
-    return int(value)
+    return size
 
 
 def _flag(value: str, name: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...problem.schemes import FULL
+from ...whole_numbers import whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,4 +70,5 @@ def shape_at(shape: SymbolicShape, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _number(text: str | None) -> int | str:
-    return int(text or 1) if not text or text.isdigit() else text
+    number = whole_number(text) if text else 1
+    return text or 1 if number is None else number

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...errors import UsageError
+from ...whole_numbers import whole_number
 from ..checkpoint_argument import pick_backend
 from ..options import ActivationOption, Offline, RoutingOption, option, pick, split_names
 
@@ -358,7 +359,7 @@ def numbers(text: str, name: str) -> list[int]:
         >>> numbers("1,2,4", "--tp")
         [1, 2, 4]
     """
-    ranks = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
+    ranks = [whole_number(part.strip()) or 0 for part in text.split(",")]
     if not all(0 < number <= 1 << 16 for number in ranks):
         raise UsageError(f"{name} takes positive numbers such as 8 or 1,2,4,8, got {text!r}")
     return list(dict.fromkeys(ranks))

@@ -13,6 +13,7 @@ from ...errors import CheckpointError
 from ...files.atomic import write_file
 from ...files.strict_json import json_bytes, parse_json_object
 from ...problem.layer_ranges import ranges
+from ...whole_numbers import whole_number
 from ..manifest.manifest_records import REPORT as REPORT
 
 PART = "moectl-report-part-"
@@ -86,7 +87,7 @@ class CostTable:
 
 def _layers(labels: Iterable[str]) -> str:
     """Ranges of layer numbers; "other" for matrices that are not experts."""
-    numbers = [int(label) for label in labels if label.isdigit()]
+    numbers = [number for label in labels if (number := whole_number(label)) is not None]
     return ranges(numbers) if numbers else "other"
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from ...errors import Unavailable, UsageError
 from ...lazy_torch import Tensor, torch
+from ...whole_numbers import whole_number
 from .pipeline import PipelineSlot
 from .source_reader import Piece
 
@@ -152,7 +153,7 @@ def device_named(name: str) -> ConversionDevice:
     Raises UsageError for any other name, Unavailable if there is no such GPU.
     """
     kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda", "auto") or (number and not (kind == "cuda" and number.isdecimal())):
+    if kind not in ("cpu", "cuda", "auto") or (number and (kind != "cuda" or whole_number(number) is None)):
         raise UsageError(f"--device must be cpu, cuda, cuda:N or auto, got {name!r}.")
     count = torch.cuda.device_count() if kind != "cpu" else 0
     if kind == "cpu" or (kind == "auto" and not count):

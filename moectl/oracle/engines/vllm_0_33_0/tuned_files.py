@@ -29,6 +29,7 @@ from ....capabilities.vllm_launches import (
 from ....environment import Device
 from ....environment.named_devices import find_device
 from ....errors import UsageError
+from ....whole_numbers import whole_number
 from ...backend import is_on
 from ...decision import Decision
 from ...tuned_files import TunedFile, TunedFiles, TunedKernel, TunedStatus, reads_none
@@ -185,7 +186,7 @@ def file_remark(file: Path, triton: str) -> str:
     if not isinstance(document, dict):
         return f"{file} holds no table of kernel configs, and vLLM fails on it"
     measured = str(document.pop("triton_version", ""))
-    invalid = [key for key in document if not key.strip().isdigit()]
+    invalid = [key for key in document if whole_number(key.strip()) is None]
     if invalid:
         return f"{file} has the entry {invalid[0]!r} where vLLM expects a number of tokens, and fails"
     if measured and triton and measured != triton:
