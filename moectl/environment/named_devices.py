@@ -109,6 +109,17 @@ def nominal_memory(name: str) -> int:
     return int(_table()["gpus"][key]["memory_gib"]) if key else 0
 
 
+def published_bandwidth(name: str) -> float:
+    """Bytes per second of a GPU's memory as published, by any of its names; 0 if it is not in the table.
+
+    Example:
+        >>> published_bandwidth("NVIDIA H200")
+        4800000000000.0
+    """
+    key = known_names().get(squeeze(name))
+    return _scaled(_table()["gpus"][key]["bandwidth_tb_s"]) if key else 0.0
+
+
 def _scaled(figure: float | None) -> float:
     """A figure in tera-units converted to units, rounded; 0 if unknown."""
     return float(round((figure or 0) * 1e12))

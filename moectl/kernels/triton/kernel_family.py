@@ -16,6 +16,7 @@ from ...errors import UsageError
 from ...problem.moe_problem import Activation, MoEProblem
 from ...problem.schemes import FULL
 from ..prepared_layer import PreparedMoE
+from .launch_shape import LaunchShape
 from .row_matrix import RowLayer, in_rows, row_layer_of
 
 
@@ -368,6 +369,7 @@ class KernelFamily:
         candidates: tiles that are worth measuring for a problem.
         tokens_per_expert: range of tokens per active expert in which they are worth measuring.
         suits: whether one of the candidates is worth measuring at a number of tokens per active expert.
+        shape: what the model of time has to know of a tile (`launch_model`); None if it has no such launches.
     """
 
     tile: type
@@ -378,6 +380,7 @@ class KernelFamily:
     candidates: Callable[[MoEProblem], Sequence[Any]] = lambda problem: ()
     tokens_per_expert: tuple[float, float] = (0.0, math.inf)
     suits: Callable[[Any, float], bool] = lambda tile, tokens_per_expert: True
+    shape: Callable[[MoEProblem, Any], LaunchShape] | None = None
 
     def runs_on(self, device: torch.device) -> bool:
         """Whether the kernels support `device`."""

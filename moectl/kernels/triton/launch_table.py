@@ -142,6 +142,23 @@ def tuned(problem: MoEProblem, tokens: int, device: Device) -> Iterator[Measured
             yield MeasuredLaunch(spread, row.family, row.tile, row.us)
 
 
+MAX_OWN_DISTANCE = 0.75
+"""Maximum distance, in powers of two of the tokens per expert, at which a layer's own shipped row is used."""
+
+
+def own_rows(problem: MoEProblem, tokens: int, gpu: GpuModel) -> Iterator[MeasuredLaunch]:
+    """Shipped launches of this very layer near `tokens` tokens, nearest first."""
+    per_expert = TokenSpread.local(problem, tokens).tokens_per_expert
+    found = [
+        (abs(math.log2(row.spread.tokens_per_expert / per_expert)), row)
+        for entry in entries()
+        if entry.gpu == gpu and not entry.distance(problem)
+        for row in entry.rows
+    ]
+    found.sort(key=itemgetter(0))
+    yield from (row for distance, row in found if distance <= MAX_OWN_DISTANCE)
+
+
 def nearest(problem: MoEProblem, tokens: int, gpu: GpuModel) -> Iterator[MeasuredLaunch]:
     """Shipped launches for `tokens` tokens of `problem`, nearest first.
 

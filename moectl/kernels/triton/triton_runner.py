@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from ...capabilities.kernel_support import KernelSupport
 from ...capabilities.own_kernels import TRITON
 from ...environment import Device
+from ...environment.named_devices import published_bandwidth
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import A16
@@ -31,7 +33,9 @@ from .hopper.prefill import PREFILL_FAMILY
 from .hopper.stream import STREAM_FAMILY
 from .hopper.tma import TMA_FAMILY, tile_for
 from .kernel_family import KernelCall, KernelFamily, accept_scales, layer_of, multiprocessors, scale_name
-from .launch_table import GpuModel, MeasuredLaunch, TokenSpread, nearest, tuned
+from .launch_model import GpuRates, coefficients
+from .launch_plan import Candidate, Plan, plan
+from .launch_table import GpuModel, MeasuredLaunch, TokenSpread, nearest, own_rows, tuned
 from .launches import Launch, launch_for
 from .portable import DECODE_FAMILY, GROUPED_FAMILY
 from .row_matrix import in_rows, token_format
@@ -116,14 +120,23 @@ def choose(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
 
 
 def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
-    """The nearest shipped launch that supports `device` and `problem`, else one by rules.
+    """A launch that does not depend on measurements of this machine.
 
-    Rules are those of `tma` for weights that it reads, and of the portable kernels.
+    In this order: the shipped one that was measured for this layer, one by the model of time, the nearest
+    shipped one of another layer, one by rules: those of `tma` for weights that it reads, and of the portable
+    kernels.
     """
     if device.type == "cuda" and tokens:
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        gpu = GpuModel(torch.cuda.get_device_capability(device), multiprocessors(device))
+        for row in own_rows(problem, tokens, gpu):
+            launch = launch_of(row.family, row.tile)
+            if launch is not None and is_runnable(launch, problem, device):
+                return launch
+        planned = plan_for(problem, device)
+        if planned is not None:
+            return planned.launch(tokens)
         per_expert = TokenSpread.local(problem, tokens).tokens_per_expert
-        for row in nearest(problem, tokens, GpuModel(torch.cuda.get_device_capability(device), sms)):
+        for row in nearest(problem, tokens, gpu):
             if not _is_near(row, per_expert):
                 continue
             for tile in _with_fewer_stages(FAMILIES[row.family].tile(**row.tile)):
@@ -134,6 +147,47 @@ def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> La
         if tile is not None and TMA_FAMILY.runs_on(device):
             return Launch("tma", tile)
     return launch_for(problem, tokens)
+
+
+def plan_for(problem: MoEProblem, device: torch.device) -> Plan | None:
+    """The launches of a layer by the model of time; None if it does not know the GPU or the weight format."""
+    about = torch.cuda.get_device_properties(device)
+    rates = GpuRates(about.multi_processor_count, bandwidth_of(about))
+    return _planned(problem, rates, torch.cuda.get_device_capability(device))
+
+
+@lru_cache(maxsize=256)
+def _planned(problem: MoEProblem, rates: GpuRates, capability: tuple[int, int]) -> Plan | None:
+    candidates, known = [], coefficients()
+    for name, family in FAMILIES.items():
+        lowest, highest = family.capability
+        if family.shape is None or not lowest <= capability <= highest or capability != FITTED_CAPABILITY:
+            continue
+        if not known.format_for(name, problem.scheme.weight):
+            continue
+        candidates += [
+            Candidate(Launch(name, tile), family.shape(problem, tile), family.tokens_per_expert)
+            for tile in family.candidates(problem)
+            if not family.fits(problem, tile)
+        ]
+    return plan(problem, rates, candidates)
+
+
+FITTED_CAPABILITY = (9, 0)
+"""The GPUs on which the launches were measured that the model of time is fitted to."""
+
+
+def bandwidth_of(about: Any) -> float:
+    """Published bytes per second of a GPU's memory, by its name, else from its clock and width."""
+    known = published_bandwidth(about.name)
+    if known:
+        return known
+    clock, width = getattr(about, "memory_clock_rate", 0), getattr(about, "memory_bus_width", 0)
+    return 2e3 * clock * width / 8 or USUAL_BANDWIDTH
+
+
+USUAL_BANDWIDTH = 3.35e12
+"""Bytes per second of a GPU that says nothing of its memory: an H100's."""
 
 
 REACH = 2.0

@@ -25,6 +25,7 @@ from .kernel_family import (
     column_refusal,
     scale_name,
 )
+from .launch_shape import GemmShape, LaunchShape
 from .sort_and_combine import INTERPRETED, finish, launch_options
 
 REGISTERS = 96
@@ -171,6 +172,22 @@ def _candidates(problem: MoEProblem) -> list[WarpwiseTile]:
     return [WarpwiseTile(8, *values) for values in CANDIDATES]
 
 
+def launch_shape(problem: MoEProblem, tile: WarpwiseTile) -> LaunchShape:
+    """The tile in the terms of the model of time."""
+    first, second = (
+        GemmShape(f"warpwise {rows}x{warps}", 64 * rows, warps // rows, copied=tile.tokens)
+        for rows, warps in ((tile.rows1, tile.warps1), (tile.rows2, tile.warps2))
+    )
+    kind = "fused" if tile.fused else "planned" if tile.planned else "each"
+    return LaunchShape(f"warpwise {kind}", (first, second), (tile.tokens,) if tile.planned else ())
+
+
 WARPWISE_FAMILY = KernelFamily(
-    WarpwiseTile, _run, _fits, interpreted=True, candidates=_candidates, tokens_per_expert=(0, 10)
+    WarpwiseTile,
+    _run,
+    _fits,
+    interpreted=True,
+    candidates=_candidates,
+    tokens_per_expert=(0, 10),
+    shape=launch_shape,
 )

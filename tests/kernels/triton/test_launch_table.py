@@ -11,7 +11,7 @@ import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from devtools.inspection.published_kernels import MODELS, layer_without_weights
 
-from moectl.kernels.triton import launch_table
+from moectl.kernels.triton import launch_table, triton_runner
 from moectl.kernels.triton.expert_batches import one_each
 from moectl.kernels.triton.hopper.mid import MID_FAMILY
 from moectl.kernels.triton.hopper.prefill import PROMISING
@@ -161,6 +161,7 @@ def test_few_tokens_are_no_work_for_kernels_of_many(monkeypatch: pytest.MonkeyPa
     prefill = MeasuredLaunch(TokenSpread.of(128, 4, 8192), "prefill", asdict(PROMISING[0]), 1.0)
     entry = LayerLaunches(H200, str(OSS.scheme.weight), 2880, 2880, 128, 4, (prefill,))
     monkeypatch.setattr(launch_table, "entries", lambda: (entry,))
+    monkeypatch.setattr(triton_runner, "plan_for", lambda problem, device: None)
     with compiling_for(OFFLINE_GPUS[90]):
         found = {n: choose_shipped(OSS, n, torch.device("cuda")).family for n in (16, 512, 1024, 65_536)}
     assert found == {16: "decode", 512: "grouped", 1024: "prefill", 65_536: "prefill"}

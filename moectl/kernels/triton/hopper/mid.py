@@ -23,6 +23,7 @@ from ..kernel_family import (
     column_refusal,
     multiprocessors,
 )
+from ..launch_shape import GemmShape, LaunchShape
 from ..launches import token_tiles
 from ..sort_and_combine import finish, order_of
 from ..token_codes import LiveRows
@@ -333,6 +334,20 @@ def _candidates(problem: MoEProblem) -> Sequence[MidTile]:
     return candidates
 
 
+def launch_shape(problem: MoEProblem, tile: MidTile) -> LaunchShape:
+    """The tile in the terms of the model of time."""
+    kind = f"mid {tile.tokens} {tile.workers}x{tile.blocks_m}x{tile.programs} {tile.tma_scales}"
+    rows = 64 * tile.workers * tile.blocks_m
+    first, second = (GemmShape(f"{kind} {stage}", rows, tile.depth) for stage in ("first", "second"))
+    return LaunchShape(kind, (first, second), WIDTHS[tile.tokens], persistent=tile.programs)
+
+
 MID_FAMILY = KernelFamily(
-    MidTile, _run, _fits, capability=((9, 0), (9, 0)), candidates=_candidates, tokens_per_expert=(3.0, 130.0)
+    MidTile,
+    _run,
+    _fits,
+    capability=((9, 0), (9, 0)),
+    candidates=_candidates,
+    tokens_per_expert=(3.0, 130.0),
+    shape=launch_shape,
 )

@@ -21,6 +21,7 @@ from ..kernel_family import (
     column_refusal,
     multiprocessors,
 )
+from ..launch_shape import GemmShape, LaunchShape
 from ..launches import token_tiles
 from ..sort_and_combine import finish, launch_options, order_of
 from . import prefill_kernels as kernels
@@ -280,6 +281,14 @@ def _candidates(problem: MoEProblem) -> list[PrefillTile]:
     return [tile for tile in PROMISING if not _fits(problem, tile)]
 
 
+def launch_shape(problem: MoEProblem, tile: PrefillTile) -> LaunchShape:
+    """The tile in the terms of the model of time."""
+    kind, shape = f"prefill {tile.tokens_x16}", SHAPES[tile.tokens_x16]
+    first, second = (GemmShape(f"{kind} {stage}", shape.rows, 1) for stage in ("first", "second"))
+    widths = tuple(UNIT * units for units in shape.widths)
+    return LaunchShape(kind, (first, second), widths, even=True, persistent=1)
+
+
 PREFILL_FAMILY = KernelFamily(
     PrefillTile,
     run,
@@ -287,4 +296,5 @@ PREFILL_FAMILY = KernelFamily(
     capability=((9, 0), (9, 0)),
     candidates=_candidates,
     tokens_per_expert=(40, math.inf),
+    shape=launch_shape,
 )

@@ -24,6 +24,7 @@ from ..kernel_family import (
     activation_numbers,
     column_refusal,
 )
+from ..launch_shape import GemmShape, LaunchShape
 from ..sort_and_combine import combine
 from . import stream_kernels as kernels
 from . import stream_layer_kernels as layer_kernels
@@ -276,6 +277,33 @@ def fits(problem: MoEProblem, tile: StreamTile) -> str:
     return ""
 
 
+def launch_shape(problem: MoEProblem, tile: StreamTile) -> LaunchShape:
+    """The tile in the terms of the model of time."""
+    dims, resident = problem.dims, []
+    for shape, columns, split in (
+        (tile.first, dims.hidden, 1),
+        (tile.second, dims.intermediate, tile.split),
+    ):
+        memory = shared_memory(shape, shape.steps(64 * math.ceil(columns / 64), split), tile.tokens)
+        resident.append(max(1, SHARED_MEMORY // (memory + 1024)))
+    if tile.fused:
+        resident = [min(resident)] * 2
+    first, second = (
+        GemmShape(
+            f"stream {tile.tokens} {shape.columns}x{shape.rows}x{shape.blocks}x{shape.depth}x{shape.tiles}",
+            16 * shape.rows * shape.blocks * shape.tiles,
+            shape.columns * shape.depth,
+            split,
+            programs,
+            tile.tokens,
+        )
+        for shape, split, programs in zip((tile.first, tile.second), (1, tile.split), resident, strict=True)
+    )
+    kind = "fused" if tile.fused else "planned" if tile.planned else "each"
+    widths = (tile.tokens,) if tile.planned else ()
+    return LaunchShape(f"stream {tile.tokens} {kind}", (first, second), widths)
+
+
 HALVES, DEEP_HALVES = StreamShape(2, 4, 1, 4, 1), StreamShape(2, 4, 1, 8, 1)
 FOUR_ROWS, DEEP, DEEP_RUN, TALL = (
     StreamShape(1, 4, 1, 4, 1),
@@ -312,5 +340,11 @@ def candidates(problem: MoEProblem) -> tuple[StreamTile, ...]:
 
 
 STREAM_FAMILY = KernelFamily(
-    StreamTile, run, fits, capability=((9, 0), (9, 0)), candidates=candidates, tokens_per_expert=(0.0, 9.0)
+    StreamTile,
+    run,
+    fits,
+    capability=((9, 0), (9, 0)),
+    candidates=candidates,
+    tokens_per_expert=(0.0, 9.0),
+    shape=launch_shape,
 )

@@ -1,0 +1,47 @@
+"""What a launch does in terms that its time depends on (`LaunchShape`), the same for all kernel families."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GemmShape:
+    """How programs share one of the two GEMMs.
+
+    Attributes:
+        name: of its coefficients in the model of time; equal for GEMMs that run the same instructions.
+        rows: weight rows of a program.
+        step: 64-column tiles that a program reads at once, along the reduction.
+        split: programs that share the reduction.
+        resident: programs that fit into one multiprocessor's shared memory; infinite if registers decide.
+        copied: tokens whose rows a program copies before it starts; 0 if they are copied step by step.
+    """
+
+    name: str
+    rows: int
+    step: int
+    split: int = 1
+    resident: float = math.inf
+    copied: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """How a launch splits a layer's work.
+
+    Attributes:
+        name: of the coefficients that do not depend on one GEMM.
+        gemms: the first and the second GEMM.
+        widths: widths of a token tile, in ascending order: an expert's tokens are split into tiles of the
+            last one, and the rest takes the smallest that fits. Empty if each assignment is a tile.
+        even: whether an expert's tokens are split evenly, in units of 16, instead.
+        persistent: programs per multiprocessor that take one tile after another; 0 if each tile is one.
+    """
+
+    name: str
+    gemms: tuple[GemmShape, GemmShape]
+    widths: tuple[int, ...]
+    even: bool = False
+    persistent: int = 0
