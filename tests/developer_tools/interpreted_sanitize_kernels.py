@@ -13,7 +13,10 @@ from support.scripts import loaded
 
 @pytest.mark.parametrize(
     ("name", "family", "tile"),
-    [("int4-g128-relu2", "moectl_marlin", "8x4"), ("fp8-channel", "decode", "16x64")],
+    [
+        pytest.param("int4-g128-relu2", "moectl_marlin", "8x4", marks=pytest.mark.slow),
+        ("fp8-channel", "decode", "16x64"),
+    ],
 )
 def test_configurations_run_and_are_judged(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, family: str, tile: str

@@ -120,6 +120,7 @@ def watch_of(
     )
 
 
+@pytest.mark.slow
 def test_what_crashes_or_hangs_costs_its_own_cell_alone(tmp_path: Path) -> None:
     watch = watch_of(tmp_path, ("torch", "crashes", "hangs"), (1, 2, 5), cell_limit=12)
     rows = watch.run()
@@ -135,6 +136,7 @@ def test_what_crashes_or_hangs_costs_its_own_cell_alone(tmp_path: Path) -> None:
     assert watch.about["rates"] == {"bandwidth": 1e10, "flops": 1e12, "source": "given", "fp8_flops": 0.0}
 
 
+@pytest.mark.slow
 def test_the_time_limit_keeps_what_was_measured(tmp_path: Path) -> None:
     rows = watch_of(tmp_path, ("torch", "hangs"), (1, 5, 7), seconds=15).run()
     assert [row.timed for row in rows] == [True, True, False, False, False, False]

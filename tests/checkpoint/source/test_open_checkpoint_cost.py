@@ -46,7 +46,7 @@ def cost(*arguments: object) -> tuple[float, float, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("model", "tensors"),
-    every_nth([("moonshotai/Kimi-K2-Thinking", 207_660), ("deepseek-ai/DeepSeek-V3", 89_552)], 2),
+    every_nth([("deepseek-ai/DeepSeek-V3", 89_552), ("moonshotai/Kimi-K2-Thinking", 207_660)], 2),
 )
 def test_explaining_a_large_model_from_its_headers(
     model: str, tensors: int, sparse_model: Callable[..., Path]
