@@ -58,6 +58,7 @@ class BenchRow:
         model, layers, layer: the model, a group of identical layers, and the number of the one measured.
         tactic: the launch that the backend reports, or who selects it; empty if there is no choice or nothing
             ran.
+        predicted_us: time of the launch by the backend's own model, in microseconds; None if it has none.
         parallel: ``1``, or the sharding of the layer, such as ``tp2 ep4``; the first rank is measured.
         caches: how cold the weights were, as a phrase.
         experts: active experts of a call, the mean over routings.
@@ -113,6 +114,7 @@ class BenchRow:
     sm_mhz: int | None = None
     memory_mhz: int | None = None
     throttled: str = ""
+    predicted_us: float | None = None
 
     def __repr__(self) -> str:
         time = f"{self.median_us:.4g} us" if self.median_us is not None else self.reason

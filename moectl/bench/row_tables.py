@@ -81,6 +81,7 @@ COLUMNS = (
     TableColumn("active experts", lambda row: number(row.experts)),
     TableColumn("error", _error),
     TableColumn("tactic", lambda row: row.tactic or "-", False),
+    TableColumn("predicted µs", lambda row: number(row.predicted_us, 4), True, True),
     TableColumn("throttled", lambda row: row.throttled or "-", False, True),
     TableColumn("no time because", lambda row: _reason(row) or "-", False, True),
 )

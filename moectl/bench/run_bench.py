@@ -289,7 +289,12 @@ class _TargetRun:
             return replace(row, reason="it routes by itself and cannot take the requested routing"), None
         try:
             with torch.inference_mode():
-                row = replace(row, tactic=ready.kernels[0].runner.tactic(ready.prepared, row.tokens))
+                runner = ready.kernels[0].runner
+                row = replace(
+                    row,
+                    tactic=runner.tactic(ready.prepared, row.tokens),
+                    predicted_us=runner.predicted_us(ready.prepared, row.tokens),
+                )
                 calls = [
                     call_of(ready.kernels[i % len(ready.kernels)], call_inputs, inputs.bias)
                     for i, call_inputs in enumerate(inputs.inputs)

@@ -74,6 +74,8 @@ class Runner:
             experts; otherwise y is ``[tokens, top_k, hidden]`` and the finalize step does both.
         tactic: ``tactic(prepared, tokens)``: a short description of the kernel that it launches for this many
             tokens, or `chosen_by` for a library that does not report it; empty if there is no choice.
+        predicted_us: ``predicted_us(prepared, tokens)``: microseconds of that kernel by a model of the
+            backend's own; None if there is none.
         masks_padding: True when padding beyond the logical sizes never enters a computation and may hold
             anything; otherwise it must be zeros, as layouts write it.
         tiled: it reads token scales in tiles of 128 x 4 (`quantize_tokens.in_tiles`); else row by row.
@@ -111,6 +113,7 @@ class Runner:
     wants: ActFormat | Callable[[MoEProblem], ActFormat] = A16
     applies_router_weights: bool = True
     tactic: Callable[[PreparedMoE, int], str] = lambda prepared, tokens: ""
+    predicted_us: Callable[[PreparedMoE, int], float | None] = lambda prepared, tokens: None
     masks_padding: bool = False
     tiled: bool = False
     input_scale: Callable[[PreparedMoE], Tensor | None] = lambda prepared: None

@@ -33,7 +33,7 @@ from .hopper.prefill import PREFILL_FAMILY
 from .hopper.stream import STREAM_FAMILY
 from .hopper.tma import TMA_FAMILY, tile_for
 from .kernel_family import KernelCall, KernelFamily, accept_scales, layer_of, multiprocessors, scale_name
-from .launch_model import GpuRates, coefficients
+from .launch_model import GpuRates, coefficients, predicted_us
 from .launch_plan import Candidate, Plan, plan
 from .launch_table import GpuModel, MeasuredLaunch, TokenSpread, nearest, own_rows, tuned
 from .launches import Launch, launch_for
@@ -151,9 +151,23 @@ def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> La
 
 def plan_for(problem: MoEProblem, device: torch.device) -> Plan | None:
     """The launches of a layer by the model of time; None if it does not know the GPU or the weight format."""
+    return _planned(problem, _rates_of(device), torch.cuda.get_device_capability(device))
+
+
+def predicted_for(problem: MoEProblem, tokens: int, launch: Launch, device: torch.device) -> float | None:
+    """Microseconds of a launch by the model of time; None if it does not know the GPU, format or family."""
+    family = FAMILIES[launch.family]
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != FITTED_CAPABILITY or not tokens:
+        return None
+    if family.shape is None or not coefficients().format_for(launch.family, problem.scheme.weight):
+        return None
+    launches = [(launch.family, family.shape(problem, launch.tile))]
+    return float(predicted_us(problem, [tokens], launches, _rates_of(device)))
+
+
+def _rates_of(device: torch.device) -> GpuRates:
     about = torch.cuda.get_device_properties(device)
-    rates = GpuRates(about.multi_processor_count, bandwidth_of(about))
-    return _planned(problem, rates, torch.cuda.get_device_capability(device))
+    return GpuRates(about.multi_processor_count, bandwidth_of(about))
 
 
 @lru_cache(maxsize=256)
@@ -293,6 +307,10 @@ def _tactic(prepared: PreparedMoE, tokens: int) -> str:
     return str(launch_on(prepared, tokens))
 
 
+def _predicted_us(prepared: PreparedMoE, tokens: int) -> float | None:
+    return predicted_for(prepared.problem, tokens, launch_on(prepared, tokens), prepared.device)
+
+
 def _workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat) -> int:
     if form is ActivationFormat.BATCHED:
         rows = tokens * prepared.problem.local_experts
@@ -318,6 +336,7 @@ RUNNER = Runner(
     ready=layer_of,
     batched=_batched,
     tactic=_tactic,
+    predicted_us=_predicted_us,
     masks_padding=True,
     workspace=_workspace,
     refit=accept_scales,

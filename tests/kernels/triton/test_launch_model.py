@@ -16,7 +16,7 @@ from moectl.kernels.triton.launch_model import GpuRates, coefficients, expert_co
 from moectl.kernels.triton.launch_plan import MOST_GEMM_BINARIES, SIZES, Candidate, plan
 from moectl.kernels.triton.launch_shape import LaunchShape
 from moectl.kernels.triton.launch_table import GpuModel, own_rows
-from moectl.kernels.triton.launches import Launch
+from moectl.kernels.triton.launches import Launch, launch_for
 from moectl.kernels.triton.triton_runner import (
     FAMILIES,
     _planned,
@@ -24,6 +24,7 @@ from moectl.kernels.triton.triton_runner import (
     choose_shipped,
     launch_of,
     plan_for,
+    predicted_for,
 )
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.published_layers import SCHEMES
@@ -185,6 +186,19 @@ def test_a_layer_of_the_table_takes_its_own_rows_and_another_one_its_plan() -> N
             assert not list(own_rows(LAYER, tokens, GpuModel(ON_SM90, 132)))
             planned = plan_for(LAYER, device)
             assert planned is not None and choose_shipped(LAYER, tokens, device) == planned.launch(tokens)
+
+
+def test_a_launch_has_a_predicted_time_where_its_family_was_fitted() -> None:
+    device = torch.device("cuda")
+    with compiling_for(OFFLINE_GPUS[90]):
+        planned = plan_for(LAYER, device)
+        assert planned is not None
+        us = predicted_for(LAYER, planned.most[0], planned.launches[0], device)
+        assert us == pytest.approx(planned.us[0], rel=0.5)
+        assert predicted_for(LAYER, 1, launch_for(LAYER, 1), device) is None
+        assert predicted_for(LAYER, 1, planned.launches[0], torch.device("cpu")) is None
+    with compiling_for(OFFLINE_GPUS[80]):
+        assert predicted_for(LAYER, 1, planned.launches[0], device) is None
 
 
 def test_bandwidth_is_that_of_the_name_or_the_device() -> None:
