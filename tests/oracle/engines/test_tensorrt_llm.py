@@ -33,7 +33,7 @@ DEP8 = Parallel(dp=8, ep=True, all2all="auto")
 GPT = "openai/gpt-oss-120b"
 R1, R1_FP4 = "deepseek-ai/DeepSeek-R1", "nvidia/DeepSeek-R1-0528-FP4"
 QWEN, QWEN_FP8 = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-FP8"
-W4A16 = "nvidia/Qwen3.6-35B-A3B-NVFP4"
+QWEN35_FP4, W4A16 = "nvidia/Qwen3.5-397B-A17B-NVFP4", "nvidia/Qwen3.6-35B-A3B-NVFP4"
 V4, K3, M3 = "deepseek-ai/DeepSeek-V4-Flash", "moonshotai/Kimi-K3", "MiniMaxAI/MiniMax-M3-MXFP8"
 NEMOTRON = "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8"
 SCOUT = "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic"
@@ -71,11 +71,17 @@ AUTOMATIC = [
     (R1_FP4, "b200", "CutlassFusedMoE"),
     (R1_FP4, "gb10", "CutlassFusedMoE"),
     (R1_FP4, "h200", None),
-    # resolve_moe_backend: W4A16_NVFP4
+    # test_qwen35_moe_model_defaults, description of #17293: NVFP4 and mixed precision
+    (QWEN35_FP4, "h200", "MarlinFusedMoE"),
+    (QWEN35_FP4, "l40s", "MarlinFusedMoE"),
+    (QWEN35_FP4, "b200", "CutlassFusedMoE"),
+    (QWEN35_FP4, "a100", None),
+    ("Qwen/Qwen3.5-35B-A3B", "h200", "CutlassFusedMoE"),
     (W4A16, "h200", "MarlinFusedMoE"),
-    (W4A16, "rtx-pro-6000", "CuteDslB12xFusedMoE"),
+    (W4A16, "l40s", "MarlinFusedMoE"),
+    # resolve_moe_backend: mixed precision has no row
+    (W4A16, "rtx-pro-6000", "CutlassFusedMoE"),
     (W4A16, "b200", "CutlassFusedMoE"),
-    (W4A16, "l40s", "CutlassFusedMoE"),
     (W4A16, "a100", "CutlassFusedMoE"),
     # resolve_moe_backend: _DEEPSEEK_V4_ARCHITECTURES, _KIMI_K3_ARCHITECTURES
     (V4, "b200", f"{NATIVE}W4a8Mxfp4Mxfp8Impl"),
@@ -99,6 +105,32 @@ def test_auto_takes_a_backend_by_model_format_and_gpu(name, gpu, experts):
     found = decision(name, gpu)
     assert (found.chosen.variant.experts if found.chosen else None) == experts
     assert found.error_kind == ("" if experts else "ValueError")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "experts"),
+    [
+        # resolve_moe_backend: W4A16_NVFP4 of the whole checkpoint
+        ("h200", "MarlinFusedMoE"),
+        ("rtx-pro-6000", "CuteDslB12xFusedMoE"),
+        ("b200", "CutlassFusedMoE"),
+        ("l40s", "CutlassFusedMoE"),
+        ("a100", "CutlassFusedMoE"),
+    ],
+)
+def test_auto_takes_a_backend_for_checkpoints_of_w4a16_nvfp4(gpu, experts):
+    scheme = open_checkpoint(W4A16, offline=True).groups[0].problem.scheme
+    found = decision(QWEN, gpu, scheme=scheme, storage="modelopt")
+    assert found.chosen.variant.experts == experts
+
+
+def test_qwen35_runs_16_bit_activations_as_nvfp4_on_sm100_and_sm103_alone():
+    # _normalize_qwen35_quant_config_dict
+    methods = {gpu: decision(W4A16, gpu).method for gpu in ("b200", "b300", "rtx-pro-6000", "h200")}
+    assert methods == {
+        "b200": "NVFP4", "b300": "NVFP4", "rtx-pro-6000": "W4A16_NVFP4", "h200": "W4A16_NVFP4",
+    }  # fmt: skip
+    assert decision(W4A16, "b200", "trtllm").chosen.variant.experts == f"{NATIVE}Nvfp4Impl"
 
 
 NAMED = [

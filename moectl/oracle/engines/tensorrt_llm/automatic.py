@@ -14,6 +14,7 @@ from .terms import SM100F
 KIMI_K3 = frozenset({"KimiK3ForConditionalGeneration", "KimiLinearForCausalLM"})
 DEEPSEEK_V4 = frozenset({"DeepseekV4ForCausalLM"})
 GPT_OSS = frozenset({"GptOssForCausalLM"})
+QWEN35 = frozenset({"Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,9 @@ class Preference:
 
 
 PREFERENCES = (
+    Preference("marlin", QWEN35, "NVFP4", (sm(89, 99),)),
+    Preference("marlin", QWEN35, "W4A16_NVFP4", (sm(89, 99),)),
+    Preference("cutlass", QWEN35, "W4A16_NVFP4"),
     Preference("trtllm", KIMI_K3),
     Preference("trtllm", DEEPSEEK_V4, where=(sm(100, 119),)),
     Preference("cutedsl", algorithm="W4A16_NVFP4", where=(sm(120, 121),)),
@@ -45,7 +49,10 @@ PREFERENCES = (
     Preference("trtllm", algorithm="FP8_BLOCK_SCALES", where=SM100F),
     Preference("cutlass"),
 )
-"""AUTO, in the order of `ModelConfig.resolve_moe_backend`: the first row that fits."""
+"""AUTO, by the first row that fits: defaults of Qwen3.5's class, then `ModelConfig.resolve_moe_backend`.
+
+The latter looks at the format of the whole checkpoint; Qwen3.5 with W4A16_NVFP4 experts is mixed precision.
+"""
 
 STRICT = frozenset({"vanilla"})
 """Backends that nothing replaces if they cannot serve a layer."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ....problem.schemes import FULL
 from ...backend import SupportQuery
-from .automatic import KIMI_K3, preferred
-from .terms import OVERRIDE
+from .automatic import KIMI_K3, QWEN35, preferred
+from .terms import OVERRIDE, SM100F
 
 UNQUANTIZED = "unquantized"
 ALGORITHMS = (
@@ -145,6 +145,10 @@ def _modelopt(ask: SupportQuery) -> Reading:
     if algorithm is None:
         says = f"TensorRT-LLM has no quantization algorithm for {ask.problem.scheme}"
         return Reading(kind="ValueError", says=says)
+    promotes = ask.model.architecture in QWEN35 and any(arch.fits(ask.device) for arch in SM100F)
+    if algorithm == "W4A16_NVFP4" and promotes:
+        note = f"TensorRT-LLM runs Qwen3.5's {algorithm} experts as NVFP4 on {ask.device.arch}"
+        return Reading("NVFP4", note=note)
     return Reading(algorithm)
 
 
