@@ -29,6 +29,8 @@ def candidates(ask: SupportQuery, policy: Policy, route: Route, name: str | None
         return _assigned(ask, policy, route), (note, *ignored)
     if name and not ignored:
         backends, excluded = requested(ask, route, name), route.left_out(ask, by_name=True)
+        if backends and route.fallbacks:
+            backends = (*backends, *(b for b in route.ranking(ask) if b not in backends))
         return _judged(ask, policy, route, backends, name, left_out=excluded), ()
     ranking, notes = route.ranking(ask), (*ignored, *route.moved(ask))
     demand = route.switch_request(ask)
@@ -51,15 +53,15 @@ def _with_last_resorts(
     """`ranked`, none of which is usable, with the route's last resorts after those that were asked."""
     resorts = tuple(backend for backend in route.last_resorts if backend.on(ask.device.platform))
     judged = _judged(ask, policy, replace(route, act=OWN_ACT), resorts, None)
-    asked = [candidate for candidate in ranked if not _unasked(candidate)]
-    others = [candidate for candidate in ranked if _unasked(candidate)]
+    asked = [candidate for candidate in ranked if in_order(candidate)]
+    others = [candidate for candidate in ranked if not in_order(candidate)]
     placed = (*asked, *(replace(candidate, last_resort=True) for candidate in judged), *others)
     return tuple(replace(candidate, rank=rank) for rank, candidate in enumerate(placed, 1))
 
 
-def _unasked(candidate: Candidate) -> bool:
-    """True when a candidate is not in the automatic order."""
-    return any(verdict.question in ("order", "activation filter") for verdict in candidate.failed)
+def in_order(candidate: Candidate) -> bool:
+    """True when the engine asks a candidate: it is neither excluded nor filtered out."""
+    return all(verdict.question not in ("order", "activation filter") for verdict in candidate.failed)
 
 
 _BY_NAME_ONLY = Verdict("order", "policy", "in the automatic order", "only when asked for by name", False)

@@ -51,6 +51,7 @@ class ServeOptions:
         pipeline: pipeline stages; adapters: LoRA adapters; activation: the activation format of experts, by
             the engine's name (`Route.act_overrides`). Empty for a command without them.
         tensor_spans_all: the number of tensor-parallel ranks counts those of data parallelism, too.
+        spelling: how the command line spells a backend's name.
     """
 
     command: str
@@ -64,6 +65,20 @@ class ServeOptions:
     adapters: str = ""
     activation: str = ""
     tensor_spans_all: bool = False
+    spelling: Callable[[str], str] = str
+
+    def request(self, name: str) -> str:
+        """The command that requests the backend `name`."""
+        return self.backend.format(self.spelling(name))
+
+    def request_option(self, name: str) -> str:
+        """The option of that command: what it adds to the words that `command` begins with."""
+        words = self.request(name).split(" ")
+        for word in self.command.split(" "):
+            if words[0] != word:
+                break
+            words.pop(0)
+        return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)

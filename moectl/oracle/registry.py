@@ -9,10 +9,11 @@ from ..errors import UsageError
 from .engine import Engine, newest
 from .engines.moectl import MOECTL
 from .engines.sglang_0_5_23 import SGLANG_0_5_23
+from .engines.tensorrt_llm import TENSORRT_LLM
 from .engines.vllm import RELEASES as VLLM
 from .policy import Policy
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (*VLLM, MOECTL, SGLANG_0_5_23)}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (*VLLM, MOECTL, SGLANG_0_5_23, TENSORRT_LLM)}
 """The default engine first; in a family, the newest version first."""
 
 
@@ -40,9 +41,10 @@ def engine_named(name: str = "") -> Engine:
 
 def _release(family: str, version: str) -> Engine:
     """The newest engine of `family` that is not newer than `version`."""
-    releases = [engine for engine in ENGINES.values() if engine.family == family and engine.version]
+    known = [engine for engine in ENGINES.values() if release_numbers(engine.version)]
+    releases = [engine for engine in known if engine.family == family]
     if not releases:
-        pinned = ", ".join(dict.fromkeys(e.family for e in ENGINES.values() if e.version))
+        pinned = ", ".join(dict.fromkeys(engine.family for engine in known))
         raise UsageError(f"there are no releases of {family!r}; known are those of {pinned}")
     wanted, title = release_numbers(version), releases[0].title
     if not wanted:

@@ -189,6 +189,8 @@ class Route:
         fails: exception class if no backend of the automatic order is supported; `fails_by_name`: if a
             requested one is not; `fails_unknown`: if a request names none (empty: the same).
         substitutes: devices where the engine continues without a backend instead.
+        fallbacks: backends that the engine takes, with a warning, where those before them are not supported;
+            with them, a request by name is followed by the rest of the order, less what is excluded by name.
         replaces: names of the routes whose checkpoints this one takes over when `when` holds, with fewer
             backends to choose from.
     """
@@ -235,6 +237,7 @@ class Route:
     fails_by_name: str = "ValueError"
     fails_unknown: str = ""
     substitutes: tuple[EngineSubstitute, ...] = ()
+    fallbacks: tuple[Backend, ...] = ()
     replaces: tuple[str, ...] = ()
 
     def backends(self) -> frozenset[Backend]:

@@ -12,7 +12,7 @@ from ..errors import NoBackend
 from ..problem.moe_problem import MoEProblem
 from ..problem.schemes import A16
 from .backend import NONE, SupportQuery, is_on
-from .candidates import candidates, carried, exchanged
+from .candidates import candidates, carried, exchanged, in_order
 from .decision import ARGUMENTS, CAPABILITY, DTYPE, NAME, PLATFORM, Candidate, Decision, Failure, Gate
 from .format_keys import act_key
 from .policy import Policy
@@ -86,7 +86,12 @@ def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
     notes = (*found.cut, *found.notes, *_variables(inputs.packages, policy), *_unrecorded(found.ask, policy))
     if chosen is not None and chosen.assigned and chosen.failed:
         notes = (*notes, _unchecked(policy, chosen))
-    notes = (*notes, *_runtime_failures(found.ask, chosen), *_unbalanced(policy, taken, found.ask, chosen))
+    notes = (
+        *notes,
+        *_fallen(policy, taken, found),
+        *_runtime_failures(found.ask, chosen),
+        *_unbalanced(policy, taken, found.ask, chosen),
+    )
     sized = chosen is not None or bool(found.stand_in)
     if sized:
         late, sized = _afterwards(found, policy, taken)
@@ -299,6 +304,17 @@ def _runtime_failures(ask: SupportQuery, chosen: Candidate | None) -> tuple[str,
     )
 
 
+def _fallen(policy: Policy, route: Route, found: _RouteOutcome) -> tuple[str, ...]:
+    """The warning that the engine falls back to the chosen backend, with what the nearest class lacks."""
+    if found.chosen is None or found.chosen.backend not in route.fallbacks:
+        return ()
+    before = [c for c in found.candidates if c.rank < found.chosen.rank and in_order(c)]
+    if not before:
+        return ()
+    taken = f"{versioned(policy.name)} warns and falls back to {found.chosen.variant.experts}"
+    return (f"{taken}: {_reasons([min(before, key=lambda c: len(c.failed))])}",)
+
+
 def _unbalanced(policy: Policy, route: Route, ask: SupportQuery, chosen: Candidate | None) -> tuple[str, ...]:
     """A note if EPLB is requested and the method does not support it."""
     if chosen is None or not policy.balancing or not ask.problem.parallel.eplb:
@@ -359,7 +375,8 @@ def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[C
         kind = route.fails_by_name if any(c.last_resort for c in candidates) else route.fails
         says = f"no backend of {versioned(policy.name)} supports this deployment ({route.name})"
         return Failure(says, kind)
-    says = f"backend {name} does not support this deployment: {_reasons(candidates)}"
+    asked = [candidate for candidate in candidates if in_order(candidate)] or candidates
+    says = f"backend {name} does not support this deployment: {_reasons(asked)}"
     if not candidates:
         names = ", ".join(route.names) or "none"
         engine = versioned(policy.name)

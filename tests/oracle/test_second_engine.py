@@ -208,8 +208,9 @@ def test_conformance_reads_its_recordings() -> None:
 
 SHOWN_TO_USERS = {
     ("cli/tune/command.py", "moectl tune Qwen/Qwen3-30B-A3B --to vllm ./tuned"),
-    # Whose version a bug report needs, without rules for it.
+    # Whose versions a bug report needs.
     ("doctor/software.py", "sglang"),
+    ("doctor/software.py", "tensorrt-llm"),
 }
 """Texts that name an engine."""
 ROOMS = (
@@ -222,7 +223,7 @@ def named_engines(path: Path) -> set[tuple[str, str]]:
     """Names and texts in a module that are an engine's: its imports, its strings, its comments."""
     home = ROOT if path.is_relative_to(ROOT) else SCRIPTS
     name, text = path.relative_to(home).as_posix(), path.read_text(encoding="utf-8")
-    pattern = re.compile(r"vllm|sglang|0[._]33", re.IGNORECASE)
+    pattern = re.compile(r"vllm|sglang|tensorrt|0[._]33", re.IGNORECASE)
     found = {
         (name, node.value)
         for node in ast.walk(ast.parse(text))
@@ -243,4 +244,4 @@ def test_no_room_but_the_registry_names_an_engine() -> None:
 
 
 def test_the_registry_names_each_engine_in_its_import_and_in_the_tuple() -> None:
-    assert len(named_engines(ROOT / "oracle" / "registry.py")) == 2 + 1
+    assert len(named_engines(ROOT / "oracle" / "registry.py")) == 3 + 1

@@ -194,7 +194,7 @@ def serve_command(policy: Policy, checkpoint: str, parallel: Parallel, requested
     if parallel.states_exchange(policy.default_exchange):
         words.append(serve.exchange.format(parallel.all2all))
     if requested and requested != "auto":
-        words.append(f"{serve.backend.format(requested).split()[-2]} {requested}")
+        words.append(serve.request_option(requested))
     return " ".join(words)
 
 
