@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..environment.variables import Variable
 from .backend import Backend, Capability, ExpertsClass, only
 from .engine import Engine
 from .policy import Policy
-from .route import Order, Route
+from .route import Assignment, Order, Route
 
 Fields = Mapping[str, Any]
 """Fields of a record with their older values."""
@@ -197,7 +197,10 @@ def _named(route: Route) -> list[Backend]:
     found = [backend for order in route.orders for backend in order.backends]
     requests = (*route.names.values(), *route.adapter_names.values())
     found += [backend for named in requests for backend in named]
-    found += [row.backend for row in route.assigned] + [*route.on_request, *route.last_resorts]
+    found += [row.backend for row in (*route.assigned, *route.fallbacks)] + [
+        *route.on_request,
+        *route.last_resorts,
+    ]
     found += [backend for pair in route.batched_twins for backend in pair]
     for move in route.moves:
         found += [backend for backend in (move.backend, move.before, move.after) if backend]
@@ -218,13 +221,13 @@ def _mapped(route: Route, to: Callable[[Backend], Backend | None], known: Iterab
         found = {name: kept(backends) for name, backends in names.items()}
         return {name: backends for name, backends in found.items() if backends or not names[name]}
 
-    assigned = []
-    for row in route.assigned:
-        backend = one(row.backend)
-        if backend is not None:
-            place = min(row.backend.variants.index(row.variant), len(backend.variants) - 1)
-            variant = backend.variants[place]
-            assigned.append(replace(row, backend=backend, variant=variant))
+    def assignments(rows: Iterable[Assignment]) -> Iterator[Assignment]:
+        for row in rows:
+            backend = one(row.backend)
+            if backend is not None:
+                place = min(row.backend.variants.index(row.variant), len(backend.variants) - 1)
+                yield replace(row, backend=backend, variant=backend.variants[place])
+
     moves = []
     for move in route.moves:
         backend, before, after = one(move.backend), one(move.before), one(move.after)
@@ -241,7 +244,8 @@ def _mapped(route: Route, to: Callable[[Backend], Backend | None], known: Iterab
             for exclusion in route.exclusions
             if kept(exclusion.backends)
         ),
-        assigned=tuple(assigned),
+        assigned=tuple(assignments(route.assigned)),
+        fallbacks=tuple(assignments(route.fallbacks)),
         on_request=kept(route.on_request),
         last_resorts=kept(route.last_resorts),
         names=requests(route.names),

@@ -235,6 +235,8 @@ def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | N
     for refusal in route.refusals:
         if refused is None and refusal.holds(ask):
             refused = Failure(refusal.says(ask), refusal.kind)
+    if refused is None:
+        refused = _wordless(route, judged)
     chosen = next((c for c in judged if c.usable), None) if refused is None else None
     if refused or chosen:
         return _RouteOutcome(ask, judged, chosen, refused, notes, cut=cut)
@@ -246,6 +248,20 @@ def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | N
     if late is not None:
         return _RouteOutcome(ask, judged, None, Failure(late.says, ""), notes, late.engine_name, cut)
     return _RouteOutcome(ask, judged, None, _nothing(policy, route, asked_for, judged), notes, cut=cut)
+
+
+def _wordless(route: Route, judged: tuple[Candidate, ...]) -> Failure | None:
+    """The failure of an engine that cannot word the refusal of a format, before any usable candidate."""
+    if not route.wordless:
+        return None
+    for candidate in judged:
+        if candidate.usable:
+            return None
+        codes = {verdict.code for verdict in candidate.failed}
+        if "quant_scheme" in codes and not codes & {"device", "activation"}:
+            says = f"the engine fails as it words why {candidate.variant.experts} does not support the format"
+            return Failure(says, route.wordless)
+    return None
 
 
 def _cut(before: SupportQuery, after: SupportQuery, policy: Policy) -> tuple[str, ...]:

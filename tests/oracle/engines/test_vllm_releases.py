@@ -62,7 +62,7 @@ def test_a_variable_that_a_release_still_read_forces_marlin() -> None:
 
 def test_minimum_versions_are_those_of_the_release() -> None:
     oldest = [engine.packages["flashinfer"].oldest for engine in RELEASES]
-    assert oldest == ["0.7.2", "0.7.0", "0.7.0", "0.6.18", "0.6.16"]
+    assert oldest == ["0.7.2", "0.7.0", "0.7.0", "0.6.18", "0.6.16", "0.6.14"]
 
 
 def test_one_backend_of_a_release_is_one_object_in_all_of_its_routes() -> None:
@@ -113,6 +113,14 @@ def test_without_a_name_the_installed_release_answers(installed: str, answers, m
     assert default_engine() is answers
 
 
+def test_a_refusal_that_an_engine_cannot_word_ends_its_selection() -> None:
+    grid = read_grid()
+    refused = cell(scheme="int8_w8a16_g128_ct", device="cpu-x86", profile="cpu", model="mixtral-8x7b")
+    decision = decide(grid, refused, policy_named("vllm==0.26.0"))
+    assert decision.chosen is None and decision.error_kind == "KeyError"
+    assert "fails as it words" in decision.error
+
+
 def test_explain_says_which_release_answers() -> None:
     ask = ("explain", "openai/gpt-oss-120b", "--offline", "--gpu", "h200", "--engine")
     assert "vLLM 0.32.0" in moectl(*ask, "vllm==0.32.0").stdout
@@ -145,6 +153,25 @@ def cell(**names: str | None) -> dict[str, str | None]:
         # GPTQ with activation order was refused from 0.30.0 on.
         (cell(scheme="int4_g128_gptq_descact", device="sm100"), "0.28.0", "MarlinExperts", None),
         (cell(scheme="int8_w8a16_g128_ct", device="sm100"), "0.28.0", None, "MarlinExperts"),
+        # Native MXFP4 went the way of gpt-oss, and emulation needed no package.
+        (
+            cell(scheme="mxfp4_native", device="sm100", model="kimi-k2"),
+            "0.26.0",
+            "TrtLlmMxfp4ExpertsModular",
+            "TrtLlmMxfp4ExpertsMonolithic",
+        ),
+        (
+            cell(scheme="mxfp4_quark_w4a4", device="sm80"),
+            "0.26.0",
+            "OCP_MXQuantizationEmulationTritonExperts",
+            "MarlinExperts",
+        ),
+        (
+            cell(scheme="mxfp8", device="gfx942", profile="rocm_default", parallel="dp8_ep8_deepep_ll"),
+            "0.26.0",
+            "Mxfp8EmulationTritonExperts",
+            None,
+        ),
     ],
 )
 def test_older_releases_choose_otherwise(asked, version: str, then: str | None, now: str | None) -> None:

@@ -8,6 +8,7 @@ from ...release import ClassChange, Difference, RouteChange
 from ...route import Condition
 from ..vllm_0_33_0.backends import triton
 from ..vllm_0_33_0.routes.order import AITER_DEMANDED
+from ..vllm_0_33_0.routes.terms import refuses
 from .v0_31_0 import VLLM_0_31_0
 
 _PLAIN = tuple(
@@ -44,6 +45,18 @@ DIFFERENCE = Difference(
                 "ignored": ANY,
             },
             without=frozenset({"HUMMING"}),
+        ),
+        RouteChange(
+            ("int4 weights of Quark",),
+            {
+                "refusals": (
+                    refuses(
+                        "Quark's int4 weights",
+                        "Quark's INT4 experts are not supported; use INT4 of compressed-tensors",
+                        "RuntimeError",
+                    ),
+                )
+            },
         ),
         RouteChange(
             ("int4 weights with int8 activations",),
