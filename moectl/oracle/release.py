@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..environment.variables import Variable
+from ..environment.variables import READ, REMOVED, Variable
 from .backend import Backend, Capability, ExpertsClass, only
 from .engine import Engine
+from .name_history import NameHistory
 from .policy import Policy
 from .route import Assignment, Order, Route
 
@@ -106,17 +107,17 @@ class RouteChange:
 class Difference:
     """What to change in a release's rules for those of the release before it.
 
+    Environment variables, and the names of backends and exchanges, are those that the engine's history has.
+
     Attributes:
         version: the older release.
         classes, routes: in order; a later change sees what earlier ones made.
         without: experts classes that the older release did not have; a backend is gone with its last one.
         backends: by the engine's name, older values of fields of `Backend`.
         unknown_routes: routes that the older release did not have.
+        only: routes that have rules; checkpoints of others are refused. Empty: all of them.
         split: by a route's name, another one that it had before that, made of it.
-        unnamed: backend names that its command line did not accept; `named`: those that only it did.
         policy: older values of other fields of `Policy`.
-        variables: environment variables as they were, by name; None for one that did not exist.
-        unread, read: names of other variables of the newer release only, and of the older one only.
         oldest: the minimum versions of packages.
     """
 
@@ -126,42 +127,52 @@ class Difference:
     backends: Mapping[str, Fields] = field(default_factory=dict)
     routes: tuple[RouteChange, ...] = ()
     unknown_routes: frozenset[str] = frozenset()
+    only: frozenset[str] = frozenset()
     split: Mapping[str, Callable[[Route], Route]] = field(default_factory=dict)
-    unnamed: frozenset[str] = frozenset()
-    named: frozenset[str] = frozenset()
     policy: Fields = field(default_factory=dict)
-    variables: Mapping[str, Variable | None] = field(default_factory=dict)
-    unread: frozenset[str] = frozenset()
-    read: frozenset[str] = frozenset()
     oldest: Mapping[str, str] = field(default_factory=dict)
 
     def before(self, newer: Engine) -> Engine:
         """The older release of `newer`."""
-        policy = newer.policy
-        accepted = (policy.accepted_names.only or frozenset()) - self.unnamed | self.named
-        variables = {**policy.variables, **self.variables}
+        policy, history = newer.policy, newer.history
+        names: dict[str, Any] = {}
+        if history is not None:
+            names = {
+                "accepted_names": only(*history.backends.at(self.version)),
+                "exchanges": policy.exchanges & history.exchanges.at(self.version),
+                "variables": dict(self._variables(newer, history.variables)),
+            }
         older = replace(
             policy,
             name=f"{newer.family}-{self.version}",
             routes=self._routes(policy),
-            accepted_names=only(*accepted),
-            variables={name: row for name, row in variables.items() if row is not None},
+            complete=policy.complete or (f"{newer.family}=={newer.version}" if self.only else ""),
+            **names,
             **self.policy,
         )
-        others = newer.other_variables
         return replace(
             newer,
             policy=older,
-            other_variables=lambda: others() - self.unread | self.read,
             packages={
                 name: replace(probe, oldest=self.oldest.get(name, probe.oldest))
                 for name, probe in newer.packages.items()
             },
         )
 
+    def _variables(self, newer: Engine, history: NameHistory) -> Iterator[tuple[str, Variable]]:
+        """The variables that the older release read, and those that were removed before it."""
+        for name, row in newer.policy.variables.items():
+            if history.knows(name, self.version):
+                yield name, replace(row, status=READ, dropped="")
+            elif name not in history.spans:
+                yield name, row
+            elif gone := history.dropped(name, self.version):
+                yield name, replace(row, status=REMOVED, dropped=f"{newer.title} {gone}")
+
     def _routes(self, policy: Policy) -> tuple[Route, ...]:
         """The policy's routes with all changes; routes that shared a backend still share it."""
         rows = (route for route in policy.routes if route.name not in self.unknown_routes)
+        rows = (route for route in rows if not self.only or route.name in self.only)
         changed = [made for route in rows for made in self._split(self._route(route))]
         made: dict[Backend, Backend | None] = {}
         for route in changed:

@@ -27,7 +27,7 @@ NOTHING = MeasuredTimes()
 
 
 class OutOfScope(NoBackend):
-    """The policy has no route for this checkpoint format or platform."""
+    """The policy has no rules for this checkpoint format or platform."""
 
 
 def select(
@@ -152,7 +152,9 @@ def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:
         f"the rules of {versioned(policy.name)} do not cover {scheme.weight} experts stored as "
         f"{problem.storage}",
         reason="They cover " + "; ".join(route.name for route in policy.routes) + ".",
-        hint="use a checkpoint of one of these formats",
+        hint=f"ask {policy.complete}, the next release with rules for every format"
+        if policy.complete
+        else "use a checkpoint of one of these formats",
     )
 
 

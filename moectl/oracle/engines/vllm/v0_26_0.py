@@ -323,7 +323,6 @@ DIFFERENCE = Difference(
         }
     ),
     split={_ORDERED: _beside_marlin, "unquantized experts with adapters": _on_cpu},
-    unnamed=frozenset({"batched_triton"}),
     oldest={"flashinfer": "0.6.14"},
 )
 

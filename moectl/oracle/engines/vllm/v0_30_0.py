@@ -64,30 +64,6 @@ DIFFERENCE = Difference(
         ),
     ),
     unknown_routes=frozenset({"unquantized experts over MoonEP"}),
-    variables={"VLLM_ROCM_USE_AITER_MOE_SITUV2": None},
-    unread=frozenset(
-        {
-            "FORCE_COLOR",
-            "VLLM_ENABLE_GEMM_RS",
-            "VLLM_MOONCAKE_CONNECTOR_TIMEOUT",
-            "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD",
-            "VLLM_ROCM_AITER_MLA_DCP_VERIFY",
-            "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM",
-            "VLLM_ROCM_USE_AITER_MOE_SITUV2",
-            "VLLM_SKIP_VERSION_SUFFIX",
-            "VLLM_TRITON_JIT_WARMUP_NUM_THREADS",
-            "VLLM_XPU_PP_MICROBATCH",
-        }
-    ),
-    read=frozenset(
-        {
-            "VLLM_KIMI_K3_GEMM_RS",
-            "VLLM_PLE_CPU_OFFLOAD",
-            "VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4",
-            "VLLM_XPU_ENABLE_XPU_GRAPH",
-        }
-    ),
-    policy={"exchanges": VLLM_0_31_0.policy.exchanges - {"moonep"}},
     oldest={"flashinfer": "0.6.18"},
 )
 
