@@ -150,9 +150,13 @@ class Difference:
             **names,
             **self.policy,
         )
+        layouts = {form.layout for backend in older.backends() for form in backend.forms}
         return replace(
             newer,
             policy=older,
+            repacking=tuple(
+                row for row in newer.repacking if any(layout.startswith(row[0]) for layout in layouts)
+            ),
             packages={
                 name: replace(probe, oldest=self.oldest.get(name, probe.oldest))
                 for name, probe in newer.packages.items()
