@@ -56,13 +56,15 @@ class ReleaseNames:
     exchanges: NameHistory
 
 
-@cache
 def read_names(path: Path) -> ReleaseNames:
-    """The histories in a file that `scripts/engines/record_names` wrote."""
+    """The histories of names in a file that `scripts/engines/record_names` wrote."""
+    return ReleaseNames(*read_histories(path, "variables", "moe_backend", "all2all_backend"))
+
+
+def read_histories(path: Path, *kinds: str) -> tuple[NameHistory, ...]:
+    """The histories of `kinds` of names in such a file."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    kinds = ("variables", "moe_backend", "all2all_backend")
-    histories = (
+    return tuple(
         NameHistory({name: tuple(map(tuple, known)) for name, known in document[kind].items()})
         for kind in kinds
     )
-    return ReleaseNames(*histories)

@@ -11,6 +11,8 @@ FILES = {
     "vllm/config/parallel.py": {"all2all_backend": "All2AllBackend"},
 }
 """By file of the wheel: what is read from it, and the name that it is assigned to there."""
+TUNED = "vllm/model_executor/layers/fused_moe/configs/"
+"""The folder of the wheel with the tuned files that it ships."""
 Spans = dict[str, list[list[str]]]
 """By name, the first release with it and the first without (empty: none); several if it came back."""
 
@@ -23,6 +25,12 @@ def release_names(texts: Mapping[str, str]) -> dict[str, frozenset[str]]:
         for kind, target in kinds.items():
             found[kind] = frozenset(name for value in _assigned(tree, target) for name in _strings(value))
     return found
+
+
+def tuned_files(members: Iterable[str]) -> frozenset[str]:
+    """The names of the tuned files among the members of a wheel."""
+    names = (name.removeprefix(TUNED) for name in members if name.startswith(TUNED))
+    return frozenset(name for name in names if name.startswith("E=") and name.endswith(".json"))
 
 
 def _assigned(tree: ast.Module, target: str) -> Iterator[ast.expr]:

@@ -96,12 +96,15 @@ def wheel_files(package: str, version: str, cache: Path) -> Path:
     return folder
 
 
-def wheel_texts(package: str, version: str, names: Iterable[str]) -> dict[str, str]:
-    """The text of some files of a release's wheel, by name; of those that it has. Raises as `wheel_files`."""
+def wheel_texts(package: str, version: str, names: Iterable[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The names of all files of a release's wheel, and the text of those in `names` that it has.
+
+    Raises as `wheel_files`.
+    """
     try:
         with zipfile.ZipFile(RemoteFile(_address(package, version))) as wheel:
-            known = set(wheel.namelist())
-            return {name: wheel.read(name).decode() for name in names if name in known}
+            known = tuple(wheel.namelist())
+            return known, {name: wheel.read(name).decode() for name in names if name in known}
     except urllib.error.URLError as error:
         raise Unavailable(f"the wheel of {package} {version} cannot be read: {error}") from error
 
