@@ -31,6 +31,7 @@ class Variable:
         status: `READ` or `REMOVED`.
         instead: replacement of a removed variable; empty if there is none.
         dropped: the release that removed it, as sentences call it; empty if that is unknown.
+        deprecated: the engine reads it, with a warning that a later release will not.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Variable:
     status: str = READ
     instead: str = ""
     dropped: str = ""
+    deprecated: bool = False
 
     def value(self, text: str) -> bool | int | str:
         """`text` as the engine parses it. ValueError, with the accepted values, if the engine fails on it."""
@@ -133,6 +135,11 @@ def judge_variable(variable: Variable, text: str, engine: str) -> VariableFindin
     except ValueError as error:
         remark = f"{engine} fails on {variable.name}={text!r}: it takes {error}"
         return replace(finding, verdict=FAILS, remark=remark)
+    if variable.deprecated:
+        advice = f"; use {variable.instead}" if variable.instead else ""
+        return replace(
+            finding, verdict=ODD, means=str(value), remark=f"{engine} deprecates {variable.name}{advice}"
+        )
     if variable.kind == TEXT and variable.choices and text.lower() not in variable.choices:
         remark = f"{engine} gives no meaning to {variable.name}={text!r}: use {variable.values()}"
         return replace(finding, verdict=ODD, remark=remark)

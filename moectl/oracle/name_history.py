@@ -49,22 +49,36 @@ class NameHistory:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseNames:
-    """The histories of an engine's environment variables, backends and exchanges."""
+    """The histories of an engine's environment variables, backends and exchanges.
+
+    Attributes:
+        deprecated: variables that a release reads, with a warning that a later one will not.
+        requires: by release and package (as in package metadata), the version that it requires.
+    """
 
     variables: NameHistory
     backends: NameHistory
     exchanges: NameHistory
+    deprecated: NameHistory
+    requires: Mapping[str, Mapping[str, str]]
 
 
 def read_names(path: Path) -> ReleaseNames:
     """The histories of names in a file that `scripts/engines/record_names` wrote."""
-    return ReleaseNames(*read_histories(path, "variables", "moe_backend", "all2all_backend"))
-
-
-def read_histories(path: Path, *kinds: str) -> tuple[NameHistory, ...]:
-    """The histories of `kinds` of names in such a file."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    return tuple(
-        NameHistory({name: tuple(map(tuple, known)) for name, known in document[kind].items()})
-        for kind in kinds
+    return ReleaseNames(
+        variables=_history(document["variables"]),
+        backends=_history(document["moe_backend"]),
+        exchanges=_history(document["all2all_backend"]),
+        deprecated=_history(document["deprecated"]),
+        requires=document["requires"],
     )
+
+
+def read_history(path: Path, kind: str) -> NameHistory:
+    """The history of one `kind` of names in such a file."""
+    return _history(json.loads(path.read_text(encoding="utf-8"))[kind])
+
+
+def _history(spans: Mapping[str, list[list[str]]]) -> NameHistory:
+    return NameHistory({name: tuple((first, gone) for first, gone in known) for name, known in spans.items()})

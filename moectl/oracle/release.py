@@ -9,7 +9,7 @@ from typing import Any
 from ..environment.variables import READ, REMOVED, Variable
 from .backend import Backend, Capability, ExpertsClass, only
 from .engine import Engine
-from .name_history import NameHistory
+from .name_history import ReleaseNames
 from .policy import Policy
 from .route import Assignment, Order, Route
 
@@ -107,7 +107,8 @@ class RouteChange:
 class Difference:
     """What to change in a release's rules for those of the release before it.
 
-    Environment variables, and the names of backends and exchanges, are those that the engine's history has.
+    Environment variables, the names of backends and exchanges, and the minimum versions of packages are those
+    that the engine's history has.
 
     Attributes:
         version: the older release.
@@ -118,7 +119,6 @@ class Difference:
         only: routes that have rules; checkpoints of others are refused. Empty: all of them.
         split: by a route's name, another one that it had before that, made of it.
         policy: older values of other fields of `Policy`.
-        oldest: the minimum versions of packages.
     """
 
     version: str
@@ -130,7 +130,6 @@ class Difference:
     only: frozenset[str] = frozenset()
     split: Mapping[str, Callable[[Route], Route]] = field(default_factory=dict)
     policy: Fields = field(default_factory=dict)
-    oldest: Mapping[str, str] = field(default_factory=dict)
 
     def before(self, newer: Engine) -> Engine:
         """The older release of `newer`."""
@@ -140,7 +139,7 @@ class Difference:
             names = {
                 "accepted_names": only(*history.backends.at(self.version)),
                 "exchanges": policy.exchanges & history.exchanges.at(self.version),
-                "variables": dict(self._variables(newer, history.variables)),
+                "variables": dict(self._variables(newer, history)),
             }
         older = replace(
             policy,
@@ -150,6 +149,7 @@ class Difference:
             **names,
             **self.policy,
         )
+        required = history.requires.get(self.version, {}) if history else {}
         layouts = {form.layout for backend in older.backends() for form in backend.forms}
         return replace(
             newer,
@@ -158,19 +158,20 @@ class Difference:
                 row for row in newer.repacking if any(layout.startswith(row[0]) for layout in layouts)
             ),
             packages={
-                name: replace(probe, oldest=self.oldest.get(name, probe.oldest))
+                name: replace(probe, oldest=required.get(probe.distribution, "")) if probe.oldest else probe
                 for name, probe in newer.packages.items()
             },
         )
 
-    def _variables(self, newer: Engine, history: NameHistory) -> Iterator[tuple[str, Variable]]:
+    def _variables(self, newer: Engine, history: ReleaseNames) -> Iterator[tuple[str, Variable]]:
         """The variables that the older release read, and those that were removed before it."""
         for name, row in newer.policy.variables.items():
-            if history.knows(name, self.version):
-                yield name, replace(row, status=READ, dropped="")
-            elif name not in history.spans:
+            if history.variables.knows(name, self.version):
+                deprecated = history.deprecated.knows(name, self.version)
+                yield name, replace(row, status=READ, dropped="", deprecated=deprecated)
+            elif name not in history.variables.spans:
                 yield name, row
-            elif gone := history.dropped(name, self.version):
+            elif gone := history.variables.dropped(name, self.version):
                 yield name, replace(row, status=REMOVED, dropped=f"{newer.title} {gone}")
 
     def _routes(self, policy: Policy) -> tuple[Route, ...]:

@@ -16,7 +16,7 @@ from .candidates import candidates, carried, exchanged
 from .decision import ARGUMENTS, CAPABILITY, DTYPE, NAME, PLATFORM, Candidate, Decision, Failure, Gate
 from .format_keys import act_key
 from .policy import Policy
-from .registry import policy_named, versioned
+from .registry import policy_named, request_note, versioned
 from .route import OWN_ACT, Route
 from .selection_inputs import SelectionInputs
 from .server_arguments import ServerArguments
@@ -355,7 +355,8 @@ def _gates(ask: SupportQuery, policy: Policy, route: Route, name: str | None) ->
         if refusal.holds(ask):
             gates.append(Gate(refusal.name, refusal.says(ask)))
     if name and not policy.accepted_names.allows(name):
-        gates.append(Gate(NAME, f"{versioned(policy.name)} does not accept {name} as a backend name"))
+        note = request_note(policy.name, name)
+        gates.append(Gate(NAME, f"{versioned(policy.name)} does not accept {name} as a backend name{note}"))
     return tuple(gates)
 
 

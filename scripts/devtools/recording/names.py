@@ -5,12 +5,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping
 
+from packaging.requirements import Requirement
+from packaging.version import Version
+
 FILES = {
     "vllm/envs.py": {"variables": "environment_variables"},
     "vllm/config/kernel.py": {"moe_backend": "MoEBackend"},
     "vllm/config/parallel.py": {"all2all_backend": "All2AllBackend"},
 }
 """By file of the wheel: what is read from it, and the name that it is assigned to there."""
+VARIABLES, DEPRECATED, DEPRECATION = "vllm/envs.py", "deprecated", "deprecated_env"
+"""Variables whose reading is wrapped by a function of that name are deprecated."""
+PACKAGES = ("flashinfer-python", "humming-kernels")
+"""Packages whose minimum version depends on the release."""
 TUNED = "vllm/model_executor/layers/fused_moe/configs/"
 """The folder of the wheel with the tuned files that it ships."""
 Spans = dict[str, list[list[str]]]
@@ -24,6 +31,26 @@ def release_names(texts: Mapping[str, str]) -> dict[str, frozenset[str]]:
         tree = ast.parse(texts.get(path, ""))
         for kind, target in kinds.items():
             found[kind] = frozenset(name for value in _assigned(tree, target) for name in _strings(value))
+        if path == VARIABLES:
+            found[DEPRECATED] = frozenset(_wrapped(tree))
+    return found
+
+
+def _wrapped(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == DEPRECATION:
+            yield from _strings(node.args[0])
+
+
+def required_versions(metadata: str) -> dict[str, str]:
+    """The version of each of `PACKAGES` that a wheel's metadata asks for, without post-releases."""
+    found = {}
+    for line in metadata.splitlines():
+        if line.startswith("Requires-Dist:"):
+            asked = Requirement(line.partition(":")[2].strip())
+            versions = [row.version for row in asked.specifier if row.operator in ("==", ">=")]
+            if asked.name in PACKAGES and versions:
+                found[asked.name] = Version(versions[0]).base_version
     return found
 
 

@@ -129,11 +129,28 @@ def test_variables_are_those_of_the_release() -> None:
     assert not found("0.33.0", "VLLM_STEP5_SHARD_SP_SHARED_EXPERT")
     assert "which vLLM 0.33.0 added" in found("0.32.0", "VLLM_STEP5_SHARD_SP_SHARED_EXPERT")
     assert found("0.33.0", "VLLM_USE_FBGEMM").endswith("ignores VLLM_USE_FBGEMM, which vLLM 0.24.0 dropped")
-    assert not found("0.23.0", "VLLM_USE_FLASHINFER_MOE_FP16")
+    assert not found("0.20.0", "VLLM_USE_FLASHINFER_MOE_FP16")
+    assert "deprecates VLLM_USE_FLASHINFER_MOE_FP16" in found("0.23.0", "VLLM_USE_FLASHINFER_MOE_FP16")
     assert "which vLLM 0.24.0 dropped" in found("0.24.0", "VLLM_USE_FLASHINFER_MOE_FP16")
     # One that came back: dropped in 0.29.0, again in 0.31.0, dropped in 0.33.0.
     assert "which vLLM 0.29.0 dropped" in found("0.30.0", "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM")
     assert "which vLLM 0.33.0 dropped" in found("0.33.0", "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM")
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "says"),
+    [
+        ("0.28.0", "b12x", "does not accept b12x as a backend name, which vLLM 0.29.0 added"),
+        ("0.19.0", "humming", "which vLLM 0.21.0 added"),
+        ("0.32.0", "flashinfer_moe_ep_mega_cutedsl", "which vLLM 0.32.0 dropped"),
+    ],
+)
+def test_a_backend_name_of_another_release_is_told(version: str, name: str, says: str) -> None:
+    asked = {"model": "qwen3-30b-a3b", "profile": "full", "parallel": "tp1", "forced": name}
+    decision = decide(
+        read_grid(), {"scheme": "bf16", "device": "sm90", **asked}, policy_named(f"vllm=={version}")
+    )
+    assert any(says in str(gate) for gate in decision.gates)
 
 
 def test_a_variable_that_a_release_still_read_forces_marlin() -> None:
@@ -144,12 +161,14 @@ def test_a_variable_that_a_release_still_read_forces_marlin() -> None:
         assert document["groups"][-1]["decision"]["chosen"]["backend"] == backend
 
 
-_PLAIN_OLDEST = ("0.6.12", "0.6.12", "0.6.11", "0.6.8", "0.6.6")
-
-
 def test_minimum_versions_are_those_of_the_release() -> None:
     oldest = [engine.packages["flashinfer"].oldest for engine in RELEASES]
-    assert oldest == ["0.7.2", "0.7.0", "0.7.0", "0.6.18", "0.6.16", "0.6.14", *_PLAIN_OLDEST]
+    assert oldest == [
+        *("0.7.2", "0.7.0", "0.7.0", "0.6.18", "0.6.16", "0.6.14"),
+        *("0.6.12", "0.6.12", "0.6.11", "0.6.8", "0.6.6"),
+    ]
+    humming = {engine.version: engine.packages["humming"].oldest for engine in RELEASES}
+    assert (humming["0.33.0"], humming["0.28.0"], humming["0.26.0"]) == ("0.1.19", "0.1.12", "0.1.10")
 
 
 def test_one_backend_of_a_release_is_one_object_in_all_of_its_routes() -> None:

@@ -114,7 +114,6 @@ DIFFERENCE = Difference(
         ),
         RouteChange((ADAPTERS,), {"ignored": NONE}),
     ),
-    oldest={"flashinfer": "0.6.6"},
 )
 
 VLLM_0_19_0 = DIFFERENCE.before(VLLM_0_20_0)

@@ -31,7 +31,6 @@ DIFFERENCE = Difference(
         ClassChange(("XPUExperts",), {"activations": only("silu", "gelu", "swigluoai"), "ungated": False}),
     ),
     routes=(RouteChange((UNQUANTIZED,), {"late_failures": (_UNGATED,)}),),
-    oldest={"flashinfer": "0.6.8"},
 )
 
 VLLM_0_20_0 = DIFFERENCE.before(VLLM_0_22_0)

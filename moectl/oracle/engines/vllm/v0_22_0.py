@@ -20,7 +20,6 @@ DIFFERENCE = Difference(
     routes=(
         RouteChange((UNQUANTIZED,), {"moves": tuple(move for move in _PLAIN.moves if move.where is None)}),
     ),
-    oldest={"flashinfer": "0.6.11"},
 )
 
 VLLM_0_22_0 = DIFFERENCE.before(VLLM_0_23_0)

@@ -29,7 +29,6 @@ DIFFERENCE = Difference(
             {"assigned": (Assignment(BACKENDS["TRITON"], BACKENDS["TRITON"].variants[0], "TRITON"),)},
         ),
     ),
-    oldest={"flashinfer": "0.6.12"},
 )
 
 VLLM_0_24_0 = DIFFERENCE.before(VLLM_0_26_0)

@@ -323,7 +323,6 @@ DIFFERENCE = Difference(
         }
     ),
     split={_ORDERED: _beside_marlin, "unquantized experts with adapters": _on_cpu},
-    oldest={"flashinfer": "0.6.14"},
 )
 
 VLLM_0_26_0 = DIFFERENCE.before(VLLM_0_28_0)

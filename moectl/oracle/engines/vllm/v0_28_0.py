@@ -203,7 +203,6 @@ DIFFERENCE = Difference(
         ),
     ),
     split={_COMPRESSED: _with_order},
-    oldest={"flashinfer": "0.6.16"},
 )
 
 VLLM_0_28_0 = DIFFERENCE.before(VLLM_0_30_0)

@@ -64,7 +64,6 @@ DIFFERENCE = Difference(
         ),
     ),
     unknown_routes=frozenset({"unquantized experts over MoonEP"}),
-    oldest={"flashinfer": "0.6.18"},
 )
 
 VLLM_0_30_0 = DIFFERENCE.before(VLLM_0_31_0)

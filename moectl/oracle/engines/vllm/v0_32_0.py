@@ -67,7 +67,6 @@ DIFFERENCE = Difference(
             },
         ),
     ),
-    oldest={"flashinfer": "0.7.0"},
 )
 
 VLLM_0_32_0 = DIFFERENCE.before(VLLM_0_33_0)

@@ -32,7 +32,7 @@ from ....errors import UsageError
 from ....whole_numbers import whole_number
 from ...backend import is_on
 from ...decision import Decision
-from ...name_history import read_histories
+from ...name_history import read_history
 from ...tuned_files import TunedFile, TunedFiles, TunedKernel, TunedStatus, reads_none
 from . import data
 from .variables import VARIABLES, VERSION
@@ -164,7 +164,7 @@ def _arch(gpu: str) -> str:
 @cache
 def shipped(release: str = VERSION) -> frozenset[TunedName]:
     """The files that a release of vLLM ships and can look up."""
-    (history,) = read_histories(data.TUNED, "tuned_files")
+    history = read_history(data.TUNED, "tuned_files")
     return frozenset(name for name in map(parse_name, history.at(release)) if name)
 
 
