@@ -146,10 +146,8 @@ def test_variables_are_those_of_the_release() -> None:
     ],
 )
 def test_a_backend_name_of_another_release_is_told(version: str, name: str, says: str) -> None:
-    asked = {"model": "qwen3-30b-a3b", "profile": "full", "parallel": "tp1", "forced": name}
-    decision = decide(
-        read_grid(), {"scheme": "bf16", "device": "sm90", **asked}, policy_named(f"vllm=={version}")
-    )
+    asked = cell(scheme="bf16", device="sm90", forced=name)
+    decision = decide(read_grid(), asked, policy_named(f"vllm=={version}"))
     assert any(says in str(gate) for gate in decision.gates)
 
 
