@@ -100,7 +100,8 @@ class RouteChange:
                 name: other for name, other in route.request_routes.items() if name not in self.unasked
             },
         )
-        return _mapped(replace(route, names=requests), dict[Backend, None].fromkeys(gone).get, gone)
+        route = replace(route, names=requests)
+        return _mapped(route, dict[Backend, None].fromkeys(gone).get, gone) if gone else route
 
 
 @dataclass(frozen=True, slots=True)
