@@ -30,6 +30,8 @@ class Variable:
         choices: the accepted values, if they are a closed list.
         status: `READ` or `REMOVED`.
         instead: replacement of a removed variable; empty if there is none.
+        dropped: the release that removed it, as sentences call it; empty if that is unknown.
+        deprecated: the engine reads it, with a warning that a later release will not.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Variable:
     choices: tuple[str, ...] = ()
     status: str = READ
     instead: str = ""
+    dropped: str = ""
+    deprecated: bool = False
 
     def value(self, text: str) -> bool | int | str:
         """`text` as the engine parses it. ValueError, with the accepted values, if the engine fails on it."""
@@ -124,12 +128,18 @@ def judge_variable(variable: Variable, text: str, engine: str) -> VariableFindin
     finding = VariableFinding(variable.name, text, SET, does=variable.does, instead=variable.instead)
     if variable.status == REMOVED:
         advice = f"use {variable.instead}" if variable.instead else "nothing replaces it"
-        return replace(finding, verdict=IGNORED, remark=f"{engine} ignores {variable.name}; {advice}")
+        since = f", which {variable.dropped} dropped" if variable.dropped else ""
+        return replace(finding, verdict=IGNORED, remark=f"{engine} ignores {variable.name}{since}; {advice}")
     try:
         value = variable.value(text)
     except ValueError as error:
         remark = f"{engine} fails on {variable.name}={text!r}: it takes {error}"
         return replace(finding, verdict=FAILS, remark=remark)
+    if variable.deprecated:
+        advice = f"; use {variable.instead}" if variable.instead else ""
+        return replace(
+            finding, verdict=ODD, means=str(value), remark=f"{engine} deprecates {variable.name}{advice}"
+        )
     if variable.kind == TEXT and variable.choices and text.lower() not in variable.choices:
         remark = f"{engine} gives no meaning to {variable.name}={text!r}: use {variable.values()}"
         return replace(finding, verdict=ODD, remark=remark)
@@ -157,11 +167,14 @@ def judge_variables(
     *,
     prefix: str,
     others: Iterable[str] = (),
+    dropped: Callable[[str], str] = lambda name: "",
+    added: Callable[[str], str] = lambda name: "",
 ) -> tuple[VariableFinding, ...]:
     """How `engine` interprets each variable in `env` that is in its table or starts with `prefix`.
 
     `others` are variables of the engine that do not concern experts and are skipped. A name in neither is
-    `UNKNOWN`, with near matches.
+    `IGNORED` if an earlier release `dropped` it, and otherwise `UNKNOWN`, with the later one that `added` it,
+    or near matches. Both functions give the release as sentences call it; empty if there is none.
     """
     read = {name for name, variable in variables.items() if variable.status == READ}.union(others)
     known = read.union(variables)
@@ -169,6 +182,12 @@ def judge_variables(
     for name, text in sorted(env.items()):
         if variable := variables.get(name):
             findings.append(judge_variable(variable, text, engine))
+        elif name.startswith(prefix) and name not in known and (release := dropped(name)):
+            remark = f"{engine} ignores {name}, which {release} dropped"
+            findings.append(VariableFinding(name, text, IGNORED, remark=remark))
+        elif name.startswith(prefix) and name not in known and (release := added(name)):
+            remark = f"{engine} has no variable {name}, which {release} added"
+            findings.append(VariableFinding(name, text, UNKNOWN, remark=remark))
         elif name.startswith(prefix) and name not in known:
             near = [
                 *get_close_matches(name, sorted(read), n=2, cutoff=0.75),

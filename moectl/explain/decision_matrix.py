@@ -11,6 +11,7 @@ from typing import Any
 from ..cache.backend_times import MeasuredTimes
 from ..checkpoint.checkpoint import Checkpoint, LayerGroup, Origin
 from ..errors import MoectlError, NoBackend, UsageError
+from ..oracle.select import OutOfScope
 from ..oracle.selection_inputs import SelectionInputs
 from ..problem.model_shape import UNKNOWN_MODEL, ModelShape
 from ..problem.moe_problem import MoEProblem, Parallel
@@ -27,7 +28,7 @@ class MatrixCell:
     """One layer group on one machine in one deployment.
 
     `problem` is one rank's share, or the whole layer if it cannot be sharded. Without an `answer`, `refusal`
-    says why: experts that cannot be sharded, or a format without a route.
+    says why: experts that cannot be sharded, or a format without a route; `uncovered` in the latter case.
     """
 
     machine: AssumedMachine
@@ -36,6 +37,7 @@ class MatrixCell:
     answer: GroupExplanation | None
     refusal: str
     problem: MoEProblem
+    uncovered: bool = False
 
     @property
     def usable(self) -> bool:
@@ -164,5 +166,6 @@ def _cell(group: LayerGroup, machine: AssumedMachine, question: Question, model:
         inputs = question.inputs(group.problem, machine.device, machine.packages, model)
         answer = explained(group.layers, inputs, group.sources, group.notes, details=group.details)
     except (UsageError, NoBackend) as error:
-        return MatrixCell(machine, question.parallel, group.layers, None, error.what, whole)
+        uncovered = isinstance(error, OutOfScope)
+        return MatrixCell(machine, question.parallel, group.layers, None, error.what, whole, uncovered)
     return MatrixCell(machine, question.parallel, group.layers, answer, "", inputs.problem)

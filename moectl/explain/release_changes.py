@@ -9,6 +9,7 @@ from typing import Any
 
 from ..files.records import to_json
 from ..oracle.decision import Decision
+from ..oracle.registry import engine_named
 from ..oracle.verdict_sentences import sentence
 from ..problem.moe_problem import Parallel
 from .decision_matrix import DecisionMatrix, MatrixCell
@@ -27,6 +28,7 @@ class DecisionChange:
         gpu: name of the device.
         before, after: the backends; empty without a working one.
         causes: the rules that did it, as sentences.
+        reported: what such a change did to someone, with the public thread that says it.
     """
 
     checkpoint: str
@@ -37,6 +39,7 @@ class DecisionChange:
     before: str
     after: str
     causes: tuple[str, ...]
+    reported: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -51,16 +54,21 @@ class ChangeGroup:
     after: str
     scheme: str
     causes: tuple[str, ...]
+    reported: tuple[str, ...]
     changes: tuple[DecisionChange, ...]
 
 
 def decision_changes(
     before: Sequence[DecisionMatrix], after: Sequence[DecisionMatrix]
 ) -> Iterator[DecisionChange]:
-    """The decisions that differ, of the same checkpoints, machines and deployments in the same order."""
+    """The decisions that differ, of the same checkpoints, machines and deployments in the same order.
+
+    Those that one side has no rules for are left out (`uncovered`).
+    """
     for old, new in zip(before, after, strict=True):
+        reports = engine_named(new.question.policy.name).reports
         for was, now in zip(old.cells, new.cells, strict=True):
-            if _backend(was) != _backend(now):
+            if _backend(was) != _backend(now) and not (was.uncovered or now.uncovered):
                 yield DecisionChange(
                     new.origin.name,
                     now.layers,
@@ -70,18 +78,31 @@ def decision_changes(
                     _backend(was),
                     _backend(now),
                     tuple(_causes(was, now)),
+                    tuple(
+                        report.says
+                        for report in reports
+                        if report.applies(old.question.policy.name, new.question.policy.name)
+                        and report.fits(now.problem, now.machine.device, _backend(was), _backend(now))
+                    ),
                 )
+
+
+def uncovered(before: Sequence[DecisionMatrix], after: Sequence[DecisionMatrix]) -> int:
+    """How many decisions are left out, as one side has no rules for them."""
+    return sum(
+        was.uncovered or now.uncovered
+        for old, new in zip(before, after, strict=True)
+        for was, now in zip(old.cells, new.cells, strict=True)
+    )
 
 
 def change_groups(changes: Iterable[DecisionChange]) -> list[ChangeGroup]:
     """`changes` by kind, the most frequent first."""
-    kinds: dict[tuple[str, str, str, tuple[str, ...]], list[DecisionChange]] = {}
+    kinds: dict[tuple[str, str, str, tuple[str, ...], tuple[str, ...]], list[DecisionChange]] = {}
     for change in changes:
-        kinds.setdefault((change.before, change.after, change.scheme, change.causes), []).append(change)
-    groups = [
-        ChangeGroup(before, after, scheme, causes, tuple(alike))
-        for (before, after, scheme, causes), alike in kinds.items()
-    ]
+        kind = (change.before, change.after, change.scheme, change.causes, change.reported)
+        kinds.setdefault(kind, []).append(change)
+    groups = [ChangeGroup(*kind, tuple(alike)) for kind, alike in kinds.items()]
     return sorted(groups, key=lambda group: -len(group.changes))
 
 

@@ -13,7 +13,7 @@ from .decision import Candidate
 from .format_keys import act_key
 from .policy import Policy
 from .registry import versioned
-from .route import DECLARED_ACT, MATCHED_ACT, OWN_ACT, RANKED_ACT, Route
+from .route import DECLARED_ACT, MATCHED_ACT, OWN_ACT, RANKED_ACT, Assignment, Route
 
 Judged = tuple[tuple[Candidate, ...], tuple[str, ...]]
 """Candidates, and notes on how the list was made."""
@@ -26,7 +26,7 @@ def candidates(ask: SupportQuery, policy: Policy, route: Route, name: str | None
         ignored = (f"{versioned(policy.name)} ignores the request for {name} here",)
     if route.assigned:
         note = f"{versioned(policy.name)} assigns the backend of {route.name} without checking the others"
-        return _assigned(ask, policy, route), (note, *ignored)
+        return _assigned(ask, policy, route, route.assigned), (note, *ignored)
     if name and not ignored:
         backends, excluded = requested(ask, route, name), route.left_out(ask, by_name=True)
         if backends and route.fallbacks:
@@ -43,6 +43,9 @@ def candidates(ask: SupportQuery, policy: Policy, route: Route, name: str | None
     ranked = _judged(ask, policy, route, ranking, None, left_out=route.left_out(ask))
     if route.last_resorts and not any(candidate.usable for candidate in ranked):
         ranked = _with_last_resorts(ask, policy, route, ranked)
+    if route.fallbacks and not any(candidate.usable for candidate in ranked):
+        rows = tuple(row for row in route.fallbacks if row.fits(ask.device))[:1]
+        ranked = (*ranked, *_assigned(ask, policy, route, rows, len(ranked)))
     on_request = _judged(ask, policy, route, route.on_request, None, len(ranked), _BY_NAME_ONLY)
     return (*ranked, *on_request), notes
 
@@ -145,11 +148,13 @@ def _dropped(ask: SupportQuery, route: Route, backend: Backend) -> Verdict:
     return Verdict("activation filter", "policy", wanted, act_key(backend.act), False, "filtered")
 
 
-def _assigned(ask: SupportQuery, policy: Policy, route: Route) -> tuple[Candidate, ...]:
+def _assigned(
+    ask: SupportQuery, policy: Policy, route: Route, rows: tuple[Assignment, ...], start: int = 0
+) -> tuple[Candidate, ...]:
     """The method's assignments: the first row for the device is taken, in most cases without checks."""
     assigned: list[Candidate] = []
     taken = False
-    for row in route.assigned:
+    for row in rows:
         query = replace(ask, act=_act(ask, route, row.backend))
         verdicts = judge(query, row.variant)
         passes = not row.asks or all(verdict.holds for verdict in verdicts)
@@ -162,7 +167,7 @@ def _assigned(ask: SupportQuery, policy: Policy, route: Route) -> tuple[Candidat
             Candidate(
                 backend=row.backend,
                 variant=row.variant,
-                rank=len(assigned) + 1,
+                rank=start + len(assigned) + 1,
                 verdicts=verdicts,
                 dims=_dims(query, policy, route, row.backend),
                 layout=row.backend.form(query).layout,

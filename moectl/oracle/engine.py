@@ -12,7 +12,9 @@ from ..environment.variables import VariableFinding, judge_variables
 from ..problem.model_shape import pipeline_stages, stated_stages
 from ..problem.schemes import WeightFormat
 from .backend import PackageNeed
+from .name_history import NameHistory, ReleaseNames
 from .policy import Policy
+from .reported_effects import ReportedEffect
 from .tuned_files import TunedFiles
 
 
@@ -32,6 +34,10 @@ def no_profiles() -> Mapping[str, Profile]:
 def no_names() -> frozenset[str]:
     """No further variables."""
     return frozenset()
+
+
+NO_HISTORY = NameHistory({})
+"""Of an engine whose earlier releases were not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,9 @@ class Engine:
         package: its Python package; empty if there is none to install.
         env_prefix: prefix of its environment variables; empty if it has none.
         env_example: one of them with a value, for usage errors.
-        other_variables: its variables that are unrelated to experts.
+        other_variables: its variables that are unrelated to experts; with a `history`, those are read there.
+        history: which releases knew which names.
+        reports: what changes of backends between its releases did, as users measured it.
         packages: optional packages that its rules check, with the probe for each.
         compiled_kernels: packages that need precompiled kernels or compilers.
         profiles: installations by name; `default_profiles` names the usual one of each platform.
@@ -134,6 +142,8 @@ class Engine:
     env_prefix: str = ""
     env_example: str = "NAME=1"
     other_variables: Callable[[], frozenset[str]] = no_names
+    history: ReleaseNames | None = None
+    reports: tuple[ReportedEffect, ...] = ()
     packages: Mapping[str, Probe] = field(default_factory=dict)
     compiled_kernels: tuple[CompiledKernels, ...] = ()
     profiles: Callable[[], Mapping[str, Profile]] = no_profiles
@@ -182,9 +192,22 @@ class Engine:
         """Findings about the engine's variables in `env`; empty if the policy lists no variables."""
         if not self.policy.variables:
             return ()
+        if self.history is None:
+            others, variables = self.other_variables(), NO_HISTORY
+        else:
+            others, variables = self.history.variables.at(self.version), self.history.variables
         return judge_variables(
-            env, self.policy.variables, self.versioned, prefix=self.env_prefix, others=self.other_variables()
+            env,
+            self.policy.variables,
+            self.versioned,
+            prefix=self.env_prefix,
+            others=others,
+            dropped=lambda name: self._called(variables.dropped(name, self.version)),
+            added=lambda name: self._called(variables.added(name, self.version)),
         )
+
+    def _called(self, release: str) -> str:
+        return f"{self.title} {release}" if release else ""
 
     def kernel_name(self, experts: str) -> str:
         """What the field calls the kernels of an experts class; empty if the class says it itself."""

@@ -104,6 +104,8 @@ class Policy:
         balancing: by method, the backends (by the engine's names) with EPLB support; the engine refuses
             EPLB with others. Empty: unknown.
         invariance: the environment variable for batch-invariant results.
+        complete: for a release with rules for some formats only, the next one with rules for all, as
+            ``FAMILY==VERSION``.
         measures: measured times decide among usable backends; otherwise only the priority order.
     """
 
@@ -127,6 +129,7 @@ class Policy:
     unrecorded: Callable[[SupportQuery], str] | None = None
     refusals: tuple[Condition, ...] = ()
     balancing: Mapping[str, NameSet] = field(default_factory=dict, hash=False)
+    complete: str = ""
     measures: bool = False
 
     def slices_tokens(self, problem: MoEProblem) -> bool:

@@ -85,6 +85,19 @@ def versioned(name: str) -> str:
     return ENGINES[name].versioned if name in ENGINES else name
 
 
+def request_note(name: str, request: str) -> str:
+    """Which release of the engine called `name` added or dropped the backend name `request`, as the end of a
+    sentence; empty if it is unknown."""
+    engine = ENGINES.get(name)
+    if engine is None or engine.history is None:
+        return ""
+    history = engine.history.backends
+    if gone := history.dropped(request, engine.version):
+        return f", which {engine.title} {gone} dropped"
+    added = history.added(request, engine.version)
+    return f", which {engine.title} {added} added" if added else ""
+
+
 def policy_named(name: str = "") -> Policy:
     """The policy of `engine_named(name)`."""
     return engine_named(name).policy

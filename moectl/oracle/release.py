@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..environment.variables import Variable
+from ..environment.variables import READ, REMOVED, Variable
 from .backend import Backend, Capability, ExpertsClass, only
 from .engine import Engine
+from .name_history import ReleaseNames
 from .policy import Policy
-from .route import Order, Route
+from .route import Assignment, Order, Route
 
 Fields = Mapping[str, Any]
 """Fields of a record with their older values."""
@@ -99,12 +100,16 @@ class RouteChange:
                 name: other for name, other in route.request_routes.items() if name not in self.unasked
             },
         )
-        return _mapped(replace(route, names=requests), dict[Backend, None].fromkeys(gone).get, gone)
+        route = replace(route, names=requests)
+        return _mapped(route, dict[Backend, None].fromkeys(gone).get, gone) if gone else route
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """What to change in a release's rules for those of the release before it.
+
+    Environment variables, the names of backends and exchanges, and the minimum versions of packages are those
+    that the engine's history has.
 
     Attributes:
         version: the older release.
@@ -112,12 +117,9 @@ class Difference:
         without: experts classes that the older release did not have; a backend is gone with its last one.
         backends: by the engine's name, older values of fields of `Backend`.
         unknown_routes: routes that the older release did not have.
+        only: routes that have rules; checkpoints of others are refused. Empty: all of them.
         split: by a route's name, another one that it had before that, made of it.
-        unnamed: backend names that its command line did not accept; `named`: those that only it did.
         policy: older values of other fields of `Policy`.
-        variables: environment variables as they were, by name; None for one that did not exist.
-        unread, read: names of other variables of the newer release only, and of the older one only.
-        oldest: the minimum versions of packages.
     """
 
     version: str
@@ -126,42 +128,57 @@ class Difference:
     backends: Mapping[str, Fields] = field(default_factory=dict)
     routes: tuple[RouteChange, ...] = ()
     unknown_routes: frozenset[str] = frozenset()
+    only: frozenset[str] = frozenset()
     split: Mapping[str, Callable[[Route], Route]] = field(default_factory=dict)
-    unnamed: frozenset[str] = frozenset()
-    named: frozenset[str] = frozenset()
     policy: Fields = field(default_factory=dict)
-    variables: Mapping[str, Variable | None] = field(default_factory=dict)
-    unread: frozenset[str] = frozenset()
-    read: frozenset[str] = frozenset()
-    oldest: Mapping[str, str] = field(default_factory=dict)
 
     def before(self, newer: Engine) -> Engine:
         """The older release of `newer`."""
-        policy = newer.policy
-        accepted = (policy.accepted_names.only or frozenset()) - self.unnamed | self.named
-        variables = {**policy.variables, **self.variables}
+        policy, history = newer.policy, newer.history
+        names: dict[str, Any] = {}
+        if history is not None:
+            names = {
+                "accepted_names": only(*history.backends.at(self.version)),
+                "exchanges": policy.exchanges & history.exchanges.at(self.version),
+                "variables": dict(self._variables(newer, history)),
+            }
         older = replace(
             policy,
             name=f"{newer.family}-{self.version}",
             routes=self._routes(policy),
-            accepted_names=only(*accepted),
-            variables={name: row for name, row in variables.items() if row is not None},
+            complete=policy.complete or (f"{newer.family}=={newer.version}" if self.only else ""),
+            **names,
             **self.policy,
         )
-        others = newer.other_variables
+        required = history.requires.get(self.version, {}) if history else {}
+        layouts = {form.layout for backend in older.backends() for form in backend.forms}
         return replace(
             newer,
             policy=older,
-            other_variables=lambda: others() - self.unread | self.read,
+            repacking=tuple(
+                row for row in newer.repacking if any(layout.startswith(row[0]) for layout in layouts)
+            ),
             packages={
-                name: replace(probe, oldest=self.oldest.get(name, probe.oldest))
+                name: replace(probe, oldest=required.get(probe.distribution, "")) if probe.oldest else probe
                 for name, probe in newer.packages.items()
             },
         )
 
+    def _variables(self, newer: Engine, history: ReleaseNames) -> Iterator[tuple[str, Variable]]:
+        """The variables that the older release read, and those that were removed before it."""
+        for name, row in newer.policy.variables.items():
+            if history.variables.knows(name, self.version):
+                deprecated = history.deprecated.knows(name, self.version)
+                yield name, replace(row, status=READ, dropped="", deprecated=deprecated)
+            elif name not in history.variables.spans:
+                yield name, row
+            elif gone := history.variables.dropped(name, self.version):
+                yield name, replace(row, status=REMOVED, dropped=f"{newer.title} {gone}")
+
     def _routes(self, policy: Policy) -> tuple[Route, ...]:
         """The policy's routes with all changes; routes that shared a backend still share it."""
         rows = (route for route in policy.routes if route.name not in self.unknown_routes)
+        rows = (route for route in rows if not self.only or route.name in self.only)
         changed = [made for route in rows for made in self._split(self._route(route))]
         made: dict[Backend, Backend | None] = {}
         for route in changed:
@@ -197,7 +214,10 @@ def _named(route: Route) -> list[Backend]:
     found = [backend for order in route.orders for backend in order.backends]
     requests = (*route.names.values(), *route.adapter_names.values())
     found += [backend for named in requests for backend in named]
-    found += [row.backend for row in route.assigned] + [*route.on_request, *route.last_resorts]
+    found += [row.backend for row in (*route.assigned, *route.fallbacks)] + [
+        *route.on_request,
+        *route.last_resorts,
+    ]
     found += [backend for pair in route.batched_twins for backend in pair]
     for move in route.moves:
         found += [backend for backend in (move.backend, move.before, move.after) if backend]
@@ -218,13 +238,13 @@ def _mapped(route: Route, to: Callable[[Backend], Backend | None], known: Iterab
         found = {name: kept(backends) for name, backends in names.items()}
         return {name: backends for name, backends in found.items() if backends or not names[name]}
 
-    assigned = []
-    for row in route.assigned:
-        backend = one(row.backend)
-        if backend is not None:
-            place = min(row.backend.variants.index(row.variant), len(backend.variants) - 1)
-            variant = backend.variants[place]
-            assigned.append(replace(row, backend=backend, variant=variant))
+    def assignments(rows: Iterable[Assignment]) -> Iterator[Assignment]:
+        for row in rows:
+            backend = one(row.backend)
+            if backend is not None:
+                place = min(row.backend.variants.index(row.variant), len(backend.variants) - 1)
+                yield replace(row, backend=backend, variant=backend.variants[place])
+
     moves = []
     for move in route.moves:
         backend, before, after = one(move.backend), one(move.before), one(move.after)
@@ -241,7 +261,8 @@ def _mapped(route: Route, to: Callable[[Backend], Backend | None], known: Iterab
             for exclusion in route.exclusions
             if kept(exclusion.backends)
         ),
-        assigned=tuple(assigned),
+        assigned=tuple(assignments(route.assigned)),
+        fallbacks=tuple(assignments(route.fallbacks)),
         on_request=kept(route.on_request),
         last_resorts=kept(route.last_resorts),
         names=requests(route.names),

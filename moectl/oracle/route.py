@@ -169,6 +169,7 @@ class Route:
             none, by key: the engine's names.
         checkpoint: storage as the method sees it; empty: the checkpoint's own.
         orders, moves, exclusions: the priority order; `assigned`: assignments instead of an order.
+        fallbacks: assignments, without checks, if none of the automatic order is supported.
         on_request: backends that are used only on request by name.
         last_resorts: backends that are asked with 16-bit activations on their platforms if none of the
             automatic order is supported, whatever the activation filter says; they fail as requested ones do.
@@ -188,6 +189,8 @@ class Route:
         refusals: what the method refuses before the checks; `late_failures`: what fails after the choice.
         fails: exception class if no backend of the automatic order is supported; `fails_by_name`: if a
             requested one is not; `fails_unknown`: if a request names none (empty: the same).
+        wordless: exception class if a backend is refused for its number formats, as the engine fails to word
+            that refusal; empty: it does not fail.
         substitutes: devices where the engine continues without a backend instead.
         fallbacks: backends that the engine takes, with a warning, where those before them are not supported;
             with them, a request by name is followed by the rest of the order, less what is excluded by name.
@@ -214,6 +217,7 @@ class Route:
     moves: tuple[OrderMove, ...] = ()
     exclusions: tuple[Exclusion, ...] = ()
     assigned: tuple[Assignment, ...] = ()
+    fallbacks: tuple[Assignment, ...] = ()
     on_request: tuple[Backend, ...] = ()
     last_resorts: tuple[Backend, ...] = ()
     names: Mapping[str, tuple[Backend, ...]] = field(default_factory=dict, hash=False)
@@ -236,6 +240,7 @@ class Route:
     fails: str = "NotImplementedError"
     fails_by_name: str = "ValueError"
     fails_unknown: str = ""
+    wordless: str = ""
     substitutes: tuple[EngineSubstitute, ...] = ()
     fallbacks: tuple[Backend, ...] = ()
     replaces: tuple[str, ...] = ()
@@ -245,7 +250,7 @@ class Route:
         ranked = {backend for order in self.orders for backend in order.backends}
         requests = (*self.names.values(), *self.adapter_names.values())
         requested = {backend for backends in requests for backend in backends}
-        assigned = {row.backend for row in self.assigned}
+        assigned = {row.backend for row in (*self.assigned, *self.fallbacks)}
         return frozenset(ranked | requested | assigned | set(self.on_request))
 
     def ranking(self, ask: SupportQuery) -> tuple[Backend, ...]:

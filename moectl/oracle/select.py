@@ -16,7 +16,7 @@ from .candidates import candidates, carried, exchanged, in_order
 from .decision import ARGUMENTS, CAPABILITY, DTYPE, NAME, PLATFORM, Candidate, Decision, Failure, Gate
 from .format_keys import act_key
 from .policy import Policy
-from .registry import policy_named, versioned
+from .registry import policy_named, request_note, versioned
 from .route import OWN_ACT, Route
 from .selection_inputs import SelectionInputs
 from .server_arguments import ServerArguments
@@ -27,7 +27,7 @@ NOTHING = MeasuredTimes()
 
 
 class OutOfScope(NoBackend):
-    """The policy has no route for this checkpoint format or platform."""
+    """The policy has no rules for this checkpoint format or platform."""
 
 
 def select(
@@ -157,7 +157,9 @@ def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:
         f"the rules of {versioned(policy.name)} do not cover {scheme.weight} experts stored as "
         f"{problem.storage}",
         reason="They cover " + "; ".join(route.name for route in policy.routes) + ".",
-        hint="use a checkpoint of one of these formats",
+        hint=f"ask {policy.complete}, the next release with rules for every format"
+        if policy.complete
+        else "use a checkpoint of one of these formats",
     )
 
 
@@ -240,6 +242,8 @@ def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | N
     for refusal in route.refusals:
         if refused is None and refusal.holds(ask):
             refused = Failure(refusal.says(ask), refusal.kind)
+    if refused is None:
+        refused = _wordless(route, judged)
     chosen = next((c for c in judged if c.usable), None) if refused is None else None
     if refused or chosen:
         return _RouteOutcome(ask, judged, chosen, refused, notes, cut=cut)
@@ -251,6 +255,20 @@ def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | N
     if late is not None:
         return _RouteOutcome(ask, judged, None, Failure(late.says, ""), notes, late.engine_name, cut)
     return _RouteOutcome(ask, judged, None, _nothing(policy, route, asked_for, judged), notes, cut=cut)
+
+
+def _wordless(route: Route, judged: tuple[Candidate, ...]) -> Failure | None:
+    """The failure of an engine that cannot word the refusal of a format, before any usable candidate."""
+    if not route.wordless:
+        return None
+    for candidate in judged:
+        if candidate.usable:
+            return None
+        codes = {verdict.code for verdict in candidate.failed}
+        if "quant_scheme" in codes and not codes & {"device", "activation"}:
+            says = f"the engine fails as it words why {candidate.variant.experts} does not support the format"
+            return Failure(says, route.wordless)
+    return None
 
 
 def _cut(before: SupportQuery, after: SupportQuery, policy: Policy) -> tuple[str, ...]:
@@ -353,7 +371,8 @@ def _gates(ask: SupportQuery, policy: Policy, route: Route, name: str | None) ->
         if refusal.holds(ask):
             gates.append(Gate(refusal.name, refusal.says(ask)))
     if name and not policy.accepted_names.allows(name):
-        gates.append(Gate(NAME, f"{versioned(policy.name)} does not accept {name} as a backend name"))
+        note = request_note(policy.name, name)
+        gates.append(Gate(NAME, f"{versioned(policy.name)} does not accept {name} as a backend name{note}"))
     return tuple(gates)
 
 

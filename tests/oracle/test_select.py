@@ -233,7 +233,8 @@ def test_switches_and_packages_decide() -> None:
 def test_switches_of_earlier_releases_are_noted() -> None:
     decision = ask(GPT_OSS, "b200", packages_from("full", {"VLLM_MXFP4_USE_MARLIN": "1"}))
     assert chosen(decision)[0] == "flashinfer_trtllm"
-    assert any("ignores VLLM_MXFP4_USE_MARLIN; use --moe-backend" in note for note in decision.notes)
+    ignored = "ignores VLLM_MXFP4_USE_MARLIN, which vLLM 0.24.0 dropped; use --moe-backend"
+    assert any(ignored in note for note in decision.notes)
     assert not any("ignores" in note for note in ask(GPT_OSS, "b200").notes)
 
 

@@ -186,7 +186,7 @@ def changed(
     from ...checkpoint.source.catalogue import model_names
     from ...checkpoint.source.open_checkpoint import open_built_in
     from ...explain.decision_matrix import matrix
-    from ...explain.release_changes import decision_changes
+    from ...explain.release_changes import decision_changes, uncovered
     from ...oracle.registry import versioned
 
     older = replace(options, policy=answer.since)
@@ -220,14 +220,15 @@ def changed(
     for note in (*machine_notes(machines), *older.remarks(before.policy, parallels)):
         answers.out.note(note)
     changes: list[DecisionChange] = []
-    decisions = 0
+    decisions = left_out = 0
     with answers.out.progress("deciding", unit="checkpoints") as update:
         for number, source in enumerate(sources):
             update(number, len(sources), source.origin.name)
             both = [matrix(source, of, deployments, asked) for asked, of, deployments in sides]
-            decisions += len(both[1].cells)
+            ruleless = uncovered(both[:1], both[1:])
+            decisions, left_out = decisions + len(both[1].cells) - ruleless, left_out + ruleless
             changes += decision_changes(both[:1], both[1:])
-    return answers.releases(before, after, changes, decisions, unopened)
+    return answers.releases(before, after, changes, decisions, left_out, unopened)
 
 
 def opened_of(

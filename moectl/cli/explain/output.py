@@ -158,9 +158,10 @@ class AnswerOutput:
         after: Question,
         changes: Sequence[DecisionChange],
         decisions: int,
+        uncovered: int,
         unopened: Sequence[Unopened],
     ) -> ExitCode:
-        """Print what changed between the policies of two questions.
+        """Print what changed between the policies of two questions, in `decisions` that both have rules for.
 
         FOUND if anything did; the highest code of `unopened` checkpoints if it is higher.
         """
@@ -172,10 +173,11 @@ class AnswerOutput:
                 "from": names[0],
                 "to": names[1],
                 "decisions": decisions,
+                "uncovered": uncovered,
                 "changes": [change.to_json() for change in changes],
             },
         }
-        blocks = release_blocks(versioned(names[0]), versioned(names[1]), changes, decisions)
+        blocks = release_blocks(versioned(names[0]), versioned(names[1]), changes, decisions, uncovered)
         self.show(document, blocks, release_lines(changes))
         return max([ExitCode.FOUND if changes else ExitCode.DONE, *(it.error.exit_code for it in unopened)])
 

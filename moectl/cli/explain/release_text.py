@@ -12,10 +12,18 @@ NONE = "no backend"
 
 
 def release_blocks(
-    before: str, after: str, changes: Sequence[DecisionChange], decisions: int
+    before: str, after: str, changes: Sequence[DecisionChange], decisions: int, uncovered: int = 0
 ) -> Iterator[Block]:
-    """How many of all `decisions` change, and each kind of change with its causes and where it applies."""
+    """How many of all `decisions` change, and each kind of change with its causes and where it applies.
+
+    `uncovered` ones were not compared: one side has no rules for them.
+    """
     yield Heading(f"from {before} to {after}", 1)
+    if uncovered:
+        sides = f"{before} or {after} has"
+        yield TextLine(f"{count(uncovered, 'decision')} not compared: {sides} no rules for these formats.")
+    if not decisions:
+        return
     if not changes:
         yield TextLine(f"Every one of {count(decisions, 'decision')} is the same.", strong=True)
         return
@@ -38,6 +46,7 @@ def _entry(group: ChangeGroup) -> ListingEntry:
         if _ranks(change) not in ranks:
             ranks.append(_ranks(change))
     lines = [("because", cause) for cause in group.causes]
+    lines += [("reported", effect) for effect in group.reported]
     for gpu, checkpoints in where.items():
         alike: dict[str, list[str]] = {}
         for name, ranks in checkpoints.items():

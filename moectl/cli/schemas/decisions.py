@@ -96,6 +96,7 @@ def _releases() -> Schema:
                 "from": said(STRING, "The release that was asked first."),
                 "to": STRING,
                 "decisions": said(INTEGER, "How many were compared."),
+                "uncovered": said(INTEGER, "How many were not: one of the releases has no rules for them."),
                 "changes": array(record_schema(DecisionChange), "Those that differ; backends may be empty."),
             }
         ),

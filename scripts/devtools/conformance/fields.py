@@ -55,6 +55,11 @@ def _monolithic(pair: DecisionPair) -> bool | None:
     return chosen.variant.monolithic if chosen else None
 
 
+def _classed(pair: DecisionPair) -> bool:
+    """False for a backend whose class was unknown when it was recorded: made after the weights are loaded."""
+    return pair.record["experts_cls"] is not None or pair.record["selected"] is None
+
+
 def _recorded_sizes(pair: DecisionPair) -> tuple[int, int] | None:
     padded = pair.record["padded"]
     return None if padded is None else (padded["hidden"], padded["intermediate_per_partition"])
@@ -149,8 +154,8 @@ def _our_refusals(pair: DecisionPair) -> list[tuple[str, str | None, str]]:
 
 FIELDS: tuple[ComparedField, ...] = (
     ComparedField("selected", lambda pair: pair.record["selected"], _selected),
-    ComparedField("experts_cls", lambda pair: pair.record["experts_cls"], _experts),
-    ComparedField("monolithic", lambda pair: pair.record["monolithic"], _monolithic),
+    ComparedField("experts_cls", lambda pair: pair.record["experts_cls"], _experts, _classed),
+    ComparedField("monolithic", lambda pair: pair.record["monolithic"], _monolithic, _classed),
     ComparedField("padded", _recorded_sizes, _our_sizes),
     ComparedField("usable", _usable, lambda pair: pair.decision.usable),
     ComparedField(

@@ -157,7 +157,8 @@ def recorded_problem(grid: RecordedGrid, record: Record) -> MoEProblem:
     else:
         found = parse_quantization(config, model_type=model["model_type"])
         storage, scheme, act_order = found.storage, found.scheme, found.act_order
-    activation = Activation(model["activation"])
+    name = str(model["activation"])
+    activation = Activation(name.removesuffix("_no_mul"), gated=not name.endswith("_no_mul"))
     whole = MoEProblem(
         dims=Dims(model["hidden"], model["inter"]),
         experts=model["E"],

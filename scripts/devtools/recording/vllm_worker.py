@@ -23,7 +23,7 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,10 @@ VENDORED = {"vllm.third_party.deep_gemm": "deep_gemm", "vllm.third_party.triton_
 
 class _Finished(Exception):
     """Weights are created: what follows is no decision."""
+
+
+class _Asked(Exception):
+    """The layer's config is known: what follows is asked without the layer."""
 
 
 # ------------------------------------------------------------------------------------ the machine
@@ -205,9 +209,11 @@ class Passing:
         def hook(*args: Any, **kwargs: Any) -> Any:
             self.functions.append(original.__name__)
             self.rejected, self.priority, self.candidates = [], None, None
-            backend, experts = original(*args, **kwargs)
-            self.selected, self.experts = backend.value, experts
-            return backend, experts
+            found = original(*args, **kwargs)
+            # Before 0.20 the class was made later, after the weights are loaded.
+            backend, self.experts = found if isinstance(found, tuple) else (found, None)
+            self.selected = backend.value
+            return found
 
         return hook
 
@@ -361,46 +367,92 @@ class Recorder:
         self.grid, self.device, self.torch = grid, device, torch
         self.config, self.parallel_state, self.platform = config, parallel_state, current_platform
         self.layer = importlib.import_module("vllm.model_executor.layers.fused_moe.layer")
-        self.routed = importlib.import_module("vllm.model_executor.layers.fused_moe.routed_experts")
         self.quantization = importlib.import_module("vllm.model_executor.layers.quantization")
         self.factory = getattr(self.layer, "FusedMoEFactory", None) or self.layer.FusedMoE
         for name in ("fp8", "mxfp4", "modelopt", "moe_wna16", "auto_gptq", "auto_awq", "quark.quark_moe"):
-            importlib.import_module(f"{self.quantization.__name__}.{name}")
+            with contextlib.suppress(ImportError):
+                importlib.import_module(f"{self.quantization.__name__}.{name}")
         importlib.import_module(f"{self.quantization.__name__}.compressed_tensors.compressed_tensors_moe")
         self.passing = Passing()
         self.passing.install()
-        self._record_method()
+        self.kept: list[dict[str, Any]] = []
+        self.asking = False
+        self._record_layer()
 
-    def _record_method(self) -> None:
-        """Keep the quant method, its sizes, and stop after it creates weights."""
-        passing, routed, torch = self.passing, self.routed.RoutedExperts, self.torch
-        original = routed._get_quant_method
+    def _record_layer(self) -> None:
+        """Keep each layer's config as it is before sizes are padded, and its quant method."""
+        try:
+            owner = importlib.import_module("vllm.model_executor.layers.fused_moe.routed_experts")
+        except ImportError:
+            self._record_whole_layer()
+            return
+        routed = owner.RoutedExperts
+        start, choose = routed.__init__, routed._get_quant_method
 
-        @functools.wraps(original)
-        def hook(experts: Any, *args: Any, **kwargs: Any) -> Any:
-            method = original(experts, *args, **kwargs)
-            passing.method, passing.stage = method, "round"
-            passing.eplb = bool(getattr(method, "supports_eplb", False))
-            rounds, creates = method.maybe_roundup_sizes, method.create_weights
+        @functools.wraps(start)
+        def init(
+            experts: Any, layer_name: Any, params_dtype: Any, moe_config: Any, *args: Any, **kw: Any
+        ) -> None:
+            self._keep(moe_config)
+            start(experts, layer_name, params_dtype, moe_config, *args, **kw)
 
-            def maybe_roundup_sizes(*args: Any, **kwargs: Any) -> Any:
-                passing.padded = rounds(*args, **kwargs)
-                passing.stage = "create"
-                return passing.padded
-
-            def create_weights(*args: Any, **kwargs: Any) -> Any:
-                with torch.device("meta"):
-                    creates(*args, **kwargs)
-                raise _Finished
-
-            method.maybe_roundup_sizes, method.create_weights = maybe_roundup_sizes, create_weights
-            # Whether a method balances experts is asked after the decision; it must not end it.
-            kind = type(method)
-            if not passing.eplb:
-                kind.supports_eplb = property(lambda self: True)
+        @functools.wraps(choose)
+        def get(experts: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.asking:
+                raise _Asked
+            method = choose(experts, *args, **kwargs)
+            self._follow(method)
             return method
 
-        routed._get_quant_method = hook
+        routed.__init__, routed._get_quant_method = init, get
+
+    def _record_whole_layer(self) -> None:
+        """The same for releases before 0.24, whose layers set both as attributes."""
+        original = self.layer.FusedMoE.__setattr__
+
+        def set_attribute(layer: Any, name: str, value: Any) -> None:
+            original(layer, name, value)
+            if name == "moe_config":
+                self._keep(value)
+                if self.asking:
+                    raise _Asked
+            elif name == "quant_method":
+                self._follow(value)
+
+        self.layer.FusedMoE.__setattr__ = set_attribute
+
+    def _keep(self, moe_config: Any) -> None:
+        self.kept.append(
+            {
+                "routing": moe_config.routing_method.name,
+                "hidden": moe_config.hidden_dim,
+                "intermediate_per_partition": moe_config.intermediate_size_per_partition,
+                "local_experts": moe_config.num_local_experts,
+                "config": moe_config,
+            }
+        )
+
+    def _follow(self, method: Any) -> None:
+        """Keep the quant method and its sizes, and stop after it creates weights."""
+        passing, torch = self.passing, self.torch
+        passing.method, passing.stage = method, "round"
+        passing.eplb = bool(getattr(method, "supports_eplb", False))
+        rounds, creates = method.maybe_roundup_sizes, method.create_weights
+
+        def maybe_roundup_sizes(*args: Any, **kwargs: Any) -> Any:
+            passing.padded = rounds(*args, **kwargs)
+            passing.stage = "create"
+            return passing.padded
+
+        def create_weights(*args: Any, **kwargs: Any) -> Any:
+            with torch.device("meta"):
+                creates(*args, **kwargs)
+            raise _Finished
+
+        method.maybe_roundup_sizes, method.create_weights = maybe_roundup_sizes, create_weights
+        # Whether a method balances experts is asked after the decision; it must not end it.
+        if not passing.eplb:
+            type(method).supports_eplb = property(lambda self: True)
 
     def _dtype(self) -> Any:
         old = self.device["kind"] == "cuda" and tuple(self.device["cc"]) < (8, 0)
@@ -501,6 +553,8 @@ class Recorder:
             "is_sequence_parallel": vllm_config.parallel_config.use_sequence_parallel_moe,
             **routing,
         }
+        if "is_act_and_mul" in inspect.signature(self.factory).parameters:
+            arguments["is_act_and_mul"] = not model["activation"].endswith("_no_mul")
         parallel = self.grid["PARALLEL"][cell["parallel"]]
         self.factory(**arguments, tp_size=parallel["tp"], dp_size=parallel["dp"], pcp_size=1)
 
@@ -514,79 +568,41 @@ class Recorder:
         vllm_config = self._vllm_config(cell, gates)
         row: dict[str, Any] = {**cell, "in_dtype": str(self._dtype()).removeprefix("torch.")}
         error = later = None
-        moe_configs: list[Any] = []
-        original = self.routed.RoutedExperts.__init__
-        with self._kept_config(moe_configs):
-            try:
-                model_config = self._model_config(cell, None if direct else scheme)
-                object.__setattr__(vllm_config, "model_config", model_config)
-                with self.config.set_current_vllm_config(vllm_config):
-                    quant_config = None if direct else self._quant_config(model_config, gates)
-                    if direct:
-                        self._direct(cell, scheme, vllm_config, moe_configs)
-                    else:
-                        row["quant_method_name"] = model_config.quantization
-                        self._layer(cell, quant_config, vllm_config)
-            except _Finished:
-                pass
-            except Exception as raised:  # refusals are of many classes
-                text = f"{type(raised).__name__}: {raised}"
-                if isinstance(raised, (ImportError, AttributeError, TypeError)):
-                    row["not_run"] = text
-                    row["trace"] = traceback.format_exc()
-                elif passing.stage == "create":
-                    later = text
+        self.kept.clear()
+        try:
+            model_config = self._model_config(cell, None if direct else scheme)
+            object.__setattr__(vllm_config, "model_config", model_config)
+            with self.config.set_current_vllm_config(vllm_config):
+                quant_config = None if direct else self._quant_config(model_config, gates)
+                if direct:
+                    self._direct(cell, scheme, vllm_config)
                 else:
-                    error = text
-        assert self.routed.RoutedExperts.__init__ is original
-        self._state(row, passing, error, later, gates, direct, moe_configs)
+                    row["quant_method_name"] = model_config.quantization
+                    self._layer(cell, quant_config, vllm_config)
+        except _Finished:
+            pass
+        except Exception as raised:  # refusals are of many classes
+            text = f"{type(raised).__name__}: {raised}"
+            if isinstance(raised, (ImportError, AttributeError, TypeError)):
+                row["not_run"] = text
+                row["trace"] = traceback.format_exc()
+            elif passing.stage == "create":
+                later = text
+            else:
+                error = text
+        self._state(row, passing, error, later, gates, direct)
         return row
 
-    @contextlib.contextmanager
-    def _kept_config(self, into: list[Any]) -> Iterator[None]:
-        """Keep the layer's config as it is before sizes are padded."""
-        routed = self.routed.RoutedExperts
-        original = routed.__init__
-
-        @functools.wraps(original)
-        def hook(
-            experts: Any, layer_name: Any, params_dtype: Any, moe_config: Any, *args: Any, **kw: Any
-        ) -> None:
-            into.append(
-                {
-                    "routing": moe_config.routing_method.name,
-                    "hidden": moe_config.hidden_dim,
-                    "intermediate_per_partition": moe_config.intermediate_size_per_partition,
-                    "local_experts": moe_config.num_local_experts,
-                    "config": moe_config,
-                }
-            )
-            original(experts, layer_name, params_dtype, moe_config, *args, **kw)
-
-        routed.__init__ = hook
-        try:
-            yield
-        finally:
-            routed.__init__ = original
-
-    def _direct(self, cell: dict[str, Any], scheme: str, vllm_config: Any, kept: list[Any]) -> None:
+    def _direct(self, cell: dict[str, Any], scheme: str, vllm_config: Any) -> None:
         """A question put to a select function itself, with a layer's config."""
-
-        class Asked(Exception):
-            pass
-
-        def stop(experts: Any, *args: Any, **kwargs: Any) -> Any:
-            raise Asked
-
-        routed = self.routed.RoutedExperts
-        original, routed._get_quant_method = routed._get_quant_method, stop
+        self.asking = True
         try:
             self._layer(cell, None, vllm_config)
-        except Asked:
+        except _Asked:
             pass
         finally:
-            routed._get_quant_method = original
-        config = kept[-1]["config"]
+            self.asking = False
+        config = self.kept[-1]["config"]
         oracle = "vllm.model_executor.layers.fused_moe.oracle"
         keys = importlib.import_module(f"{self.quantization.__name__}.utils.quant_utils")
         if scheme == "direct:int8_w8a16_channel":
@@ -625,9 +641,8 @@ class Recorder:
         later: str | None,
         gates: list[str],
         direct: bool,
-        kept: list[Any],
     ) -> None:
-        method = passing.method
+        method, kept = passing.method, self.kept
         experts, selected = passing.experts, passing.selected
         if method is not None and not passing.functions:
             # A method that assigns its kernels without asking.

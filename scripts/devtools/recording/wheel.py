@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +96,48 @@ def wheel_files(package: str, version: str, cache: Path) -> Path:
     return folder
 
 
-def _address(package: str, version: str) -> str:
-    """The address of a release's wheel."""
+def wheel_texts(package: str, version: str, names: Iterable[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The names of all files of a release's wheel, and the text of those in `names` that it has.
+
+    Raises as `wheel_files`.
+    """
+    try:
+        with zipfile.ZipFile(RemoteFile(_address(package, version))) as wheel:
+            known = tuple(wheel.namelist())
+            return known, {name: wheel.read(name).decode() for name in names if name in known}
+    except urllib.error.URLError as error:
+        raise Unavailable(f"the wheel of {package} {version} cannot be read: {error}") from error
+
+
+def releases(package: str) -> tuple[str, ...]:
+    """Every release with a wheel for x86-64, as PyPI orders them. Raises Unavailable without a network."""
+    try:
+        return tuple(dict.fromkeys(name.split("-")[1] for name, _ in _wheels(package) if _fits(name)))
+    except urllib.error.URLError as error:
+        raise Unavailable(f"PyPI's list of {package} cannot be read: {error}") from error
+
+
+def _fits(filename: str) -> bool:
+    return "x86_64" in filename or "none-any" in filename
+
+
+def _wheels(package: str) -> list[tuple[str, str]]:
+    """The file names and addresses of all wheels."""
     request = urllib.request.Request(
         f"{INDEX}/{package}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"}
     )
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
         files = json.load(answer)["files"]
-    wheels = [row for row in files if row["filename"].endswith(".whl")]
-    found = [row["url"] for row in wheels if row["filename"].split("-")[1] == version]
-    pure = [url for url in found if "x86_64" in url or "none-any" in url]
-    if not pure:
-        near = sorted({row["filename"].split("-")[1] for row in wheels})[-8:]
+    return [(row["filename"], row["url"]) for row in files if row["filename"].endswith(".whl")]
+
+
+def _address(package: str, version: str) -> str:
+    """The address of a release's wheel."""
+    wheels = _wheels(package)
+    found = [url for name, url in wheels if name.split("-")[1] == version and _fits(name)]
+    if not found:
+        near = sorted({name.split("-")[1] for name, _ in wheels})[-8:]
         raise UsageError(
             f"PyPI has no wheel of {package} {version}", hint=f"The last releases are {', '.join(near)}."
         )
-    return str(pure[0])
+    return str(found[0])

@@ -14,7 +14,11 @@ from moectl.oracle.registry import answered_by
 from support.invoking import moectl
 
 DATA = Path(__file__).parents[2] / "data" / "oracle"
-OLDER = {engine.version: DATA / f"decisions-{engine.version}.jsonl.gz" for engine in RELEASES[1:]}
+WHOLE = [engine for engine in RELEASES if not engine.policy.complete]
+PARTIAL = [engine for engine in RELEASES if engine.policy.complete]
+OLDER = {engine.version: DATA / f"decisions-{engine.version}.jsonl.gz" for engine in WHOLE[1:]}
+UNQUANTIZED = {engine.version: DATA / f"unquantized-{engine.version}.jsonl.gz" for engine in PARTIAL}
+PLAIN_GRID = read_grid(DATA / "grid-unquantized.json")
 
 
 @pytest.mark.parametrize("version", OLDER)
@@ -26,7 +30,81 @@ def test_every_recorded_decision_of_a_release_agrees(version: str) -> None:
     assert all(tally.asked for tally in report.fields.values())
 
 
-@pytest.mark.parametrize(("newer", "older"), list(pairwise(RELEASES)))
+@pytest.mark.parametrize("version", UNQUANTIZED)
+def test_every_recorded_decision_about_unquantized_experts_agrees(version: str) -> None:
+    records = list(read_decisions(UNQUANTIZED[version]))
+    report = compare(records, PLAIN_GRID, policy_named(f"vllm=={version}"))
+    assert not report.disagreements, "\n".join(map(str, report.disagreements[:20]))
+    assert report.total.outside == 0 and report.total.asked > 90
+
+
+@pytest.mark.parametrize(("newer", "older"), [pair for pair in pairwise(RELEASES) if pair[1] in PARTIAL])
+def test_the_next_release_chooses_otherwise_for_unquantized_experts(newer, older) -> None:
+    records = list(read_decisions(UNQUANTIZED[older.version]))
+    report = compare(records, PLAIN_GRID, newer.policy)
+    assert "selected" in {found.field for found in report.disagreements}
+
+
+@pytest.mark.parametrize("engine", PARTIAL, ids=lambda engine: engine.version)
+def test_a_release_with_rules_for_some_formats_refuses_others(engine) -> None:
+    ask = ("explain", "deepseek-ai/DeepSeek-V3", "--offline", "--gpu", "h200", "--tp", "8", "--engine")
+    refused = " ".join(moectl(*ask, f"vllm=={engine.version}", code=1).stderr.split())
+    assert f"the rules of vLLM {engine.version} do not cover fp8 block 128x128 experts" in refused
+    assert "Ask vllm==0.26.0, the next release with rules for every format" in refused
+
+
+@pytest.mark.parametrize(
+    ("thread", "older", "newer", "gpu", "checkpoint", "before", "after"),
+    [
+        (
+            "vllm#41306",
+            "0.19.0",
+            "0.20.0",
+            "h200",
+            "mistralai/Mixtral-8x7B-v0.1",
+            "triton",
+            "flashinfer_cutlass",
+        ),
+        (
+            "vllm#44220",
+            "0.22.0",
+            "0.23.0",
+            "h200",
+            "mistralai/Mixtral-8x7B-v0.1",
+            "flashinfer_cutlass",
+            "triton",
+        ),
+        (
+            "vllm#53472",
+            "0.23.0",
+            "0.26.0",
+            "b200",
+            "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+            "flashinfer_cutlass",
+            "flashinfer_trtllm",
+        ),
+    ],
+)
+def test_changes_that_users_reported_are_found(
+    thread: str, older: str, newer: str, gpu: str, checkpoint: str, before: str, after: str
+) -> None:
+    since = ("--from", f"vllm=={older}", "--to", f"vllm=={newer}", "--gpu", gpu, "--tp", "8")
+    found = moectl("explain", checkpoint, "--offline", *since, "--json", code=1).document["releases"]
+    assert found["uncovered"] == 0
+    (change,) = found["changes"]
+    assert (change["before"], change["after"]) == (before, after)
+    assert change["reported"][0].startswith(thread) and change["causes"]
+
+
+def test_decisions_without_rules_are_counted_and_not_compared() -> None:
+    since = ("--from", "vllm==0.24.0", "--to", "vllm==0.26.0", "--gpu", "h200")
+    names = ("deepseek-ai/DeepSeek-V3", "mistralai/Mixtral-8x7B-v0.1")
+    done = moectl("explain", *names, "--offline", *since)
+    assert "Every one of 1 decision is the same." in done.stdout
+    assert "not compared: vLLM 0.24.0 or vLLM 0.26.0 has no rules" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(("newer", "older"), list(pairwise(WHOLE)))
 def test_the_next_release_would_fail_on_the_recording_of_the_one_before(newer, older) -> None:
     records = list(read_decisions(OLDER[older.version]))
     report = compare(records, read_grid(), newer.policy)
@@ -45,11 +123,32 @@ def test_variables_are_those_of_the_release() -> None:
         (finding,) = engine_named(f"vllm=={version}").judge({name: "1"})
         return finding.remark
 
-    assert "0.30.0" in found("0.30.0", "VLLM_TEST_FORCE_FP8_MARLIN")
+    assert "which vLLM 0.29.0 dropped" in found("0.30.0", "VLLM_TEST_FORCE_FP8_MARLIN")
     assert "--moe-backend marlin" in found("0.30.0", "VLLM_TEST_FORCE_FP8_MARLIN")
     assert not found("0.28.0", "VLLM_TEST_FORCE_FP8_MARLIN")
     assert not found("0.33.0", "VLLM_STEP5_SHARD_SP_SHARED_EXPERT")
-    assert "VLLM_STEP5_SHARD_SP_SHARED_EXPERT" in found("0.32.0", "VLLM_STEP5_SHARD_SP_SHARED_EXPERT")
+    assert "which vLLM 0.33.0 added" in found("0.32.0", "VLLM_STEP5_SHARD_SP_SHARED_EXPERT")
+    assert found("0.33.0", "VLLM_USE_FBGEMM").endswith("ignores VLLM_USE_FBGEMM, which vLLM 0.24.0 dropped")
+    assert not found("0.20.0", "VLLM_USE_FLASHINFER_MOE_FP16")
+    assert "deprecates VLLM_USE_FLASHINFER_MOE_FP16" in found("0.23.0", "VLLM_USE_FLASHINFER_MOE_FP16")
+    assert "which vLLM 0.24.0 dropped" in found("0.24.0", "VLLM_USE_FLASHINFER_MOE_FP16")
+    # One that came back: dropped in 0.29.0, again in 0.31.0, dropped in 0.33.0.
+    assert "which vLLM 0.29.0 dropped" in found("0.30.0", "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM")
+    assert "which vLLM 0.33.0 dropped" in found("0.33.0", "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM")
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "says"),
+    [
+        ("0.28.0", "b12x", "does not accept b12x as a backend name, which vLLM 0.29.0 added"),
+        ("0.19.0", "humming", "which vLLM 0.21.0 added"),
+        ("0.32.0", "flashinfer_moe_ep_mega_cutedsl", "which vLLM 0.32.0 dropped"),
+    ],
+)
+def test_a_backend_name_of_another_release_is_told(version: str, name: str, says: str) -> None:
+    asked = cell(scheme="bf16", device="sm90", forced=name)
+    decision = decide(read_grid(), asked, policy_named(f"vllm=={version}"))
+    assert any(says in str(gate) for gate in decision.gates)
 
 
 def test_a_variable_that_a_release_still_read_forces_marlin() -> None:
@@ -62,7 +161,12 @@ def test_a_variable_that_a_release_still_read_forces_marlin() -> None:
 
 def test_minimum_versions_are_those_of_the_release() -> None:
     oldest = [engine.packages["flashinfer"].oldest for engine in RELEASES]
-    assert oldest == ["0.7.2", "0.7.0", "0.7.0", "0.6.18", "0.6.16"]
+    assert oldest == [
+        *("0.7.2", "0.7.0", "0.7.0", "0.6.18", "0.6.16", "0.6.14"),
+        *("0.6.12", "0.6.12", "0.6.11", "0.6.8", "0.6.6"),
+    ]
+    humming = {engine.version: engine.packages["humming"].oldest for engine in RELEASES}
+    assert (humming["0.33.0"], humming["0.28.0"], humming["0.26.0"]) == ("0.1.19", "0.1.12", "0.1.10")
 
 
 def test_one_backend_of_a_release_is_one_object_in_all_of_its_routes() -> None:
@@ -113,6 +217,14 @@ def test_without_a_name_the_installed_release_answers(installed: str, answers, m
     assert default_engine() is answers
 
 
+def test_a_refusal_that_an_engine_cannot_word_ends_its_selection() -> None:
+    grid = read_grid()
+    refused = cell(scheme="int8_w8a16_g128_ct", device="cpu-x86", profile="cpu", model="mixtral-8x7b")
+    decision = decide(grid, refused, policy_named("vllm==0.26.0"))
+    assert decision.chosen is None and decision.error_kind == "KeyError"
+    assert "fails as it words" in decision.error
+
+
 def test_explain_says_which_release_answers() -> None:
     ask = ("explain", "openai/gpt-oss-120b", "--offline", "--gpu", "h200", "--engine")
     assert "vLLM 0.32.0" in moectl(*ask, "vllm==0.32.0").stdout
@@ -145,6 +257,25 @@ def cell(**names: str | None) -> dict[str, str | None]:
         # GPTQ with activation order was refused from 0.30.0 on.
         (cell(scheme="int4_g128_gptq_descact", device="sm100"), "0.28.0", "MarlinExperts", None),
         (cell(scheme="int8_w8a16_g128_ct", device="sm100"), "0.28.0", None, "MarlinExperts"),
+        # Native MXFP4 went the way of gpt-oss, and emulation needed no package.
+        (
+            cell(scheme="mxfp4_native", device="sm100", model="kimi-k2"),
+            "0.26.0",
+            "TrtLlmMxfp4ExpertsModular",
+            "TrtLlmMxfp4ExpertsMonolithic",
+        ),
+        (
+            cell(scheme="mxfp4_quark_w4a4", device="sm80"),
+            "0.26.0",
+            "OCP_MXQuantizationEmulationTritonExperts",
+            "MarlinExperts",
+        ),
+        (
+            cell(scheme="mxfp8", device="gfx942", profile="rocm_default", parallel="dp8_ep8_deepep_ll"),
+            "0.26.0",
+            "Mxfp8EmulationTritonExperts",
+            None,
+        ),
     ],
 )
 def test_older_releases_choose_otherwise(asked, version: str, then: str | None, now: str | None) -> None:

@@ -203,48 +203,6 @@ DIFFERENCE = Difference(
         ),
     ),
     split={_COMPRESSED: _with_order},
-    unnamed=frozenset(
-        {
-            "aiter_triton_mxfp4_bf16",
-            "b12x",
-            "flashinfer_moe_ep_mega_cutedsl",
-            "flashinfer_moe_ep_mega_deep_gemm",
-            "rdna3",
-        }
-    ),
-    variables={
-        "VLLM_B12X_MOE_FP4_FORCE_A16": None,
-        "VLLM_DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION": None,
-        _FORCE_MARLIN.name: _FORCE_MARLIN,
-    },
-    unread=frozenset(
-        {
-            "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC",
-            "VLLM_B12X_MOE_FP4_FORCE_A16",
-            "VLLM_CPU_CI_ENV",
-            "VLLM_DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION",
-            "VLLM_ENABLE_HPC_OPS",
-            "VLLM_KIMI_K3_GEMM_AR",
-            "VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS",
-            "VLLM_MAX_EMBED_DECODE_BYTES",
-            "VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB",
-            "VLLM_PLE_CPU_OFFLOAD",
-            "VLLM_REPLICATE_EMBED",
-            "VLLM_XPU_FORCE_N_CONTIG_WEIGHT",
-            "VLLM_XPU_INC_WNA16_BACKEND",
-        }
-    ),
-    read=frozenset(
-        {
-            "VLLM_MM_HASHER_ALGORITHM",
-            "VLLM_NIXL_EP_MAX_NUM_RANKS",
-            "VLLM_PREFIX_CACHE_RETENTION_INTERVAL",
-            "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM",
-            "VLLM_TEST_FORCE_FP8_MARLIN",
-            "VLLM_TRITON_ATTN_USE_TD",
-        }
-    ),
-    oldest={"flashinfer": "0.6.16"},
 )
 
 VLLM_0_28_0 = DIFFERENCE.before(VLLM_0_30_0)

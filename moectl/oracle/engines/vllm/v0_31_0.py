@@ -60,25 +60,6 @@ DIFFERENCE = Difference(
         ),
         RouteChange(("MXFP4 experts of DeepSeek-V4",), unasked=frozenset({"aiter_mega_moe"})),
     ),
-    unnamed=frozenset({"aiter_mega_moe", "flashinfer_moe_ep_cutedsl"}),
-    named=frozenset({"flashinfer_moe_ep_mega_cutedsl"}),
-    variables=dict.fromkeys(
-        ("VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4")
-    ),
-    unread=frozenset(
-        {
-            "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT",
-            "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
-            "VLLM_P2P_HANDSHAKE_TIMEOUT_S",
-            "VLLM_P2P_IDLE_TIMEOUT_S",
-            "VLLM_P2P_MAX_PEERS",
-            "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS",
-            "VLLM_ROCM_MONO_DECODE",
-            "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
-            "VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA",
-        }
-    ),
-    read=frozenset({"VLLM_ENGINE_ITERATION_TIMEOUT_S"}),
 )
 
 VLLM_0_31_0 = DIFFERENCE.before(VLLM_0_32_0)

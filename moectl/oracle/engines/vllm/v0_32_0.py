@@ -67,41 +67,6 @@ DIFFERENCE = Difference(
             },
         ),
     ),
-    unnamed=frozenset({"aiter_triton_mxfp4_mxfp4"}),
-    variables=dict.fromkeys(
-        (
-            "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
-            "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE",
-            "VLLM_STEP5_SHARD_SP_SHARED_EXPERT",
-        )
-    ),
-    unread=frozenset(
-        {
-            "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT",
-            "VLLM_CHAT_TEMPLATE_FUEL",
-            "VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD",
-            "VLLM_HTTP_MAX_REQUEST_BODY_SIZE",
-            "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES",
-            "VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB",
-            "VLLM_REQUEST_BODY_LOG_LEVEL",
-            "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
-            "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE",
-            "VLLM_STEP5_SHARD_SP_SHARED_EXPERT",
-        }
-    ),
-    read=frozenset(
-        {
-            "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS",
-            "VLLM_ROCM_AITER_MLA_DCP_VERIFY",
-            "VLLM_ROCM_MONO_DECODE",
-            "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM",
-            "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE",
-            "VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM",
-            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND",
-            "VLLM_USE_RAY_WRAPPED_PP_COMM",
-        }
-    ),
-    oldest={"flashinfer": "0.7.0"},
 )
 
 VLLM_0_32_0 = DIFFERENCE.before(VLLM_0_33_0)

@@ -9,7 +9,7 @@ from .kernel_names import KERNEL_NAMES
 from .packages import COMPILED_KERNELS, DEFAULT_PROFILES, PACKAGES, profiles
 from .policy import POLICY
 from .tuned_files import TUNED_FILES
-from .variables import PARTITION, other_names
+from .variables import HISTORY, PARTITION
 
 
 def _no_deep_ep(platform: str, exchange: str) -> bool:
@@ -24,7 +24,7 @@ VLLM_0_33_0 = Engine(
     package="vllm",
     env_prefix="VLLM_",
     env_example="VLLM_USE_DEEP_GEMM=0",
-    other_variables=other_names,
+    history=HISTORY,
     packages=PACKAGES,
     compiled_kernels=COMPILED_KERNELS,
     profiles=profiles,

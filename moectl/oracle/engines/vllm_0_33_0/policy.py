@@ -10,7 +10,7 @@ from .backends.defaults import mxfp4_forms
 from .routes import bf16, fp8, integers, mxfp4, mxfp4_native, mxfp8, nvfp4, w4a8
 from .routes.refusals import REFUSALS
 from .routes.terms import activation, dtype, routing
-from .variables import VARIABLES
+from .variables import HISTORY, VARIABLES, VERSION
 
 _LOW_LATENCY = ExchangeSizes(sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192))
 _HIGH_THROUGHPUT = ExchangeSizes(multiple_bytes=512)
@@ -47,32 +47,7 @@ POLICY = Policy(
         *w4a8.ROUTES,
     ),
     platforms=frozenset({"cuda", "rocm", "cpu", "xpu", "tpu", "out-of-tree"}),
-    accepted_names=only(
-        "auto",
-        "triton",
-        "batched_triton",
-        "deep_gemm",
-        "deep_gemm_mega_moe",
-        "cutlass",
-        "flashinfer_trtllm",
-        "flashinfer_cutlass",
-        "flashinfer_cutedsl",
-        "flashinfer_moe_ep_cutedsl",
-        "flashinfer_b12x",
-        "b12x",
-        "flashinfer_moe_ep_mega_deep_gemm",
-        "marlin",
-        "humming",
-        "triton_unfused",
-        "aiter",
-        "aiter_mega_moe",
-        "aiter_triton_mxfp4_bf16",
-        "aiter_triton_mxfp4_mxfp4",
-        "flydsl",
-        "hpc",
-        "emulation",
-        "rdna3",
-    ),
+    accepted_names=only(*HISTORY.backends.at(VERSION)),
     exchanges=frozenset(
         {
             "allgather_reducescatter",

@@ -32,9 +32,10 @@ from ....errors import UsageError
 from ....whole_numbers import whole_number
 from ...backend import is_on
 from ...decision import Decision
+from ...name_history import read_history
 from ...tuned_files import TunedFile, TunedFiles, TunedKernel, TunedStatus, reads_none
 from . import data
-from .variables import VARIABLES
+from .variables import VARIABLES, VERSION
 
 SHIPPED = "vLLM's own folder"
 NEAR = 3
@@ -92,7 +93,7 @@ def lookup(decision: Decision, folders: Mapping[str, Iterable[str]]) -> TunedSta
     available = {
         folder: {name for name in map(parse_name, names) if name} for folder, names in folders.items()
     }
-    available[SHIPPED] = set(shipped())
+    available[SHIPPED] = set(shipped(decision.inputs.policy.rpartition("-")[2]))
     found = next((folder for folder, names in available.items() if wanted in names), "")
     every_name = {name for names in available.values() for name in names}
     return TunedStatus(
@@ -161,17 +162,10 @@ def _arch(gpu: str) -> str:
 
 
 @cache
-def shipped() -> frozenset[TunedName]:
-    """The files that vLLM 0.33.0 ships and can look up."""
-    document = json.loads(data.TUNED.read_text(encoding="utf-8"))
-    names = (
-        parse_name(f"E={experts},N={size},device_name={gpu}{',' if suffix else ''}{suffix}.json")
-        for gpu, suffixes in document["files"].items()
-        for suffix, shapes in suffixes.items()
-        for experts, sizes in shapes.items()
-        for size in sizes
-    )
-    return frozenset(name for name in names if name)
+def shipped(release: str = VERSION) -> frozenset[TunedName]:
+    """The files that a release of vLLM ships and can look up."""
+    history = read_history(data.TUNED, "tuned_files")
+    return frozenset(name for name in map(parse_name, history.at(release)) if name)
 
 
 def file_remark(file: Path, triton: str) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from functools import cache
 
-from ....environment.variables import CASELESS, CHOICE, NUMBER, ONE, REMOVED, TEXT, WORD, Variable
-from . import data
+from ....environment.variables import CASELESS, CHOICE, INTEGER, NUMBER, ONE, REMOVED, TEXT, WORD, Variable
+from ...name_history import read_names
+from .data import NAMES
 
 PARTITION = "VLLM_PP_LAYER_PARTITION"
 """The number of layers of each pipeline stage, as a comma-separated list."""
@@ -107,8 +106,22 @@ _STAGES = (
 )
 
 
-def _removed(name: str, does: str, instead: str = "") -> Variable:
-    return Variable(name, does, status=REMOVED, instead=instead)
+NAME = "vLLM"
+HISTORY = read_names(NAMES)
+VERSION = "0.33.0"
+
+
+def _removed(
+    name: str,
+    does: str,
+    instead: str = "",
+    kind: str = INTEGER,
+    default: str = "0",
+    choices: tuple[str, ...] = (),
+) -> Variable:
+    gone = HISTORY.variables.dropped(name, VERSION)
+    dropped = f"{NAME} {gone}" if gone else ""
+    return Variable(name, does, kind, default, choices, REMOVED, instead, dropped)
 
 
 _REMOVED = (
@@ -117,6 +130,9 @@ _REMOVED = (
         "which FlashInfer kernels run experts",
         "--moe-backend flashinfer_trtllm (it was latency), flashinfer_cutlass (throughput) or "
         "flashinfer_cutedsl (masked_gemm)",
+        CHOICE,
+        "latency",
+        ("throughput", "latency", "masked_gemm"),
     ),
     _removed("VLLM_FUSED_MOE_UNQUANTIZED_BACKEND", "which kernels run BF16 experts", _BY_NAME),
     _removed("VLLM_USE_FLASHINFER_MOE_FP16", "FlashInfer for BF16 experts", _FLASHINFER),
@@ -165,10 +181,3 @@ VARIABLES: Mapping[str, Variable] = {
 }
 """By name: variables for backend selection, for kernels, for token exchange, for
 pipeline stages, and removed ones."""
-
-
-@cache
-def other_names() -> frozenset[str]:
-    """Every variable of vLLM 0.33.0 (its `envs.environment_variables`), from the package's data."""
-    document = json.loads(data.VARIABLES.read_text(encoding="utf-8"))
-    return frozenset(document["names"])

@@ -195,6 +195,15 @@ def test_shipped_names_are_those_that_can_be_looked_up() -> None:
     assert not any("backend" in str(name) for name in names)
 
 
+def test_a_file_counts_from_the_release_on_that_ships_it() -> None:
+    newer = decided("TritonExperts", Scheme(BF16), "h20", size=256, n=256)
+    assert status_of(newer).found == SHIPPED
+    older = replace(newer, inputs=replace(newer.inputs, policy="vllm-0.24.0"))
+    status = status_of(older)
+    assert status.wanted == status_of(newer).wanted and not status.found
+    assert shipped("0.24.0") < shipped("0.33.0") and len(shipped("0.24.0")) == 317
+
+
 @pytest.mark.parametrize("name", ["README", "E=1,N=2.json", "E=1,N=2,device_name=X,dtype=a,backend=b.json"])
 def test_other_files_have_no_parts(name: str) -> None:
     assert parse_name(name) is None

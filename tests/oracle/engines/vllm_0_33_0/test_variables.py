@@ -19,10 +19,11 @@ from moectl.environment.variables import (
     judge_variables,
 )
 from moectl.files.records import to_json
-from moectl.oracle.engines.vllm_0_33_0.variables import VARIABLES, other_names
+from moectl.oracle.engines.vllm_0_33_0.variables import HISTORY, VARIABLES, VERSION
 from moectl.oracle.registry import policy_named
 
 ENGINE = "vllm-0.33.0"
+NAMES = HISTORY.variables.at(VERSION)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_names_that_nobody_knows_get_near_matches() -> None:
         "HOME": "/root",
         "VLLM_USE_DEEP_GEMM": "0",
     }
-    found = {f.name: f for f in judge_variables(env, VARIABLES, ENGINE, prefix="VLLM_", others=other_names())}
+    found = {f.name: f for f in judge_variables(env, VARIABLES, ENGINE, prefix="VLLM_", others=NAMES)}
     assert set(found) == {"VLLM_USE_DEEPGEMM", "VLLM_QQQQQQ", "VLLM_USE_DEEP_GEMM"}
     assert found["VLLM_USE_DEEPGEMM"].verdict == UNKNOWN
     assert "did you mean VLLM_USE_DEEP_GEMM" in found["VLLM_USE_DEEPGEMM"].remark
@@ -95,7 +96,7 @@ def test_names_that_nobody_knows_get_near_matches() -> None:
 
 def test_near_matches_are_names_that_are_read_unless_another_is_nearer() -> None:
     def told(name: str) -> str:
-        (found,) = judge_variables({name: "1"}, VARIABLES, ENGINE, prefix="VLLM_", others=other_names())
+        (found,) = judge_variables({name: "1"}, VARIABLES, ENGINE, prefix="VLLM_", others=NAMES)
         return found.remark
 
     assert "did you mean VLLM_ROCM_MOE_PADDING or" in told("VLLM_MOE_PADING")
@@ -105,7 +106,7 @@ def test_near_matches_are_names_that_are_read_unless_another_is_nearer() -> None
 
 def test_the_table_agrees_with_the_engines_own_list() -> None:
     for variable in VARIABLES.values():
-        assert (variable.name in other_names()) == (variable.status == READ), variable.name
+        assert (variable.name in NAMES) == (variable.status == READ), variable.name
         assert variable.status in (READ, REMOVED)
         if variable.kind in SWITCHES:
             assert judge_variable(Variable("V", "", variable.kind), variable.default, ENGINE).verdict == SET

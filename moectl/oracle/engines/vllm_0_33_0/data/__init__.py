@@ -1,10 +1,10 @@
-"""Lists of vLLM 0.33.0, as JSON files."""
+"""Lists of vLLM 0.33.0, and of names by release, as JSON files."""
 
 from pathlib import Path
 
 GRID = Path(__file__).with_name("grid.json")
 """Inputs behind the names in recorded decisions: models, schemes, devices, deployments, package profiles."""
 TUNED = Path(__file__).with_name("tuned.json")
-"""Tuned files that the release ships."""
-VARIABLES = Path(__file__).with_name("variables.json")
-"""Every environment variable that the release knows."""
+"""Tuned files, with the releases that ship them."""
+NAMES = Path(__file__).with_name("names.json")
+"""Environment variables, backends and exchanges of the command line, with the releases that know them."""
