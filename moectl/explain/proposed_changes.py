@@ -55,7 +55,7 @@ def request(name: str, policy: Policy) -> ProposedChange:
     return ProposedChange(
         "request",
         "request",
-        f"request it by name ({policy.serve.backend.format(name)})",
+        f"request it by name ({policy.serve.request(name)})",
         (("--backend", name),),
         lambda now: replace(now, requested=name),
     )

@@ -175,7 +175,8 @@ class Engine:
 
     def reads(self, variable: str) -> bool:
         """True if `variable` is an environment variable of this engine."""
-        return bool(self.env_prefix) and variable.startswith(self.env_prefix)
+        prefixed = bool(self.env_prefix) and variable.startswith(self.env_prefix)
+        return prefixed or variable in self.policy.variables
 
     def judge(self, env: Mapping[str, str]) -> tuple[VariableFinding, ...]:
         """Findings about the engine's variables in `env`; empty if the policy lists no variables."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..environment import Device
@@ -51,6 +51,8 @@ class ServeOptions:
         pipeline: pipeline stages; adapters: LoRA adapters; activation: the activation format of experts, by
             the engine's name (`Route.act_overrides`). Empty for a command without them.
         tensor_spans_all: the number of tensor-parallel ranks counts those of data parallelism, too.
+        spelled: requests that are other options than `backend`.
+        separator, end: what stands between options and after the last, for a Python call.
     """
 
     command: str
@@ -64,6 +66,17 @@ class ServeOptions:
     adapters: str = ""
     activation: str = ""
     tensor_spans_all: bool = False
+    spelled: Mapping[str, str] = field(default_factory=dict, hash=False)
+    separator: str = " "
+    end: str = ""
+
+    def request(self, name: str) -> str:
+        """The command that requests a backend by name, or the argument of a Python call."""
+        return self.spelled.get(name) or self.backend.format(name)
+
+    def whole(self, words: Iterable[str]) -> str:
+        """The command of `words`: the one for a checkpoint, and options."""
+        return self.separator.join(words) + self.end
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,9 @@ class Route:
             `dtypes`: 16-bit model dtypes.
         refusals: what the method refuses before the checks; `late_failures`: what fails after the choice.
         fails: exception class if no backend of the automatic order is supported; `fails_by_name`: if a
-            requested one is not; `fails_unknown`: if a request names none (empty: the same).
+            requested one is not; `fails_unknown`: if a request names none (empty: the same). `raises`: the
+            exception classes of the engine's checks, which are their reason codes, in the order in which
+            they are raised; the first one of the foremost backend is the failure's then.
         substitutes: devices where the engine continues without a backend instead.
         replaces: names of the routes whose checkpoints this one takes over when `when` holds, with fewer
             backends to choose from.
@@ -234,6 +236,7 @@ class Route:
     fails: str = "NotImplementedError"
     fails_by_name: str = "ValueError"
     fails_unknown: str = ""
+    raises: tuple[str, ...] = ()
     substitutes: tuple[EngineSubstitute, ...] = ()
     replaces: tuple[str, ...] = ()
 

@@ -194,8 +194,9 @@ def serve_command(policy: Policy, checkpoint: str, parallel: Parallel, requested
     if parallel.states_exchange(policy.default_exchange):
         words.append(serve.exchange.format(parallel.all2all))
     if requested and requested != "auto":
-        words.append(f"{serve.backend.format(requested).split()[-2]} {requested}")
-    return " ".join(words)
+        option = serve.request(requested)
+        words.append(option if serve.end else " ".join(option.split()[-2:]))
+    return serve.whole(words)
 
 
 def _other_experts(explanation: Explanation) -> Iterator[tuple[str, str]]:
