@@ -12,6 +12,7 @@ from moectl.environment import find_device
 from moectl.explain import explain
 from moectl.explain.explanation import Question
 from moectl.oracle import SelectionInputs, decide, engine_named, packages_from
+from moectl.oracle.engines.transformers_5.releases import V5_17_0, V5_23_0
 from moectl.problem.moe_problem import Parallel
 from support.invoking import moectl
 
@@ -150,8 +151,12 @@ def test_releases_differ_in_models_and_in_scales():
     assert "without their global scales" in decision(nvfp4, "h200", release="5.17.0").error
     unknown = decision("moonshotai/Kimi-K2-Instruct", "h200")
     assert [gate.kind for gate in unknown.gates] == ["model"] and "kimi_k2" in unknown.gates[0].says
-    newer = NEWEST.policy.refusals[0], engine_named("transformers==5.17.0").policy.refusals[0]
-    assert len({condition.name for condition in newer}) == 1
+    newer, older = V5_23_0.models, V5_17_0.models
+    assert older.known < newer.known and "muse_spark" in newer.known - older.known
+    assert older.own - newer.own == {"aria", "aria_text"} and newer.own < older.own
+    assert (
+        newer.normed == {name for name in newer.known if name.startswith("muse_spark")} and not older.normed
+    )
 
 
 def test_a_release_between_two_is_answered_by_the_older_one():
