@@ -23,7 +23,8 @@ from ..problem.roofline import (
 class WeightMemory:
     """Bytes of one layer's expert weights, scales, zero points and biases on one rank.
 
-    `stored`: in the checkpoint's formats; `padded`: with the chosen backend's padding; `repacking`: the
+    `stored`: in the checkpoint's formats; `padded`: with the chosen backend's padding, and dequantized if it
+    does that; `repacking`: the
     additional bytes while this layer is repacked at load time, as `why` describes. Other weights, the KV
     cache and allocator overhead are not counted.
     """
@@ -47,9 +48,9 @@ class WeightMemory:
 
 def memory_of(decision: Decision) -> WeightMemory:
     """Bytes of one layer under `decision`; as stored if nothing is chosen."""
-    problem = decision.problem
+    problem, held = decision.problem, decision.held
     row = engine_named(decision.inputs.policy).repacked(decision.chosen.layout if decision.chosen else "")
-    w13, w2 = problem.matrix_bytes(padded=True)
+    w13, w2 = held.matrix_bytes(padded=True)
     return WeightMemory(
         problem.expert_bytes() * problem.local_experts,
         (w13 + w2) * problem.local_experts,

@@ -251,7 +251,7 @@ def explained(
         inputs.problem,
         decision,
         memory_of(decision),
-        roofline_of(inputs.problem, inputs.device),
+        roofline_of(replace(inputs.problem, scheme=decision.held.scheme), inputs.device),
         sources,
         notes,
         tuple(_other(inputs, policy) for policy in others),

@@ -157,7 +157,7 @@ def _padded(decision: Decision, parallel: Parallel) -> int:
 
     Raises UsageError when the experts cannot be sharded so.
     """
-    own = decision.problem
+    own = decision.held
     if parallel == own.parallel:
         return sum(own.matrix_bytes(padded=True)) * own.local_experts
     share = own.on(parallel)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from ..environment import Device, Packages
+from ..environment.package_probes import release_numbers
 from ..environment.variables import Variable
 from ..problem.model_shape import UNKNOWN_MODEL, ModelShape
 from ..problem.moe_problem import Align, MoEProblem
@@ -86,10 +87,11 @@ class FormatSupport:
 
 @dataclass(frozen=True, slots=True)
 class PackageNeed:
-    """A required package, optionally with a symbol in it.
+    """A required package, optionally with a symbol in it, or of certain versions.
 
     `instead` are packages or tools that together replace it, `switch` an environment variable that
-    overrides the check. `code` is the engine's reason code for an unmet need.
+    overrides the check. `code` is the engine's reason code for an unmet need. `oldest` and `below`: the
+    first version that will do, and the first that will not any more; an unknown version does.
     """
 
     package: str
@@ -97,17 +99,28 @@ class PackageNeed:
     instead: tuple[str, ...] = ()
     switch: Variable | None = None
     code: str = "device"
+    oldest: str = ""
+    below: str = ""
 
     def met(self, packages: Packages) -> bool:
         """True when the package or its replacement is available."""
         return (
-            packages.has(self.package, self.symbol)
+            (packages.has(self.package, self.symbol) and self._fits(packages.versions[self.package]))
             or (bool(self.instead) and all(packages.has(name) for name in self.instead))
             or (self.switch is not None and is_on(packages, self.switch))
         )
 
+    def _fits(self, version: str) -> bool:
+        numbers = release_numbers(version)
+        return not numbers or (
+            numbers >= release_numbers(self.oldest)
+            and (not self.below or numbers < release_numbers(self.below))
+        )
+
     def __str__(self) -> str:
         text = f"{self.package}.{self.symbol}" if self.symbol else self.package
+        text += f" from {self.oldest}" if self.oldest else ""
+        text += f", before {self.below}" if self.below else ""
         return " or ".join([text, *([" and ".join(self.instead)] if self.instead else [])])
 
 
@@ -255,7 +268,8 @@ class Capability:
     `dtypes` are the model's 16-bit dtypes, `logits` those of router logits, `scales` the storage dtypes of
     weight scales. `hashed`, for fused routing only: experts can be looked up by token id.
     `lora`: LoRA adapters on experts; `invariant`: results do not depend on the rest of the batch.
-    `codes` overrides the engine's reason code of a question.
+    `codes` overrides the engine's reason code of a question. `remarks` are sentences for the user when the
+    class is chosen, without a full stop; empty ones are left out.
     """
 
     arch: Archs | None = None
@@ -279,6 +293,7 @@ class Capability:
     invariant: bool = False
     rules: tuple[BackendRule, ...] = ()
     runtime_failures: tuple[RuntimeFailure, ...] = ()
+    remarks: tuple[Callable[[SupportQuery], str], ...] = ()
     codes: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def switch_names(self) -> frozenset[str]:
@@ -369,6 +384,7 @@ class Backend:
         note: why a policy ranks it this way, in a sentence.
         verified: devices that its runner was run and checked on.
         untried_with: whether it never was with layers of a scheme.
+        dequantizes: weights are dequantized to the model's 16-bit dtype on loading, and kept so.
     """
 
     name: str
@@ -381,6 +397,7 @@ class Backend:
     note: str = ""
     verified: Archs = ()
     untried_with: Callable[[Scheme], bool] = lambda scheme: False
+    dequantizes: bool = False
 
     def untried(self, device: Device, scheme: Scheme | None = None) -> bool:
         """True when moectl has a runner that was never verified on such a `device`, or with such a layer."""

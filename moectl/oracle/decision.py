@@ -10,6 +10,7 @@ from ..cache.backend_times import TimeRanking
 from ..errors import NoBackend
 from ..files.records import to_json
 from ..problem.moe_problem import Dims, MoEProblem
+from ..problem.schemes import BF16, Scheme
 from .backend import GROUPS, Backend, ExpertsClass
 from .checks import Verdict
 from .selection_inputs import SelectionInputs
@@ -146,6 +147,13 @@ class Decision:
         if self.chosen is not None and self.usable:
             return self.chosen.backend.name
         return f"none: {self.error or '; '.join(map(str, self.gates))}"
+
+    @property
+    def held(self) -> MoEProblem:
+        """The problem with its weights as the choice keeps them in memory: in 16 bits if it dequantizes."""
+        if self.chosen is None or not self.chosen.backend.dequantizes:
+            return self.problem
+        return replace(self.problem, scheme=Scheme(BF16))
 
     @property
     def best_first(self) -> tuple[Candidate, ...]:

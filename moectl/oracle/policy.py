@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..environment import Device
@@ -52,6 +52,8 @@ class ServeOptions:
             the engine's name (`Route.act_overrides`). Empty for a command without them.
         tensor_spans_all: the number of tensor-parallel ranks counts those of data parallelism, too.
         spelling: how the command line spells a backend's name.
+        spelled: requests that are other options than `backend`.
+        separator, end: what stands between options and after the last, for a Python call.
     """
 
     command: str
@@ -66,10 +68,13 @@ class ServeOptions:
     activation: str = ""
     tensor_spans_all: bool = False
     spelling: Callable[[str], str] = str
+    spelled: Mapping[str, str] = field(default_factory=dict, hash=False)
+    separator: str = " "
+    end: str = ""
 
     def request(self, name: str) -> str:
-        """The command that requests the backend `name`."""
-        return self.backend.format(self.spelling(name))
+        """The command that requests a backend by name, or the argument of a Python call."""
+        return self.spelled.get(name) or self.backend.format(self.spelling(name))
 
     def request_option(self, name: str) -> str:
         """The option of that command: what it adds to the words that `command` begins with."""
@@ -79,6 +84,10 @@ class ServeOptions:
                 break
             words.pop(0)
         return " ".join(words)
+
+    def whole(self, words: Iterable[str]) -> str:
+        """The command of `words`: the one for a checkpoint, and options."""
+        return self.separator.join(words) + self.end
 
 
 @dataclass(frozen=True, slots=True)

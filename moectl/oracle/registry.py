@@ -10,10 +10,13 @@ from .engine import Engine, newest
 from .engines.moectl import MOECTL
 from .engines.sglang_0_5_23 import SGLANG_0_5_23
 from .engines.tensorrt_llm import TENSORRT_LLM
+from .engines.transformers_5 import TRANSFORMERS_5
 from .engines.vllm import RELEASES as VLLM
 from .policy import Policy
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (*VLLM, MOECTL, SGLANG_0_5_23, TENSORRT_LLM)}
+ENGINES: dict[str, Engine] = {
+    engine.name: engine for engine in (*VLLM, MOECTL, SGLANG_0_5_23, *TRANSFORMERS_5, TENSORRT_LLM)
+}
 """The default engine first; in a family, the newest version first."""
 
 

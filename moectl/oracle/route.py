@@ -188,7 +188,9 @@ class Route:
             `dtypes`: 16-bit model dtypes.
         refusals: what the method refuses before the checks; `late_failures`: what fails after the choice.
         fails: exception class if no backend of the automatic order is supported; `fails_by_name`: if a
-            requested one is not; `fails_unknown`: if a request names none (empty: the same).
+            requested one is not; `fails_unknown`: if a request names none (empty: the same). `raises`: the
+            exception classes of the engine's checks, which are their reason codes, in the order in which
+            they are raised; the first one of the foremost backend is the failure's then.
         wordless: exception class if a backend is refused for its number formats, as the engine fails to word
             that refusal; empty: it does not fail.
         substitutes: devices where the engine continues without a backend instead.
@@ -241,6 +243,7 @@ class Route:
     fails_by_name: str = "ValueError"
     fails_unknown: str = ""
     wordless: str = ""
+    raises: tuple[str, ...] = ()
     substitutes: tuple[EngineSubstitute, ...] = ()
     fallbacks: tuple[Backend, ...] = ()
     replaces: tuple[str, ...] = ()

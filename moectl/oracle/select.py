@@ -89,6 +89,7 @@ def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
     notes = (
         *notes,
         *_fallen(policy, taken, found),
+        *_remarks(found.ask, chosen),
         *_runtime_failures(found.ask, chosen),
         *_unbalanced(policy, taken, found.ask, chosen),
     )
@@ -311,6 +312,12 @@ def _afterwards(found: _RouteOutcome, policy: Policy, route: Route) -> tuple[Fai
     return None, True
 
 
+def _remarks(ask: SupportQuery, chosen: Candidate | None) -> tuple[str, ...]:
+    """What the user should know of the chosen experts class."""
+    remarks = chosen.variant.capability.remarks if chosen else ()
+    return tuple(filter(None, (remark(ask) for remark in remarks)))
+
+
 def _runtime_failures(ask: SupportQuery, chosen: Candidate | None) -> tuple[str, ...]:
     """A note for each failure of the chosen kernels at run time, which the choice does not consider."""
     if chosen is None:
@@ -390,8 +397,9 @@ def _reasons(candidates: Iterable[Candidate]) -> str:
 
 def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[Candidate, ...]) -> Failure:
     """Why no candidate is chosen, in one sentence."""
+    raised = _raised(route, candidates)
     if not name:
-        kind = route.fails_by_name if any(c.last_resort for c in candidates) else route.fails
+        kind = raised or (route.fails_by_name if any(c.last_resort for c in candidates) else route.fails)
         says = f"no backend of {versioned(policy.name)} supports this deployment ({route.name})"
         return Failure(says, kind)
     asked = [candidate for candidate in candidates if in_order(candidate)] or candidates
@@ -401,7 +409,15 @@ def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[C
         engine = versioned(policy.name)
         says = f"backend {name} is not available for {route.name} in {engine}; available: {names}"
         return Failure(says, route.fails_unknown or route.fails_by_name)
-    return Failure(says, route.fails_by_name)
+    return Failure(says, raised or route.fails_by_name)
+
+
+def _raised(route: Route, candidates: tuple[Candidate, ...]) -> str:
+    """The exception class that the checks of the foremost backend raise; empty if the route has none."""
+    foremost = [c for c in candidates if c.backend is candidates[0].backend]
+    here = [c for c in foremost if all(verdict.question != "device" for verdict in c.failed)]
+    codes = {verdict.code for candidate in here or foremost for verdict in candidate.failed}
+    return next((kind for kind in route.raises if kind in codes), "")
 
 
 def _unchecked(policy: Policy, chosen: Candidate) -> str:

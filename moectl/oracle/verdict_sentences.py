@@ -179,7 +179,8 @@ def _package(verdict: Verdict, name: str) -> str:
     _, *alternatives = verdict.wanted.split(" or ")
     if alternatives:
         return f"needs {name} or {' or '.join(alternatives)}, none of which is available{get}"
-    return f"needs {name}, which is not installed{get}"
+    versions = verdict.wanted if verdict.wanted.startswith(f"{name} ") else name
+    return f"needs {versions}, which is not installed{get}"
 
 
 def reasons(candidate: Candidate) -> tuple[tuple[str, str], ...]:

@@ -39,6 +39,7 @@ class ModelShape:
         vocabulary: entries of the embedding.
         layers: decoder layers, without those for multi-token prediction.
         architecture: the first of `architectures` in config.json.
+        model_type: `model_type` in config.json of the whole model, whose text model may have another.
         blocked: block-quantized FP8 matrices outside the experts that engines shard, one for each kind.
     """
 
@@ -47,6 +48,7 @@ class ModelShape:
     vocabulary: int = 0
     layers: int = 0
     architecture: str = ""
+    model_type: str = ""
     blocked: tuple[BlockedMatrix, ...] = ()
 
 

@@ -26,19 +26,22 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """The sizes in the text model's part of `config`; unknown where a key is absent or is no such size.
 
     Example:
-        >>> model_shape({"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 201088})
-        ModelShape(attention_heads=64, kv_heads=8, vocabulary=201088, layers=0, architecture='', blocked=())
+        >>> shape = model_shape({"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 201088})
+        >>> shape.attention_heads, shape.kv_heads, shape.vocabulary, shape.layers
+        (64, 8, 201088, 0)
     """
     fields = ConfigFields(config)
     latent = fields.has("kv_lora_rank")
     architectures = config.get("architectures")
     first = architectures[0] if isinstance(architectures, list) and architectures else ""
+    whole = config.get("model_type")
     return ModelShape(
         attention_heads=_size(fields, HEADS),
         kv_heads=0 if latent else _size(fields, KV_HEADS),
         vocabulary=_size(fields, ("vocab_size",)),
         layers=_size(fields, KEYS["layers"]),
         architecture=first if isinstance(first, str) else "",
+        model_type=whole if isinstance(whole, str) else "",
     )
 
 

@@ -194,8 +194,8 @@ def serve_command(policy: Policy, checkpoint: str, parallel: Parallel, requested
     if parallel.states_exchange(policy.default_exchange):
         words.append(serve.exchange.format(parallel.all2all))
     if requested and requested != "auto":
-        words.append(serve.request_option(requested))
-    return " ".join(words)
+        words.append(serve.request(requested) if serve.end else serve.request_option(requested))
+    return serve.whole(words)
 
 
 def _other_experts(explanation: Explanation) -> Iterator[tuple[str, str]]:

@@ -12,16 +12,16 @@ from moectl.problem.model_shape import UNKNOWN_MODEL, ModelShape
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("openai/gpt-oss-120b", ModelShape(64, 8, 201088, 36, "GptOssForCausalLM")),
+        ("openai/gpt-oss-120b", ModelShape(64, 8, 201088, 36, "GptOssForCausalLM", "gpt_oss")),
         # Latent attention: KV heads are not sharded.
-        ("moonshotai/Kimi-K2-Instruct", ModelShape(64, 0, 163840, 61, "DeepseekV3ForCausalLM")),
+        ("moonshotai/Kimi-K2-Instruct", ModelShape(64, 0, 163840, 61, "DeepseekV3ForCausalLM", "kimi_k2")),
         # In text_config.
         (
             "meta-llama/Llama-4-Scout-17B-16E-Instruct",
-            ModelShape(40, 8, 202048, 48, "Llama4ForConditionalGeneration"),
+            ModelShape(40, 8, 202048, 48, "Llama4ForConditionalGeneration", "llama4"),
         ),
         # Under other names.
-        ("databricks/dbrx-instruct", ModelShape(48, 8, 100352, 40, "DbrxForCausalLM")),
+        ("databricks/dbrx-instruct", ModelShape(48, 8, 100352, 40, "DbrxForCausalLM", "dbrx")),
     ],
 )
 def test_shapes_of_published_models(name, shape):
