@@ -78,6 +78,8 @@ def explain(
         if not checkpoints:
             options = page_options(context, options, out)
         return changed(list(dict.fromkeys(checkpoints or ())), options, answer, answers)
+    if options.every_engine and answer.html is None:
+        return under_every_engine(list(dict.fromkeys(checkpoints or ())), options, answer, answers)
     if answer.html is not None:
         options = page_options(context, options, out)
     elif not checkpoints:
@@ -169,6 +171,40 @@ def answered(
     )
 
 
+def under_every_engine(
+    names: list[str], options: DecisionOptions, answer: AnswerOptions, answers: "AnswerOutput"
+) -> ExitCode:
+    """Show what every engine chooses for a checkpoint, a line for each."""
+    from ...checkpoint import open_checkpoint
+    from ...checkpoint.config.user_assumptions import parse_assumptions
+    from ...oracle.machine_packages import engines_of_families
+    from .sides import assumptions_of, sides_of
+
+    others = {"--why": answer.why, "--diff": answer.diff, "--backend": options.backend}
+    if not names:
+        raise UsageError("CKPT is missing", hint="moectl explain openai/gpt-oss-120b --engine all")
+    given = [name for name, value in {**others, "--all2all": options.all2all}.items() if value is not None]
+    if given:
+        raise UsageError(
+            f"--engine all takes no {' or '.join(given)}: backends and exchanges have other names in "
+            "other engines",
+            hint="name one engine with --engine",
+        )
+    sides = sides_of(options, engines_of_families(options.where))
+    if len(names) != 1 or sides[0].decisions > 1:
+        raise UsageError(
+            "--engine all takes one checkpoint, one GPU and one deployment",
+            hint="give one CKPT, and one value each to --gpu, --tp and --dp; --html takes more of each",
+        )
+    assumptions = parse_assumptions(options.activation, options.routing)
+    source = open_checkpoint(names[0], offline=answer.offline, assumptions=assumptions)
+    notes = assumptions_of(sides)
+    for note in notes:
+        answers.out.note(note)
+    answers.look_at([machine for side in sides for machine in side.machines], notes)
+    return answers.engines([side.matrix(source) for side in sides])
+
+
 def _refuse_beside_from(answer: AnswerOptions) -> None:
     """Raises UsageError for options that say something else to show."""
     others = {"--why": answer.why, "--diff": answer.diff, "--html": answer.html, "--replay": answer.replay}
@@ -185,25 +221,21 @@ def changed(
     from ...checkpoint.config.user_assumptions import parse_assumptions
     from ...checkpoint.source.catalogue import model_names
     from ...checkpoint.source.open_checkpoint import open_built_in
-    from ...explain.decision_matrix import matrix
     from ...explain.release_changes import decision_changes
     from ...oracle.registry import versioned
+    from .sides import side_of
 
-    older = replace(options, policy=answer.since)
-    sides = []
-    for side in (older, options):
-        policy = side.engine.policy
-        parallels = side.parallels(policy)
-        question = side.question(policy, parallels[0], (), measured=False)
-        sides.append((question, side.machines(), parallels))
-    (before, *_), (after, machines, parallels) = sides
+    if options.every_engine:
+        raise UsageError("--from compares two releases", hint="name the second with --to")
+    older, newer = side_of(options, answer.since), side_of(options, options.policy)
+    before, after = older.question, newer.question
     if before.policy.name == after.policy.name:
         raise UsageError(
             f"--from and --to are the same release, {versioned(after.policy.name)}",
             hint="name another one, such as --from 0.31.0",
         )
     built_in, names = not names, names or list(model_names())
-    if len(names) * len(machines) * len(parallels) > MOST_PAGE_CELLS:
+    if len(names) * newer.decisions > MOST_PAGE_CELLS:
         raise UsageError(
             f"at most {MOST_PAGE_CELLS} decisions are compared",
             hint="use fewer checkpoints, GPUs or deployments",
@@ -216,17 +248,18 @@ def changed(
         return open_checkpoint(name, offline=answer.offline, assumptions=assumptions)
 
     sources, unopened = opened_of(names, opened, answers.out)
-    answers.look_at(machines)
-    for note in (*machine_notes(machines), *older.remarks(before.policy, parallels)):
+    answers.look_at(newer.machines)
+    remarks = replace(options, policy=answer.since).remarks(before.policy, newer.parallels)
+    for note in (*machine_notes(newer.machines), *remarks):
         answers.out.note(note)
     changes: list[DecisionChange] = []
     decisions = 0
     with answers.out.progress("deciding", unit="checkpoints") as update:
         for number, source in enumerate(sources):
             update(number, len(sources), source.origin.name)
-            both = [matrix(source, of, deployments, asked) for asked, of, deployments in sides]
-            decisions += len(both[1].cells)
-            changes += decision_changes(both[:1], both[1:])
+            was, now = older.matrix(source), newer.matrix(source)
+            decisions += len(now.cells)
+            changes += decision_changes([was], [now])
     return answers.releases(before, after, changes, decisions, unopened)
 
 
@@ -282,12 +315,16 @@ def replayed(path: Path, answer: AnswerOptions, answers: "AnswerOutput") -> Exit
     """Decide the document at `path` again, and show the explanation or matrix."""
     from ...explain.assumed_machines import AssumedMachine
     from ...explain.explanation import Question
-    from ...explain.replay import read_document, replay, replay_matrices, requested_gpu
+    from ...explain.replay import read_document, replay, replay_engines, replay_matrices, requested_gpu
     from ...oracle.registry import policy_named
     from .command_line import ExplainCommand
 
     document = read_document(path)
     answers.keep(document)
+    if "engines" in document and answer.html is None:
+        if answer.why or answer.diff:
+            raise UsageError("--why and --diff need a document of one engine")
+        return answers.engines(replay_engines(document))
     if "groups" not in document:
         if answer.why or answer.diff:
             raise UsageError("--why and --diff need a document of one checkpoint, GPU and deployment")

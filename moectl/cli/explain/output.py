@@ -18,9 +18,10 @@ from ...problem.layer_ranges import ranges
 from .. import text_blocks
 from ..output import Output, count, size
 from .command_line import ExplainCommand
+from .engines_text import engine_blocks, engine_lines, engines_document
 from .matrix_memory import memory_blocks
 from .matrix_text import matrix_blocks, matrix_lines, several_blocks, several_lines
-from .options import AnswerOptions
+from .options import ALL, AnswerOptions
 from .release_text import release_blocks, release_lines
 from .sections import document, measured_blocks, sections
 from .summary import summary_blocks
@@ -46,8 +47,11 @@ class AnswerOutput:
         self.verbose, self.measured = options.verbose, bool(options.measured)
         self.environment: dict[str, Any] = dict(NOTHING_FOUND)
 
-    def look_at(self, machines: tuple[AssumedMachine, ...]) -> None:
-        """Warn of what may make the answer wrong on `machines`, and keep it for JSON."""
+    def look_at(self, machines: Sequence[AssumedMachine], notes: Sequence[str] | None = None) -> None:
+        """Warn of what may make the answer wrong on `machines`, and keep it for JSON.
+
+        `notes` say what is assumed of them, by default in their own words.
+        """
         warnings = list(dict.fromkeys(text for machine in machines for text in machine.warnings))
         for warning in warnings:
             self.out.warn(warning)
@@ -56,10 +60,11 @@ class AnswerOutput:
                 "no GPU was found, so this is the answer for the CPU; --gpu NAME asks for another device "
                 "(moectl list gpus)"
             )
-        notes = list(dict.fromkeys(note for machine in machines for note in machine.notes))
+        if notes is None:
+            notes = list(dict.fromkeys(note for machine in machines for note in machine.notes))
         first = machines[0]
         installed = {"installed_engine": first.installed, "python": first.python or None}
-        self.environment = {**installed, "warnings": warnings, "assumptions": notes}
+        self.environment = {**installed, "warnings": warnings, "assumptions": list(notes)}
 
     def keep(self, recorded: Mapping[str, Any]) -> None:
         """Repeat in JSON what a `recorded` document says of its environment."""
@@ -135,6 +140,22 @@ class AnswerOutput:
         passed = all(matrix.clean if self.strict else matrix.usable for matrix in matrices)
         codes = [ExitCode.DONE if passed else ExitCode.FOUND, *(item.error.exit_code for item in unopened)]
         return max(codes)
+
+    def engines(self, matrices: Sequence[DecisionMatrix]) -> ExitCode:
+        """Print a line for each engine, whose decision for one checkpoint is a matrix.
+
+        FOUND if no engine supports every layer or, with --strict, one of them does not or falls back.
+        """
+        document = {
+            **matrix_document(matrices[:1], matrices[0].question),
+            "policy": ALL,
+            "usable": any(matrix.usable for matrix in matrices),
+            "rows": [row for matrix in matrices for row in matrix.rows()],
+            "engines": engines_document(matrices),
+        }
+        self.show(document, engine_blocks(matrices), engine_lines(matrices))
+        passed = all(it.clean for it in matrices) if self.strict else document["usable"]
+        return ExitCode.DONE if passed else ExitCode.FOUND
 
     def why(self, explanation: Explanation, command: ExplainCommand, name: str) -> ExitCode:
         """Print what would have to change; FOUND if nothing helps some layer."""

@@ -47,7 +47,7 @@ def explain() -> Schema:
     """Documents of `moectl explain`; some keys are those of one checkpoint, GPU and deployment."""
     always = {
         "checkpoints": array(_checkpoint(), "The checkpoints that were opened."),
-        "policy": said(STRING, "The engine and its release, or moectl."),
+        "policy": said(STRING, "The engine and its release, or moectl; all with --engine all."),
         "requested": said(OPTIONAL_STRING, "The backend that was requested by name."),
         "usable": said(BOOLEAN, "Every checkpoint has a GPU and deployment with a backend for all layers."),
         "errors": array(
@@ -73,8 +73,8 @@ def explain() -> Schema:
         "environment": _environment(),
     }
     asked = {"why": array(_why()), "diff": _diff()}
-    between = {"releases": _releases()}
-    document = obj({**always, **single, **asked, **between}, optional=(*single, *asked, *between))
+    others = {"releases": _releases(), "engines": array(_engine(), "With --engine all: one row each.")}
+    document = obj({**always, **single, **asked, **others}, optional=(*single, *asked, *others))
     # All of these or none.
     document["dependentRequired"] = {name: [*single] for name in (*single, *asked)}
     return document
@@ -115,6 +115,18 @@ def _checkpoint() -> Schema:
                 nullable(record_schema(OtherWeights)),
                 "Weights that are no routed experts; null if neither headers nor config tell them.",
             ),
+        }
+    )
+
+
+def _engine() -> Schema:
+    return obj(
+        {
+            "policy": said(STRING, "The engine and its release, or moectl."),
+            "title": said(STRING, "Its official spelling, with the release."),
+            "usable": said(BOOLEAN, "All layers have a backend that works."),
+            "backends": said(STRINGS, "The choices, by the engine's names."),
+            "because": said(STRING, "What decided, or why there is no backend."),
         }
     )
 
@@ -161,6 +173,7 @@ def _row() -> Schema:
     return obj(
         {
             "checkpoint": said(STRING, "The name of one of the checkpoints."),
+            "policy": said(STRING, "The engine and its release, or moectl."),
             "gpu": said(STRING, "As requested, such as h200; else the name that the driver reports."),
             "gpu_name": STRING,
             "arch": said(STRING, "Such as sm90 or gfx942."),
