@@ -103,7 +103,7 @@ def default_engine(where: PythonEnvironment | None = None) -> Engine:
 def installed_release(newest: Engine, where: PythonEnvironment | None = None) -> Engine:
     """The engine of the family of `newest` in the release that is installed here, or in `where`.
 
-    `newest` itself if none is installed, or if the installed release is older than every known one, or its version is unknown.
+    `newest` itself if none is installed, or if that release is older than every known one, or unknown.
     """
     version = distribution_version(newest.package, newest.package, where) if newest.package else ""
     try:
