@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ...errors import ExitCode, MoectlError, UsageError
+from ...errors import ExitCode, MoectlError, Unavailable, UsageError
 from ..checkpoint_argument import pick_backend
 from ..options import TYPED, framed, typed_options
 from ..output import Output
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ...checkpoint import Checkpoint
     from ...explain.assumed_machines import AssumedMachine
     from ...explain.decision_matrix import Unopened
+    from ...explain.engine_answer import EngineAnswer
     from ...explain.release_changes import DecisionChange
     from .output import AnswerOutput
 
@@ -66,6 +67,8 @@ def explain(
         if answer.why or answer.diff or answer.md:
             raise UsageError("--html takes no --why, --diff or --md", hint="give one of them")
         check_writable(answer.html, [*(checkpoints or ()), *([answer.replay] if answer.replay else [])])
+    if answer.ask_engine:
+        _refuse_beside_asking(options, answer)
     if answer.replay is not None:
         if checkpoints:
             raise UsageError("--replay takes its inputs from the document", hint="omit CKPT")
@@ -115,6 +118,8 @@ def answered(
     from ...explain.decision_matrix import matrix
     from .command_line import ExplainCommand
 
+    if answer.ask_engine:
+        options = askable(options)
     policy, others = options.policies()
     parallels = options.parallels(policy)
     question = options.question(policy, parallels[0], others, measured=answer.measured is not False)
@@ -124,9 +129,10 @@ def answered(
     names = names or list(model_names())
     cells = len(names) * len(machines) * len(parallels)
     most = MOST_PAGE_CELLS if answer.html else MOST_CELLS
-    if cells > 1 and (answer.why or answer.diff):
+    if cells > 1 and (answer.why or answer.diff or answer.ask_engine):
+        name = "--why" if answer.why else "--diff" if answer.diff else "--ask-engine"
         raise UsageError(
-            f"{'--why' if answer.why else '--diff'} takes one checkpoint, one GPU and one deployment",
+            f"{name} takes one checkpoint, one GPU and one deployment",
             hint="give one CKPT, and one value each to --gpu, --tp and --dp",
         )
     if cells > most:
@@ -162,6 +168,15 @@ def answered(
         return answers.matrices(matrices, question, unopened, several=len(names) > 1)
     (source,), (machine,) = sources, machines
     explanation = explain_checkpoint(source, machine.device, machine.packages, question)
+    if answer.ask_engine:
+        from ...explain.engine_answer import ask_engine
+
+        asked: EngineAnswer | MoectlError
+        try:
+            asked = ask_engine(explanation, source, options.engine, options.where)
+        except Unavailable as error:
+            asked = error
+        return answers.explanation(explanation, machine.key, asked)
     if backend:
         return answers.why(explanation, command, backend)
     return (
@@ -169,6 +184,24 @@ def answered(
         if answer.diff
         else answers.explanation(explanation, machine.key)
     )
+
+
+def askable(options: DecisionOptions) -> DecisionOptions:
+    """`options` with the packages that a complete installation of the engine finds itself.
+
+    Raises UsageError for an engine that cannot be asked, and for other packages than those.
+    """
+    from ...environment import INSTALLED
+    from ...explain.engine_answer import complete
+
+    if not complete(options.engine, options.where):
+        return options
+    if options.packages not in (None, INSTALLED):
+        raise UsageError(
+            "--ask-engine asks the engine with the packages that are installed",
+            hint="leave --packages out, or name another environment with --python",
+        )
+    return replace(options, packages=INSTALLED)
 
 
 def under_every_engine(
@@ -203,6 +236,20 @@ def under_every_engine(
         answers.out.note(note)
     answers.look_at([machine for side in sides for machine in side.machines], notes)
     return answers.engines([side.matrix(source) for side in sides])
+
+
+def _refuse_beside_asking(options: DecisionOptions, answer: AnswerOptions) -> None:
+    """Raises UsageError for options that --ask-engine does not go with."""
+    others = {
+        "--why": answer.why,
+        "--diff": answer.diff,
+        "--from": answer.since,
+        "--html": answer.html,
+        "--replay": answer.replay,
+        "--engine all": options.every_engine or None,
+    }
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"--ask-engine takes no {' or '.join(given)}", hint="give one of them")
 
 
 def _refuse_beside_from(answer: AnswerOptions) -> None:

@@ -351,6 +351,9 @@ class AnswerOptions:
         Path | None,
         option("--html", own=True, help="Write a page; without CKPT of all models."),
     ] = None
+    ask_engine: Annotated[
+        bool, option("--ask-engine", own=True, help="Also ask the installed engine's own code.")
+    ] = False
     strict: Annotated[bool, option("--strict", own=True, help="Exit code 1 on a fallback.")] = False
     md: Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")] = False
     verbose: Annotated[bool, option("--verbose", "-v", help="Every fact and every candidate.")] = False

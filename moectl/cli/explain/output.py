@@ -5,11 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import ExitCode
+from ...errors import ExitCode, MoectlError
 from ...explain import Explanation, Question
 from ...explain.assumed_machines import AssumedMachine
 from ...explain.counterfactual import why
 from ...explain.decision_matrix import DecisionMatrix, Unopened, matrix_document
+from ...explain.engine_answer import EngineAnswer
 from ...explain.explanation_diff import diff
 from ...explain.release_changes import DecisionChange
 from ...explain.replay import read_document
@@ -17,6 +18,7 @@ from ...oracle.registry import versioned
 from ...problem.layer_ranges import ranges
 from .. import text_blocks
 from ..output import Output, count, size
+from .asked_text import asked_blocks, asked_lines
 from .command_line import ExplainCommand
 from .engines_text import engine_blocks, engine_lines, engines_document
 from .matrix_memory import memory_blocks
@@ -100,8 +102,13 @@ class AnswerOutput:
         fallback = self.strict and any(group.fallback for group in explanation.groups)
         return ExitCode.DONE if explanation.usable and not fallback else ExitCode.FOUND
 
-    def explanation(self, explanation: Explanation, gpu: str = "") -> ExitCode:
-        """Print the whole explanation; `gpu` is the device's name as requested."""
+    def explanation(
+        self, explanation: Explanation, gpu: str = "", asked: EngineAnswer | MoectlError | None = None
+    ) -> ExitCode:
+        """Print the whole explanation; `gpu` is the device's name as requested.
+
+        `asked` is the engine's own answer, or why it gave none: FOUND if it differs, else the error's code.
+        """
         for note in dict.fromkeys(note for group in explanation.groups for note in group.evidence.notes):
             self.out.note(note)
         lines = brief(explanation, self.measured)
@@ -114,8 +121,19 @@ class AnswerOutput:
             blocks += sections(explanation, self.measured)
         elif self.measured:
             blocks += measured_blocks(explanation)
-        self.show(document(explanation, gpu), blocks, lines)
-        return self.code(explanation)
+        whole, code = document(explanation, gpu), self.code(explanation)
+        if isinstance(asked, MoectlError):
+            whole["asked"] = {"failure": asked.to_json()}
+            code = max(code, asked.exit_code)
+        elif asked is not None:
+            whole["asked"] = asked.to_json()
+            blocks += asked_blocks(asked)
+            lines += asked_lines(asked)
+            code = code if asked.same else ExitCode.FOUND
+        self.show(whole, blocks, lines)
+        if isinstance(asked, MoectlError):
+            self.out.complain(asked)
+        return code
 
     def matrices(
         self,

@@ -73,6 +73,7 @@ def explain() -> Schema:
         "environment": _environment(),
     }
     asked = {"why": array(_why()), "diff": _diff()}
+    asked["asked"] = _asked()
     others = {"releases": _releases(), "engines": array(_engine(), "With --engine all: one row each.")}
     document = obj({**always, **single, **asked, **others}, optional=(*single, *asked, *others))
     # All of these or none.
@@ -116,6 +117,34 @@ def _checkpoint() -> Schema:
                 "Weights that are no routed experts; null if neither headers nor config tell them.",
             ),
         }
+    )
+
+
+def _asked() -> Schema:
+    rejected = {"backend": STRING, "experts": OPTIONAL_STRING, "reason": OPTIONAL_STRING}
+    group = {
+        "layers": LAYERS,
+        "selected": said(OPTIONAL_STRING, "The engine's name of its choice."),
+        "experts": OPTIONAL_STRING,
+        "error": OPTIONAL_STRING,
+        "priority": nullable(STRINGS),
+        "rejected": array(obj(rejected), "What it refused before its choice, in its words."),
+        "differences": array(
+            obj({"field": STRING, "engine": STRING, "moectl": STRING}), "Where moectl's decision differs."
+        ),
+    }
+    answered = {
+        "engine": said(STRING, "The engine with the release that answered."),
+        "python": STRING,
+        "own_device": said(BOOLEAN, "It found the device in this machine."),
+        "bare": said(BOOLEAN, "Only its Python files are there; it was told the packages."),
+        "same": BOOLEAN,
+        "groups": array(obj(group)),
+    }
+    return obj(
+        {**answered, "failure": nullable(obj(ERROR["properties"]))},
+        optional=tuple(answered),
+        about="With --ask-engine: the decision of the engine's own code, or why there is none.",
     )
 
 

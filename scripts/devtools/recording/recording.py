@@ -15,7 +15,7 @@ from typing import Any
 from devtools.conformance import read_decisions
 from devtools.conformance.grid import CELL
 from moectl.errors import MoectlError, Unavailable
-from moectl.oracle.engines.vllm.own_code import WORKER
+from moectl.oracle.engines.vllm_0_33_0.own_code import WORKER
 
 from .wheel import wheel_files
 
