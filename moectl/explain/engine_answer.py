@@ -237,7 +237,9 @@ def _compared(
         raise Unavailable(f"{engine.title} gave an answer without a row for each group of layers")
     groups = []
     for group, row in zip(explanation.groups, rows, strict=True):
-        if not isinstance(row, dict) or (missing := [name for name in NEEDED if name not in row]):
+        if not isinstance(row, dict):
+            raise Unavailable(f"{engine.title} gave an answer without a decision")
+        if missing := [name for name in NEEDED if name not in row]:
             raise Unavailable(f"{engine.title} gave an answer without {', '.join(missing)}")
         if row.get("not_run"):
             raise Unavailable(

@@ -41,9 +41,7 @@ def question(checkpoint: Checkpoint, asked: list[tuple[LayerGroup, SelectionInpu
         )
     model, config = checkpoint.config.get("model_type"), quantization(checkpoint)
     if model in OWN_QUANTIZATION:
-        raise Unavailable(
-            f"vLLM's model {model} chooses quantization methods in its own code, which is not asked"
-        )
+        raise Unavailable(f"vLLM's model {model} chooses quantization methods itself, which is not asked")
     models, cells = {}, []
     for number, (group, inputs) in enumerate(asked):
         if inputs.problem.scheme != group.problem.scheme or inputs.problem.lora:
@@ -53,7 +51,7 @@ def question(checkpoint: Checkpoint, asked: list[tuple[LayerGroup, SelectionInpu
             )
         if config is None and inputs.problem.storage != "plain":
             raise Unavailable(
-                f"vLLM reads the format of {checkpoint.origin.name} from a quantization config, and none is known",
+                f"vLLM needs the quantization config of {checkpoint.origin.name}, and none is known here",
                 hint="name a directory that has it, or leave --offline out",
             )
         models[str(number)] = _model(group, inputs.problem)

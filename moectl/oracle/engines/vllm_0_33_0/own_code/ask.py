@@ -30,7 +30,10 @@ def answer(document: dict[str, Any]) -> dict[str, Any]:
     row, own_device = document["device"], False
     if document["bare"]:
         worker.stand_in()
-        worker.set_machine(set(document["packages"]), document["env"], row)
+        packages, env = set(document["packages"]), document["env"]
+        if {"nvcc", "ninja"} <= packages:  # FlashInfer compiles what it lacks; here nothing is compiled.
+            env = {"VLLM_HAS_FLASHINFER_CUBIN": "1", **env}
+        worker.set_machine(packages, env, row)
     else:
         os.environ |= document["env"]
         own_device = found_itself(row)
