@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
-    "moectl explain ./ckpt --dp 8 --ep --diff before.json",
     "moectl explain --from 0.31.0 --gpu h100 --tp 1,8",
 )
 
@@ -120,6 +119,9 @@ def answered(
 
     if answer.ask_engine:
         options = askable(options)
+    whole = answer.html is not None and (options.policy is None or options.every_engine)
+    if options.every_engine:
+        options = replace(options, policy=None)
     policy, others = options.policies()
     parallels = options.parallels(policy)
     question = options.question(policy, parallels[0], others, measured=answer.measured is not False)
@@ -165,6 +167,8 @@ def answered(
     answers.stated = command.besides()
     if cells > 1 or answer.html:
         matrices = [matrix(source, machines, parallels, question) for source in sources]
+        if whole and not (options.backend or options.all2all):
+            answers.beside = further_documents(sources, options, answers.out)
         return answers.matrices(matrices, question, unopened, several=len(names) > 1)
     (source,), (machine,) = sources, machines
     explanation = explain_checkpoint(source, machine.device, machine.packages, question)
@@ -236,6 +240,29 @@ def under_every_engine(
         answers.out.note(note)
     answers.look_at([machine for side in sides for machine in side.machines], notes)
     return answers.engines([side.matrix(source) for side in sides])
+
+
+def further_documents(
+    sources: "list[Checkpoint]", options: DecisionOptions, out: Output
+) -> "list[dict[str, Any]]":
+    """The documents of every other engine and release that can be asked what `options` ask."""
+    from ...explain.decision_matrix import matrix_document
+    from ...oracle.registry import ENGINES
+    from .sides import assumptions_of, side_of
+
+    documents, first = [], options.engine
+    others = [engine for engine in ENGINES.values() if engine is not first]
+    with out.progress("deciding", unit="engines") as update:
+        for number, engine in enumerate(others):
+            update(number, len(others), engine.versioned)
+            try:
+                side = side_of(options, engine.name)
+            except UsageError as error:
+                out.note(f"the page is without {engine.versioned}: {error.what}")
+                continue
+            document = matrix_document([side.matrix(source) for source in sources], side.question)
+            documents.append({**document, "assumptions": assumptions_of([side]), "warnings": []})
+    return documents
 
 
 def _refuse_beside_asking(options: DecisionOptions, answer: AnswerOptions) -> None:

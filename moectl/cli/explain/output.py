@@ -46,6 +46,8 @@ class AnswerOutput:
         self.html, self.command = options.html, command
         self.stated = ""
         """Options besides GPU and deployment, for the commands of a page."""
+        self.beside: list[dict[str, Any]] = []
+        """Documents of further engines and releases, for a page."""
         self.verbose, self.measured = options.verbose, bool(options.measured)
         self.environment: dict[str, Any] = dict(NOTHING_FOUND)
 
@@ -89,13 +91,15 @@ class AnswerOutput:
         from ...files.atomic import write_file
         from .page import html_page
 
-        # As it is read back from a file: the page has no other source than the JSON document.
-        plain = json.loads(self.out.json(document, indent=None))
-        page = html_page([plain], self.command, self.stated)
+        # As they are read back from a file: the page has no other source than JSON documents.
+        plain, *others = (json.loads(self.out.json(each, indent=None)) for each in (document, *self.beside))
+        page = html_page([plain, *others], self.command, self.stated)
         write_file(path, page)
         columns = {(row["gpu"], *(row[name] for name in ("tp", "dp", "pp", "ep"))) for row in plain["rows"]}
         models = len({row["checkpoint"] for row in plain["rows"]})
-        return f"{path}: {count(models, 'model')}, {count(len(columns), 'column')}, {size(len(page))}"
+        held = [count(models, "model"), count(len(columns), "column")]
+        held += [f"{1 + len(others)} engines and releases"] if others else []
+        return f"{path}: {', '.join([*held, size(len(page))])}"
 
     def code(self, explanation: Explanation) -> ExitCode:
         """FOUND if a layer has no backend or, with --strict, a fallback; else DONE."""
