@@ -247,7 +247,13 @@ def _compared(
                 reason="Its internal functions have moved",
                 hint="leave --ask-engine out for the answer by moectl's rules",
             )
-        groups.append(AskedGroup(group.layers, row, group.decision, _differences(row, group.decision)))
+        try:
+            asked = AskedGroup(group.layers, row, group.decision, _differences(row, group.decision))
+            asked.to_json()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            problem = f"{type(error).__name__}: {_line(error)}"
+            raise Unavailable(f"{engine.title} gave an answer of another form ({problem})") from error
+        groups.append(asked)
     title = f"{engine.title} {reply.get('version')}"
     return EngineAnswer(title, python, bool(reply.get("own_device")), bare, tuple(groups))
 
@@ -259,10 +265,7 @@ def _differences(row: Mapping[str, Any], decision: Decision) -> tuple[FieldDiffe
     for compared in FIELDS:
         if not compared.stated(pair) or (early and compared.name in BEFORE_EXPERTS):
             continue
-        try:
-            theirs, ours = compared.recorded(pair), compared.ours(pair)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Unavailable(f"the engine's answer has an unexpected {compared.name}: {error}") from error
+        theirs, ours = compared.recorded(pair), compared.ours(pair)
         if theirs != ours:
             found.append(FieldDifference(compared.name, theirs, ours))
     return tuple(found)

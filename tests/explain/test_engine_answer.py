@@ -175,9 +175,18 @@ def test_an_answer_of_another_form_is_one_sentence(asked, tmp_path, reply, says)
     assert says in str(refused.value)
 
 
+WRONG_VALUES = (
+    {"padded": [1]},
+    {"rejected": [3]},
+    {"rejected": [{"backend": "TRITON", "experts_cls": None, "code": "shape"}]},
+    {"gates": 5},
+    {"not_run": "AttributeError: no"},
+)
+
+
 def test_values_of_another_form_are_one_sentence(asked, tmp_path):
     (group,) = explained()[1].groups
-    for changes in ({"padded": [1]}, {"rejected": [3]}, {"gates": 5}, {"not_run": "AttributeError: no"}):
+    for changes in WRONG_VALUES:
         reply = {"version": "0.40.0", "rows": [row(group, **changes)]}
         with pytest.raises(Unavailable):
             asked_again(asked, tmp_path, reply)
