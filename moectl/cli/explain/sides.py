@@ -57,7 +57,9 @@ def assumptions_of(sides: Iterable[Side]) -> list[str]:
     sides = tuple(sides)
     named = [side for side in sides if side.engine.package]
     assumed = [side.engine.title for side in named if any(machine.assumed for machine in side.machines)]
-    notes = [f"assuming the default packages of {' and '.join(dict.fromkeys(assumed))}"] if assumed else []
+    *others, last = dict.fromkeys(assumed) if assumed else ("",)
+    titles = " and ".join([", ".join(others), last] if others else [last])
+    notes = [f"assuming the default packages of {titles}"] if last else []
     machines = [machine for side in sides for machine in side.machines]
     notes += [note for machine in machines if not machine.assumed for note in machine.notes]
     return list(dict.fromkeys(notes))

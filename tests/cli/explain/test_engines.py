@@ -31,7 +31,7 @@ def test_every_registered_engine_has_a_line_with_its_backend_and_reason(monkeypa
     assert text.stdout.startswith(f"{GPT}   1x NVIDIA H200   every engine\n")
     assert "vLLM 0.33.0 triton (OpenAI triton_kernels): highest priority" in text.words
     assert "not flashinfer_trtllm: needs SM100-SM109; this device is SM90" in text.words
-    assert "assuming the default packages of vLLM and SGLang and Acme" in " ".join(text.stderr.split())
+    assert "assuming the default packages of vLLM, SGLang and Acme" in " ".join(text.stderr.split())
 
 
 def test_layers_with_different_answers_are_told_apart():
