@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...explain import GroupExplanation
 from ...explain.decision_matrix import DecisionMatrix, MatrixCell
 from ...explain.decision_words import because, fallback_words, remark
+from ...oracle.decision import FROM_SOURCE
 from ...oracle.registry import engine_named
 from ...problem.layer_ranges import ranges
 from ..text_blocks import Block, Heading, LabelledValues
@@ -90,9 +92,15 @@ def _reason(cell: MatrixCell) -> str:
     if cell.answer is None:
         return cell.refusal
     decision = cell.answer.decision
+    read = f" ({FROM_SOURCE})" if any(note.startswith(FROM_SOURCE) for note in decision.notes) else ""
+    return _decided(cell, cell.answer) + read
+
+
+def _decided(cell: MatrixCell, answer: GroupExplanation) -> str:
+    decision = answer.decision
     if not cell.usable or decision.chosen is None:
-        return remark(cell.answer) or because(decision)
-    if passed := fallback_words(cell.answer):
+        return remark(answer) or because(decision)
+    if passed := fallback_words(answer):
         return f"{because(decision)}; {passed}"
     rejected = next_higher(decision, decision.chosen)
     lower = f"; not {rejected.backend.name}: {lacking(rejected)}" if rejected else ""

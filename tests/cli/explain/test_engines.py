@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -32,6 +33,15 @@ def test_every_registered_engine_has_a_line_with_its_backend_and_reason(monkeypa
     assert "vLLM 0.33.0 triton (OpenAI triton_kernels): highest priority" in text.words
     assert "not flashinfer_trtllm: needs SM100-SM109; this device is SM90" in text.words
     assert "assuming the default packages of vLLM, SGLang and Acme" in " ".join(text.stderr.split())
+
+
+def test_an_answer_that_was_never_recorded_is_marked(monkeypatch):
+    read = replace(ACME, policy=replace(ACME.policy, unrecorded=lambda ask: "all of it"))
+    monkeypatch.setitem(ENGINES, ACME.name, read)
+    lines = explain(GPT, "--gpu", "h200", "--quiet").stdout.splitlines()
+    assert [line.split("\t")[0] for line in lines if line.endswith("(from source, not recorded)")] == [
+        "acme-1.0"
+    ]
 
 
 def test_layers_with_different_answers_are_told_apart():
