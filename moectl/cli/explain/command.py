@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
+    "moectl explain ./ckpt --dp 8 --ep --engine all",
     "moectl explain --from 0.31.0 --gpu h100 --tp 1,8",
 )
 
@@ -55,10 +56,7 @@ def explain(
     answer: AnswerOptions,
     out: Output,
 ) -> ExitCode:
-    """Show which fused-MoE backend checkpoints get, and why.
-
-    Needs only config and tensor headers: no weights, no GPU, no engine.
-    """
+    """Show which fused-MoE backend checkpoints get, and why. Reads config and tensor headers alone."""
     from .output import AnswerOutput
 
     answers = AnswerOutput(out, answer, shlex.join(["moectl", "explain", *context.meta[TYPED]]))
