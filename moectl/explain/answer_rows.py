@@ -35,6 +35,7 @@ def answer_row(
     dims = decision.problem.dims if decision else None
     return {
         "checkpoint": checkpoint,
+        "policy": inputs.policy,
         "gpu": gpu or inputs.device.name,
         "gpu_name": inputs.device.name,
         "arch": inputs.device.arch,

@@ -200,6 +200,23 @@ def requested_gpu(document: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
+def replay_engines(document: Mapping[str, Any]) -> tuple[DecisionMatrix, ...]:
+    """The answer of each engine in a `document` of all engines, decided again, in its order.
+
+    Raises UsageError when the document is incomplete.
+    """
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for row in _objects(document, "rows"):
+        rows.setdefault(_inputs(_of(row, "decision", dict)).policy, []).append(row)
+    matrices = [matrix for own in rows.values() for matrix in replay_matrices({**document, "rows": own})]
+    if any(matrix.columns != 1 for matrix in matrices) or not matrices:
+        raise UsageError(
+            "the document must have one deployment on one GPU for each engine",
+            hint="make it again with moectl explain CKPT --engine all --json",
+        )
+    return tuple(matrices)
+
+
 def replay_matrices(document: Mapping[str, Any]) -> tuple[DecisionMatrix, ...]:
     """A matrix for each checkpoint in `document`, decided again; refused cells stay refused.
 

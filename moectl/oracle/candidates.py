@@ -29,7 +29,7 @@ def candidates(ask: SupportQuery, policy: Policy, route: Route, name: str | None
         return _assigned(ask, policy, route, route.assigned), (note, *ignored)
     if name and not ignored:
         backends, excluded = requested(ask, route, name), route.left_out(ask, by_name=True)
-        if backends and route.fallbacks:
+        if backends and route.warned_fallbacks:
             backends = (*backends, *(b for b in route.ranking(ask) if b not in backends))
         return _judged(ask, policy, route, backends, name, left_out=excluded), ()
     ranking, notes = route.ranking(ask), (*ignored, *route.moved(ask))

@@ -19,6 +19,8 @@ from .server_arguments import ServerArguments
 CAPABILITY, DTYPE, PLATFORM, NAME = "minimum capability", "model dtype", "platform", "backend name"
 DEPLOYMENT, ARGUMENTS = "deployment", "server arguments"
 """Kinds of `Gate`."""
+FROM_SOURCE = "from source, not recorded"
+"""How a note begins that says what of an answer was never compared with the engine's own."""
 
 
 @dataclass(frozen=True, slots=True)

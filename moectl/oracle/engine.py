@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from ..checkpoint.checkpoint import Checkpoint, LayerGroup
 from ..environment.package_probes import Probe
 from ..environment.variables import VariableFinding, judge_variables
 from ..problem.model_shape import pipeline_stages, stated_stages
@@ -15,6 +17,7 @@ from .backend import PackageNeed
 from .name_history import NameHistory, ReleaseNames
 from .policy import Policy
 from .reported_effects import ReportedEffect
+from .selection_inputs import SelectionInputs
 from .tuned_files import TunedFiles
 
 
@@ -106,6 +109,23 @@ class Recordings:
     without_meaning: Callable[[str, str], bool] = lambda platform, exchange: False
 
 
+@dataclass(frozen=True, slots=True)
+class OwnCode:
+    """How an engine's own selection code is asked, in a process of a Python that has the engine.
+
+    Attributes:
+        script: what that Python runs. It reads a question as JSON from stdin and writes its answer to
+            the question's `out`: `version`, `own_device`, and `rows` like recorded decisions; or `absent`, or
+            `failed` with an exception.
+        question: what it is asked about layer groups of a checkpoint; UsageError for what it cannot be.
+        compiled: files in the engine's package that only a complete installation has.
+    """
+
+    script: Path
+    question: Callable[[Checkpoint, list[tuple[LayerGroup, SelectionInputs]]], dict[str, Any]]
+    compiled: str = "*.so"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
     """One version of an engine; what it does not have stays empty.
@@ -131,6 +151,7 @@ class Engine:
             `memory_option` changes it.
         stages_variable: the environment variable with the number of layers of each pipeline stage, as a
             comma-separated list; empty if it has none.
+        own_code: how its own selection code is asked; None if it cannot be.
         recordings: how decisions recorded from it are read.
         beside: it answers beside the engine that was asked for, without being named.
     """
@@ -155,6 +176,7 @@ class Engine:
     memory_share: float = 1.0
     memory_option: str = ""
     stages_variable: str = ""
+    own_code: OwnCode | None = None
     recordings: Recordings | None = None
     beside: bool = True
 

@@ -12,7 +12,7 @@ from ..environment.packages import INSTALLED, Packages, packages_of
 from ..environment.python_environments import PythonEnvironment
 from ..errors import UsageError
 from .engine import Engine
-from .registry import answering_engines, engine_named, engine_variables, known_packages
+from .registry import answering_engines, engine_named, engine_variables, known_packages, newest_engines
 
 
 def profile_engine(engine: Engine) -> Engine:
@@ -96,16 +96,25 @@ def installed_packages(env: Mapping[str, str], where: PythonEnvironment | None =
 
 
 def default_engine(where: PythonEnvironment | None = None) -> Engine:
-    """The default engine in the release that is installed here, or in `where`; the newest without one.
+    """The default engine in the release that is installed here, or in `where`; see `installed_release`."""
+    return installed_release(engine_named(), where)
 
-    Also the newest if the installed release is older than every known one, or its version is unknown.
+
+def installed_release(newest: Engine, where: PythonEnvironment | None = None) -> Engine:
+    """The engine of the family of `newest` in the release that is installed here, or in `where`.
+
+    `newest` itself if none is installed, or if that release is older than every known one, or unknown.
     """
-    newest = engine_named()
-    version = distribution_version(newest.package, newest.package, where)
+    version = distribution_version(newest.package, newest.package, where) if newest.package else ""
     try:
         return engine_named(f"{newest.family}=={version}") if version else newest
     except UsageError:
         return newest
+
+
+def engines_of_families(where: PythonEnvironment | None = None) -> tuple[Engine, ...]:
+    """One engine of each family, in the release that is installed here, or in `where`; else the newest."""
+    return tuple(installed_release(engine, where) for engine in newest_engines())
 
 
 def present_engines(where: PythonEnvironment | None = None) -> tuple[Engine, ...]:

@@ -194,8 +194,9 @@ class Route:
         wordless: exception class if a backend is refused for its number formats, as the engine fails to word
             that refusal; empty: it does not fail.
         substitutes: devices where the engine continues without a backend instead.
-        fallbacks: backends that the engine takes, with a warning, where those before them are not supported;
-            with them, a request by name is followed by the rest of the order, less what is excluded by name.
+        warned_fallbacks: backends that the engine takes, with a warning, where those before them are not
+            supported; with them, a request by name is followed by the rest of the order, less what is excluded
+            by name.
         replaces: names of the routes whose checkpoints this one takes over when `when` holds, with fewer
             backends to choose from.
     """
@@ -245,7 +246,7 @@ class Route:
     wordless: str = ""
     raises: tuple[str, ...] = ()
     substitutes: tuple[EngineSubstitute, ...] = ()
-    fallbacks: tuple[Backend, ...] = ()
+    warned_fallbacks: tuple[Backend, ...] = ()
     replaces: tuple[str, ...] = ()
 
     def backends(self) -> frozenset[Backend]:

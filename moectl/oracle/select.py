@@ -13,7 +13,18 @@ from ..problem.moe_problem import MoEProblem
 from ..problem.schemes import A16
 from .backend import NONE, SupportQuery, is_on
 from .candidates import candidates, carried, exchanged, in_order
-from .decision import ARGUMENTS, CAPABILITY, DTYPE, NAME, PLATFORM, Candidate, Decision, Failure, Gate
+from .decision import (
+    ARGUMENTS,
+    CAPABILITY,
+    DTYPE,
+    FROM_SOURCE,
+    NAME,
+    PLATFORM,
+    Candidate,
+    Decision,
+    Failure,
+    Gate,
+)
 from .format_keys import act_key
 from .policy import Policy
 from .registry import policy_named, request_note, versioned
@@ -222,7 +233,7 @@ def _settled(
 def _unrecorded(ask: SupportQuery, policy: Policy) -> tuple[str, ...]:
     """The note on what of the answer is from the engine's source alone."""
     what = policy.unrecorded(ask) if policy.unrecorded else ""
-    return (f"from source, not recorded: {what}",) if what else ()
+    return (f"{FROM_SOURCE}: {what}",) if what else ()
 
 
 def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | None) -> _RouteOutcome:
@@ -331,7 +342,7 @@ def _runtime_failures(ask: SupportQuery, chosen: Candidate | None) -> tuple[str,
 
 def _fallen(policy: Policy, route: Route, found: _RouteOutcome) -> tuple[str, ...]:
     """The warning that the engine falls back to the chosen backend, with what the nearest class lacks."""
-    if found.chosen is None or found.chosen.backend not in route.fallbacks:
+    if found.chosen is None or found.chosen.backend not in route.warned_fallbacks:
         return ()
     before = [c for c in found.candidates if c.rank < found.chosen.rank and in_order(c)]
     if not before:

@@ -18,11 +18,11 @@ from devtools.conformance import (
     read_grid,
     read_rounding,
 )
-from devtools.conformance.fields import FIELDS
 
 from moectl.errors import UsageError
 from moectl.oracle import engine_named, policy_named
 from moectl.oracle.decision import CAPABILITY, DTYPE, NAME, PLATFORM
+from moectl.oracle.recorded_fields import FIELDS
 from moectl.problem.padding import padding
 
 SAMPLE = Path(__file__).parents[1] / "data" / "oracle" / "decisions-sample.jsonl.gz"

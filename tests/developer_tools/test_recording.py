@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from devtools.conformance.grid import CELL
 from devtools.recording import read_cells, record, wheel_files
-from devtools.recording.stand_ins import StandIns
-from devtools.recording.vllm_worker import code_of
 from devtools.recording.wheel import BLOCK, RemoteFile
 
 from moectl.errors import Unavailable, UsageError
+from moectl.oracle.engines.vllm_0_33_0.own_code.stand_ins import StandIns
+from moectl.oracle.engines.vllm_0_33_0.own_code.vllm_worker import Passing, code_of
 
 DATA = Path(__file__).parents[1] / "data" / "oracle"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "engines" / "record"
@@ -149,8 +149,6 @@ def test_a_python_without_what_vllm_imports_is_refused(monkeypatch, tmp_path: Pa
 
 
 def test_a_hook_keeps_what_passes_by() -> None:
-    from devtools.recording.vllm_worker import Passing
-
     passing = Passing()
     backends = [SimpleNamespace(value="FIRST"), SimpleNamespace(value="SECOND")]
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ...errors import ExitCode, MoectlError, UsageError
+from ...errors import ExitCode, MoectlError, Unavailable, UsageError
 from ..checkpoint_argument import pick_backend
 from ..options import TYPED, framed, typed_options
 from ..output import Output
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from ...checkpoint import Checkpoint
     from ...explain.assumed_machines import AssumedMachine
     from ...explain.decision_matrix import Unopened
+    from ...explain.engine_answer import EngineAnswer
     from ...explain.release_changes import DecisionChange
     from .output import AnswerOutput
 
 EXAMPLES = (
     "moectl explain openai/gpt-oss-120b --gpu h200",
-    "moectl explain ./ckpt --dp 8 --ep --diff before.json",
+    "moectl explain ./ckpt --dp 8 --ep --engine all",
     "moectl explain --from 0.31.0 --gpu h100 --tp 1,8",
 )
 
@@ -55,10 +56,7 @@ def explain(
     answer: AnswerOptions,
     out: Output,
 ) -> ExitCode:
-    """Show which fused-MoE backend checkpoints get, and why.
-
-    Needs only config and tensor headers: no weights, no GPU, no engine.
-    """
+    """Show which fused-MoE backend checkpoints get, and why. Reads config and tensor headers alone."""
     from .output import AnswerOutput
 
     answers = AnswerOutput(out, answer, shlex.join(["moectl", "explain", *context.meta[TYPED]]))
@@ -66,6 +64,8 @@ def explain(
         if answer.why or answer.diff or answer.md:
             raise UsageError("--html takes no --why, --diff or --md", hint="give one of them")
         check_writable(answer.html, [*(checkpoints or ()), *([answer.replay] if answer.replay else [])])
+    if answer.ask_engine:
+        _refuse_beside_asking(options, answer)
     if answer.replay is not None:
         if checkpoints:
             raise UsageError("--replay takes its inputs from the document", hint="omit CKPT")
@@ -78,6 +78,8 @@ def explain(
         if not checkpoints:
             options = page_options(context, options, out)
         return changed(list(dict.fromkeys(checkpoints or ())), options, answer, answers)
+    if options.every_engine and answer.html is None:
+        return under_every_engine(list(dict.fromkeys(checkpoints or ())), options, answer, answers)
     if answer.html is not None:
         options = page_options(context, options, out)
     elif not checkpoints:
@@ -113,6 +115,11 @@ def answered(
     from ...explain.decision_matrix import matrix
     from .command_line import ExplainCommand
 
+    if answer.ask_engine:
+        options = askable(options)
+    whole = answer.html is not None and (options.policy is None or options.every_engine)
+    if options.every_engine:
+        options = replace(options, policy=None)
     policy, others = options.policies()
     parallels = options.parallels(policy)
     question = options.question(policy, parallels[0], others, measured=answer.measured is not False)
@@ -122,9 +129,10 @@ def answered(
     names = names or list(model_names())
     cells = len(names) * len(machines) * len(parallels)
     most = MOST_PAGE_CELLS if answer.html else MOST_CELLS
-    if cells > 1 and (answer.why or answer.diff):
+    if cells > 1 and (answer.why or answer.diff or answer.ask_engine):
+        name = "--why" if answer.why else "--diff" if answer.diff else "--ask-engine"
         raise UsageError(
-            f"{'--why' if answer.why else '--diff'} takes one checkpoint, one GPU and one deployment",
+            f"{name} takes one checkpoint, one GPU and one deployment",
             hint="give one CKPT, and one value each to --gpu, --tp and --dp",
         )
     if cells > most:
@@ -157,9 +165,20 @@ def answered(
     answers.stated = command.besides()
     if cells > 1 or answer.html:
         matrices = [matrix(source, machines, parallels, question) for source in sources]
+        if whole and not (options.backend or options.all2all):
+            answers.beside = further_documents(sources, options, answers.out)
         return answers.matrices(matrices, question, unopened, several=len(names) > 1)
     (source,), (machine,) = sources, machines
     explanation = explain_checkpoint(source, machine.device, machine.packages, question)
+    if answer.ask_engine:
+        from ...explain.engine_answer import ask_engine
+
+        asked: EngineAnswer | MoectlError
+        try:
+            asked = ask_engine(explanation, source, options.engine, options.where)
+        except Unavailable as error:
+            asked = error
+        return answers.explanation(explanation, machine.key, asked)
     if backend:
         return answers.why(explanation, command, backend)
     return (
@@ -167,6 +186,95 @@ def answered(
         if answer.diff
         else answers.explanation(explanation, machine.key)
     )
+
+
+def askable(options: DecisionOptions) -> DecisionOptions:
+    """`options` with the packages that a complete installation of the engine finds itself.
+
+    Raises UsageError for an engine that cannot be asked, and for other packages than those.
+    """
+    from ...environment import INSTALLED
+    from ...explain.engine_answer import complete
+
+    if not complete(options.engine, options.where):
+        return options
+    if options.packages not in (None, INSTALLED):
+        raise UsageError(
+            "--ask-engine asks the engine with the packages that are installed",
+            hint="leave --packages out, or name another environment with --python",
+        )
+    return replace(options, packages=INSTALLED)
+
+
+def under_every_engine(
+    names: list[str], options: DecisionOptions, answer: AnswerOptions, answers: "AnswerOutput"
+) -> ExitCode:
+    """Show what every engine chooses for a checkpoint, a line for each."""
+    from ...checkpoint import open_checkpoint
+    from ...checkpoint.config.user_assumptions import parse_assumptions
+    from ...oracle.machine_packages import engines_of_families
+    from .sides import assumptions_of, sides_of
+
+    others = {"--why": answer.why, "--diff": answer.diff, "--backend": options.backend}
+    if not names:
+        raise UsageError("CKPT is missing", hint="moectl explain openai/gpt-oss-120b --engine all")
+    given = [name for name, value in {**others, "--all2all": options.all2all}.items() if value is not None]
+    if given:
+        raise UsageError(
+            f"--engine all takes no {' or '.join(given)}: backends and exchanges have other names in "
+            "other engines",
+            hint="name one engine with --engine",
+        )
+    sides = sides_of(options, engines_of_families(options.where))
+    if len(names) != 1 or sides[0].decisions > 1:
+        raise UsageError(
+            "--engine all takes one checkpoint, one GPU and one deployment",
+            hint="give one CKPT, and one value each to --gpu, --tp and --dp; --html takes more of each",
+        )
+    assumptions = parse_assumptions(options.activation, options.routing)
+    source = open_checkpoint(names[0], offline=answer.offline, assumptions=assumptions)
+    notes = assumptions_of(sides)
+    for note in notes:
+        answers.out.note(note)
+    answers.look_at([machine for side in sides for machine in side.machines], notes)
+    return answers.engines([side.matrix(source) for side in sides])
+
+
+def further_documents(
+    sources: "list[Checkpoint]", options: DecisionOptions, out: Output
+) -> "list[dict[str, Any]]":
+    """The documents of every other engine and release that can be asked what `options` ask."""
+    from ...explain.decision_matrix import matrix_document
+    from ...oracle.registry import ENGINES
+    from .sides import assumptions_of, side_of
+
+    documents, first = [], options.engine
+    others = [engine for engine in ENGINES.values() if engine is not first]
+    with out.progress("deciding", unit="engines") as update:
+        for number, engine in enumerate(others):
+            update(number, len(others), engine.versioned)
+            try:
+                side = side_of(options, engine.name)
+            except UsageError as error:
+                out.note(f"the page is without {engine.versioned}: {error.what}")
+                continue
+            document = matrix_document([side.matrix(source) for source in sources], side.question)
+            documents.append({**document, "assumptions": assumptions_of([side]), "warnings": []})
+    return documents
+
+
+def _refuse_beside_asking(options: DecisionOptions, answer: AnswerOptions) -> None:
+    """Raises UsageError for options that --ask-engine does not go with."""
+    others = {
+        "--why": answer.why,
+        "--diff": answer.diff,
+        "--from": answer.since,
+        "--html": answer.html,
+        "--replay": answer.replay,
+        "--engine all": options.every_engine or None,
+    }
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"--ask-engine takes no {' or '.join(given)}", hint="give one of them")
 
 
 def _refuse_beside_from(answer: AnswerOptions) -> None:
@@ -185,25 +293,21 @@ def changed(
     from ...checkpoint.config.user_assumptions import parse_assumptions
     from ...checkpoint.source.catalogue import model_names
     from ...checkpoint.source.open_checkpoint import open_built_in
-    from ...explain.decision_matrix import matrix
     from ...explain.release_changes import decision_changes, uncovered
     from ...oracle.registry import versioned
+    from .sides import side_of
 
-    older = replace(options, policy=answer.since)
-    sides = []
-    for side in (older, options):
-        policy = side.engine.policy
-        parallels = side.parallels(policy)
-        question = side.question(policy, parallels[0], (), measured=False)
-        sides.append((question, side.machines(), parallels))
-    (before, *_), (after, machines, parallels) = sides
+    if options.every_engine:
+        raise UsageError("--from compares two releases", hint="name the second with --to")
+    older, newer = side_of(options, answer.since), side_of(options, options.policy)
+    before, after = older.question, newer.question
     if before.policy.name == after.policy.name:
         raise UsageError(
             f"--from and --to are the same release, {versioned(after.policy.name)}",
             hint="name another one, such as --from 0.31.0",
         )
     built_in, names = not names, names or list(model_names())
-    if len(names) * len(machines) * len(parallels) > MOST_PAGE_CELLS:
+    if len(names) * newer.decisions > MOST_PAGE_CELLS:
         raise UsageError(
             f"at most {MOST_PAGE_CELLS} decisions are compared",
             hint="use fewer checkpoints, GPUs or deployments",
@@ -216,18 +320,19 @@ def changed(
         return open_checkpoint(name, offline=answer.offline, assumptions=assumptions)
 
     sources, unopened = opened_of(names, opened, answers.out)
-    answers.look_at(machines)
-    for note in (*machine_notes(machines), *older.remarks(before.policy, parallels)):
+    answers.look_at(newer.machines)
+    remarks = replace(options, policy=answer.since).remarks(before.policy, newer.parallels)
+    for note in (*machine_notes(newer.machines), *remarks):
         answers.out.note(note)
     changes: list[DecisionChange] = []
     decisions = left_out = 0
     with answers.out.progress("deciding", unit="checkpoints") as update:
         for number, source in enumerate(sources):
             update(number, len(sources), source.origin.name)
-            both = [matrix(source, of, deployments, asked) for asked, of, deployments in sides]
-            ruleless = uncovered(both[:1], both[1:])
-            decisions, left_out = decisions + len(both[1].cells) - ruleless, left_out + ruleless
-            changes += decision_changes(both[:1], both[1:])
+            was, now = older.matrix(source), newer.matrix(source)
+            ruleless = uncovered([was], [now])
+            decisions, left_out = decisions + len(now.cells) - ruleless, left_out + ruleless
+            changes += decision_changes([was], [now])
     return answers.releases(before, after, changes, decisions, left_out, unopened)
 
 
@@ -283,12 +388,16 @@ def replayed(path: Path, answer: AnswerOptions, answers: "AnswerOutput") -> Exit
     """Decide the document at `path` again, and show the explanation or matrix."""
     from ...explain.assumed_machines import AssumedMachine
     from ...explain.explanation import Question
-    from ...explain.replay import read_document, replay, replay_matrices, requested_gpu
+    from ...explain.replay import read_document, replay, replay_engines, replay_matrices, requested_gpu
     from ...oracle.registry import policy_named
     from .command_line import ExplainCommand
 
     document = read_document(path)
     answers.keep(document)
+    if "engines" in document and answer.html is None:
+        if answer.why or answer.diff:
+            raise UsageError("--why and --diff need a document of one engine")
+        return answers.engines(replay_engines(document))
     if "groups" not in document:
         if answer.why or answer.diff:
             raise UsageError("--why and --diff need a document of one checkpoint, GPU and deployment")

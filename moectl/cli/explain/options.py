@@ -65,7 +65,7 @@ def policy_called(name: str) -> str:
     if "==" in key:
         engine_named(key)
         return key
-    known = policy_names()
+    known = [name for name in policy_names() if name != ALL]
     if key in known:
         return key
     titles = [f"{engine.title} {engine.version}".rstrip() for engine in ENGINES.values()]
@@ -83,7 +83,7 @@ def policy_names() -> list[str]:
     """Values of --policy."""
     from ...oracle.registry import engine_names
 
-    return engine_names()
+    return [*engine_names(), ALL]
 
 
 ALL = "all"
@@ -172,7 +172,7 @@ class DecisionOptions:
             "--policy",
             "--engine",
             "--to",
-            help="An engine, NAME==VERSION, or moectl.",
+            help="An engine, NAME==VERSION, moectl, or all.",
             autocompletion=completed(policy_names),
         ),
     ] = None
@@ -201,6 +201,11 @@ class DecisionOptions:
         from ...oracle.registry import engine_named
 
         return engine_named(policy_called(self.policy)) if self.policy else default_engine(self.where)
+
+    @property
+    def every_engine(self) -> bool:
+        """True for ``--engine all``."""
+        return (self.policy or "").lower() == ALL
 
     @property
     def where(self) -> "PythonEnvironment | None":
@@ -346,6 +351,9 @@ class AnswerOptions:
         Path | None,
         option("--html", own=True, help="Write a page; without CKPT of all models."),
     ] = None
+    ask_engine: Annotated[
+        bool, option("--ask-engine", own=True, help="Also ask the installed engine's own code.")
+    ] = False
     strict: Annotated[bool, option("--strict", own=True, help="Exit code 1 on a fallback.")] = False
     md: Annotated[bool, option("--md", own=True, help="Print markdown, for an issue.")] = False
     verbose: Annotated[bool, option("--verbose", "-v", help="Every fact and every candidate.")] = False

@@ -5,11 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import ExitCode
+from ...errors import ExitCode, MoectlError
 from ...explain import Explanation, Question
 from ...explain.assumed_machines import AssumedMachine
 from ...explain.counterfactual import why
 from ...explain.decision_matrix import DecisionMatrix, Unopened, matrix_document
+from ...explain.engine_answer import EngineAnswer
 from ...explain.explanation_diff import diff
 from ...explain.release_changes import DecisionChange
 from ...explain.replay import read_document
@@ -17,10 +18,12 @@ from ...oracle.registry import versioned
 from ...problem.layer_ranges import ranges
 from .. import text_blocks
 from ..output import Output, count, size
+from .asked_text import asked_blocks, asked_lines
 from .command_line import ExplainCommand
+from .engines_text import engine_blocks, engine_lines, engines_document
 from .matrix_memory import memory_blocks
 from .matrix_text import matrix_blocks, matrix_lines, several_blocks, several_lines
-from .options import AnswerOptions
+from .options import ALL, AnswerOptions
 from .release_text import release_blocks, release_lines
 from .sections import document, measured_blocks, sections
 from .summary import summary_blocks
@@ -43,11 +46,16 @@ class AnswerOutput:
         self.html, self.command = options.html, command
         self.stated = ""
         """Options besides GPU and deployment, for the commands of a page."""
+        self.beside: list[dict[str, Any]] = []
+        """Documents of further engines and releases, for a page."""
         self.verbose, self.measured = options.verbose, bool(options.measured)
         self.environment: dict[str, Any] = dict(NOTHING_FOUND)
 
-    def look_at(self, machines: tuple[AssumedMachine, ...]) -> None:
-        """Warn of what may make the answer wrong on `machines`, and keep it for JSON."""
+    def look_at(self, machines: Sequence[AssumedMachine], notes: Sequence[str] | None = None) -> None:
+        """Warn of what may make the answer wrong on `machines`, and keep it for JSON.
+
+        `notes` say what is assumed of them, by default in their own words.
+        """
         warnings = list(dict.fromkeys(text for machine in machines for text in machine.warnings))
         for warning in warnings:
             self.out.warn(warning)
@@ -56,10 +64,11 @@ class AnswerOutput:
                 "no GPU was found, so this is the answer for the CPU; --gpu NAME asks for another device "
                 "(moectl list gpus)"
             )
-        notes = list(dict.fromkeys(note for machine in machines for note in machine.notes))
+        if notes is None:
+            notes = list(dict.fromkeys(note for machine in machines for note in machine.notes))
         first = machines[0]
         installed = {"installed_engine": first.installed, "python": first.python or None}
-        self.environment = {**installed, "warnings": warnings, "assumptions": notes}
+        self.environment = {**installed, "warnings": warnings, "assumptions": list(notes)}
 
     def keep(self, recorded: Mapping[str, Any]) -> None:
         """Repeat in JSON what a `recorded` document says of its environment."""
@@ -82,21 +91,28 @@ class AnswerOutput:
         from ...files.atomic import write_file
         from .page import html_page
 
-        # As it is read back from a file: the page has no other source than the JSON document.
-        plain = json.loads(self.out.json(document, indent=None))
-        page = html_page([plain], self.command, self.stated)
+        # As they are read back from a file: the page has no other source than JSON documents.
+        plain, *others = (json.loads(self.out.json(each, indent=None)) for each in (document, *self.beside))
+        page = html_page([plain, *others], self.command, self.stated)
         write_file(path, page)
         columns = {(row["gpu"], *(row[name] for name in ("tp", "dp", "pp", "ep"))) for row in plain["rows"]}
         models = len({row["checkpoint"] for row in plain["rows"]})
-        return f"{path}: {count(models, 'model')}, {count(len(columns), 'column')}, {size(len(page))}"
+        held = [count(models, "model"), count(len(columns), "column")]
+        held += [f"{1 + len(others)} engines and releases"] if others else []
+        return f"{path}: {', '.join([*held, size(len(page))])}"
 
     def code(self, explanation: Explanation) -> ExitCode:
         """FOUND if a layer has no backend or, with --strict, a fallback; else DONE."""
         fallback = self.strict and any(group.fallback for group in explanation.groups)
         return ExitCode.DONE if explanation.usable and not fallback else ExitCode.FOUND
 
-    def explanation(self, explanation: Explanation, gpu: str = "") -> ExitCode:
-        """Print the whole explanation; `gpu` is the device's name as requested."""
+    def explanation(
+        self, explanation: Explanation, gpu: str = "", asked: EngineAnswer | MoectlError | None = None
+    ) -> ExitCode:
+        """Print the whole explanation; `gpu` is the device's name as requested.
+
+        `asked` is the engine's own answer, or why it gave none: FOUND if it differs, else the error's code.
+        """
         for note in dict.fromkeys(note for group in explanation.groups for note in group.evidence.notes):
             self.out.note(note)
         lines = brief(explanation, self.measured)
@@ -109,8 +125,19 @@ class AnswerOutput:
             blocks += sections(explanation, self.measured)
         elif self.measured:
             blocks += measured_blocks(explanation)
-        self.show(document(explanation, gpu), blocks, lines)
-        return self.code(explanation)
+        whole, code = document(explanation, gpu), self.code(explanation)
+        if isinstance(asked, MoectlError):
+            whole["asked"] = {"failure": asked.to_json()}
+            code = max(code, asked.exit_code)
+        elif asked is not None:
+            whole["asked"] = asked.to_json()
+            blocks += asked_blocks(asked)
+            lines += asked_lines(asked)
+            code = code if asked.same else ExitCode.FOUND
+        self.show(whole, blocks, lines)
+        if isinstance(asked, MoectlError):
+            self.out.complain(asked)
+        return code
 
     def matrices(
         self,
@@ -135,6 +162,22 @@ class AnswerOutput:
         passed = all(matrix.clean if self.strict else matrix.usable for matrix in matrices)
         codes = [ExitCode.DONE if passed else ExitCode.FOUND, *(item.error.exit_code for item in unopened)]
         return max(codes)
+
+    def engines(self, matrices: Sequence[DecisionMatrix]) -> ExitCode:
+        """Print a line for each engine, whose decision for one checkpoint is a matrix.
+
+        FOUND if no engine supports every layer or, with --strict, one of them does not or falls back.
+        """
+        document = {
+            **matrix_document(matrices[:1], matrices[0].question),
+            "policy": ALL,
+            "usable": any(matrix.usable for matrix in matrices),
+            "rows": [row for matrix in matrices for row in matrix.rows()],
+            "engines": engines_document(matrices),
+        }
+        self.show(document, engine_blocks(matrices), engine_lines(matrices))
+        passed = all(it.clean for it in matrices) if self.strict else document["usable"]
+        return ExitCode.DONE if passed else ExitCode.FOUND
 
     def why(self, explanation: Explanation, command: ExplainCommand, name: str) -> ExitCode:
         """Print what would have to change; FOUND if nothing helps some layer."""

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 
 from ...checkpoint.checkpoint import Origin
+from ...environment import Device
 from ...environment.variables import SET
 from ...explain import Explanation, GroupExplanation, RankMemory
 from ...explain.decision_words import failure, fallback_words, reason_words, refusals, usual_name
@@ -40,7 +41,8 @@ def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Blo
     `alone`: nothing follows, so that warnings and notes are here, and how to see more.
     """
     engine = engine_named(explanation.policy)
-    head = (explanation.origin.name, deployment_words(explanation), versioned(explanation.policy))
+    deployment = deployment_words(explanation.parallel, explanation.device)
+    head = (explanation.origin.name, deployment, versioned(explanation.policy))
     # Each part stays on one line.
     yield Heading("   ".join(part.replace(" ", "\u00a0") for part in head), 1)
     by_answer: dict[object, list[GroupExplanation]] = {}
@@ -72,15 +74,14 @@ def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Blo
     )
 
 
-def deployment_words(explanation: Explanation) -> str:
+def deployment_words(parallel: Parallel, device: Device) -> str:
     """``16x NVIDIA H100, TP 8, PP 2``."""
-    parallel = explanation.parallel
     parts = [f"TP {parallel.tp}"] if parallel.tp > 1 else []
     parts += [f"PP {parallel.pp}"] if parallel.pp > 1 else []
     parts += [f"DP {parallel.dp}"] if parallel.dp > 1 else []
     parts += [f"EP {parallel.ep_size}"] if parallel.ep else []
     # Drivers of AMD put underscores where their products have blanks.
-    return ", ".join([f"{parallel.ranks * parallel.pp}x {explanation.device.name.replace('_', ' ')}", *parts])
+    return ", ".join([f"{parallel.ranks * parallel.pp}x {device.name.replace('_', ' ')}", *parts])
 
 
 def _answer_key(group: GroupExplanation) -> object:

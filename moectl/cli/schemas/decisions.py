@@ -47,7 +47,7 @@ def explain() -> Schema:
     """Documents of `moectl explain`; some keys are those of one checkpoint, GPU and deployment."""
     always = {
         "checkpoints": array(_checkpoint(), "The checkpoints that were opened."),
-        "policy": said(STRING, "The engine and its release, or moectl."),
+        "policy": said(STRING, "The engine and its release, or moectl; all with --engine all."),
         "requested": said(OPTIONAL_STRING, "The backend that was requested by name."),
         "usable": said(BOOLEAN, "Every checkpoint has a GPU and deployment with a backend for all layers."),
         "errors": array(
@@ -73,8 +73,9 @@ def explain() -> Schema:
         "environment": _environment(),
     }
     asked = {"why": array(_why()), "diff": _diff()}
-    between = {"releases": _releases()}
-    document = obj({**always, **single, **asked, **between}, optional=(*single, *asked, *between))
+    asked["asked"] = _asked()
+    others = {"releases": _releases(), "engines": array(_engine(), "With --engine all: one row each.")}
+    document = obj({**always, **single, **asked, **others}, optional=(*single, *asked, *others))
     # All of these or none.
     document["dependentRequired"] = {name: [*single] for name in (*single, *asked)}
     return document
@@ -116,6 +117,46 @@ def _checkpoint() -> Schema:
                 nullable(record_schema(OtherWeights)),
                 "Weights that are no routed experts; null if neither headers nor config tell them.",
             ),
+        }
+    )
+
+
+def _asked() -> Schema:
+    rejected = {"backend": STRING, "experts": OPTIONAL_STRING, "reason": OPTIONAL_STRING}
+    group = {
+        "layers": LAYERS,
+        "selected": said(OPTIONAL_STRING, "The engine's name of its choice."),
+        "experts": OPTIONAL_STRING,
+        "error": OPTIONAL_STRING,
+        "priority": nullable(STRINGS),
+        "rejected": array(obj(rejected), "What it refused before its choice, in its words."),
+        "differences": array(
+            obj({"field": STRING, "engine": STRING, "moectl": STRING}), "Where moectl's decision differs."
+        ),
+    }
+    answered = {
+        "engine": said(STRING, "The engine with the release that answered."),
+        "python": STRING,
+        "own_device": said(BOOLEAN, "It found the device in this machine."),
+        "bare": said(BOOLEAN, "Only its Python files are there; it was told the packages."),
+        "same": BOOLEAN,
+        "groups": array(obj(group)),
+    }
+    return obj(
+        {**answered, "failure": nullable(obj(ERROR["properties"]))},
+        optional=tuple(answered),
+        about="With --ask-engine: the decision of the engine's own code, or why there is none.",
+    )
+
+
+def _engine() -> Schema:
+    return obj(
+        {
+            "policy": said(STRING, "The engine and its release, or moectl."),
+            "title": said(STRING, "Its official spelling, with the release."),
+            "usable": said(BOOLEAN, "All layers have a backend that works."),
+            "backends": said(STRINGS, "The choices, by the engine's names."),
+            "because": said(STRING, "What decided, or why there is no backend."),
         }
     )
 
@@ -162,6 +203,7 @@ def _row() -> Schema:
     return obj(
         {
             "checkpoint": said(STRING, "The name of one of the checkpoints."),
+            "policy": said(STRING, "The engine and its release, or moectl."),
             "gpu": said(STRING, "As requested, such as h200; else the name that the driver reports."),
             "gpu_name": STRING,
             "arch": said(STRING, "Such as sm90 or gfx942."),

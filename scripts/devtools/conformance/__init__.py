@@ -1,8 +1,9 @@
 """Agreement of a policy with recorded answers of the engine that it mirrors."""
 
+from moectl.oracle.recorded_fields import FIELDS, ComparedField, DecisionPair, Record, gate_kind
+
 from .decisions import compare, compare_file
-from .fields import FIELDS, ComparedField, DecisionPair, gate_kind
-from .grid import Record, RecordedGrid, decide, read_decisions, read_grid, recorded_device, recorded_problem
+from .grid import RecordedGrid, decide, read_decisions, read_grid, recorded_device, recorded_problem
 from .report import AgreementTally, ConformanceReport, FieldDisagreement
 from .rounding import compare_rounding, read_rounding
 

@@ -9,11 +9,11 @@ from itertools import repeat
 from pathlib import Path
 
 from moectl.oracle.policy import Policy
+from moectl.oracle.recorded_fields import FIELDS, ComparedField, DecisionPair, Record
 from moectl.oracle.registry import engine_named, policy_named
 from moectl.oracle.select import OutOfScope
 
-from .fields import FIELDS, ComparedField, DecisionPair
-from .grid import CELL, Record, RecordedGrid, decide, has_meaning, is_direct, read_decisions, read_grid
+from .grid import CELL, RecordedGrid, decide, has_meaning, is_direct, read_decisions, read_grid
 from .report import AXES, AgreementTally, ConformanceReport, FieldDisagreement
 
 TITLE = "recorded decisions"

@@ -17,12 +17,11 @@ from moectl.errors import UsageError
 from moectl.oracle.decision import Decision
 from moectl.oracle.engine import Engine
 from moectl.oracle.policy import Policy
+from moectl.oracle.recorded_fields import Record
 from moectl.oracle.registry import engine_named
 from moectl.oracle.select import select
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem, Parallel, Routing
 from moectl.problem.schemes import Scheme, int_format
-
-Record = Mapping[str, Any]
 
 LINE_LIMIT = 1 << 20
 """Longest line that is read, in bytes."""

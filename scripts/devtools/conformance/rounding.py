@@ -13,11 +13,12 @@ from moectl.errors import UsageError
 from moectl.oracle.backend import Backend, SupportQuery
 from moectl.oracle.engine import Engine
 from moectl.oracle.policy import Policy
+from moectl.oracle.recorded_fields import Record
 from moectl.oracle.registry import engine_named
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.schemes import Scheme, WeightFormat
 
-from .grid import Record, RecordedGrid, opened, recorded_device
+from .grid import RecordedGrid, opened, recorded_device
 from .report import AgreementTally, ConformanceReport, FieldDisagreement
 
 TITLE = "recorded roundings"

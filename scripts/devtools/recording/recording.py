@@ -15,10 +15,10 @@ from typing import Any
 from devtools.conformance import read_decisions
 from devtools.conformance.grid import CELL
 from moectl.errors import MoectlError, Unavailable
+from moectl.oracle.engines.vllm_0_33_0.own_code import WORKER
 
 from .wheel import wheel_files
 
-WORKER = Path(__file__).with_name("vllm_worker.py")
 DEPENDENCIES = (
     "humming-kernels",
     "compressed-tensors==0.17.0",

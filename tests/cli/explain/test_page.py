@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moectl.cli.explain.page import html_page, page_data
+from moectl.oracle import ENGINES, engine_named
 from support.browser import chromium
 from support.invoking import moectl
 from support.scripts import loaded
@@ -221,7 +222,7 @@ def test_the_page_says_how_it_was_made(opened, made):
     page = opened(path)
     page.get_by_role("button", name="About this page").click()
     text = panel(page).inner_text()
-    assert "vllm-0.33.0" in text and document["moectl"] in text and f"--html {path}" in text
+    assert "vllm-0.33.0, vllm-0.32.0" in text and document["moectl"] in text and f"--html {path}" in text
     assert document["assumptions"] and all(line in text for line in document["assumptions"])
 
 
@@ -321,11 +322,76 @@ def test_a_page_can_hold_several_policies(made):
     data = page_data([made[1], other], "moectl")
     assert [policy["name"] for policy in data["policies"]] == ["vllm-0.33.0", "moectl"]
     assert len(data["columns"]) == len(GPUS) * len(TP) and len(data["models"]) == len(MODELS)
-    filled = [entry for row in data["policies"][1]["cells"] for entry in row if entry is not None]
+    rows = [data["shared"][row] for row in data["policies"][1]["cells"]]
+    filled = [entry for row in rows for entry in row if entry is not None]
     assert len(filled) == 2
-    parts = [part for entry in filled for part in data["entries"][entry]["parts"]]
+    parts = [part for entry in filled for part in data["entries"][entry][0]]
     backends = [data["answers"][answer]["backend"] for _, answer in parts]
     assert backends == [row["backend"] for row in other["rows"]]
+
+
+def choose_engine(page, name):
+    page.locator("#engine").select_option(label=engine_named(name).versioned)
+
+
+def test_a_page_answers_for_every_engine_and_release(opened, made):
+    """Each is what the command answers for it alone, and nothing is loaded for it."""
+    page = opened(made[0])
+    titles = page.locator("#engine option").all_inner_texts()
+    assert titles == [engine.versioned for engine in ENGINES.values()]
+    for name in ("moectl", "vllm==0.31.0", "sglang"):
+        options = ("--gpu", ",".join(GPUS), "--tp", ",".join(map(str, TP)), "--offline", "--json")
+        rows = moectl("explain", *MODELS, *options, "--engine", name).document["rows"]
+        choose_engine(page, name)
+        wanted = {}
+        for row in rows:
+            state = "refused" if row["refusal"] or row["gates"] else "none"
+            names = wanted.setdefault((row["checkpoint"], row["gpu"], row["tp"]), {})
+            names[row["backend"] if row["usable"] else state] = None
+        assert page.locator("button.cell").count() == len(wanted)
+        for key, names in wanted.items():
+            assert cell(page, *key).locator(".backend").all_inner_texts() == [*names], (name, key)
+        chips = page.locator("#legend button[data-filter^='backend:']").all()
+        shown = {chip.get_attribute("data-filter").removeprefix("backend:") for chip in chips}
+        assert shown == {row["backend"] for row in rows if row["usable"]}
+
+
+def test_what_is_open_stays_open_under_another_engine(opened, made):
+    page = opened(made[0])
+    cell(page, *KIMI, "h100", 8).click()
+    choose_engine(page, "moectl")
+    where = panel(page).locator(".where").first.inner_text()
+    assert "H100" in where and "TP 8" in where and where.endswith("moectl")
+    assert f"moectl explain {KIMI[0]} --gpu h100 --tp 8 -v --engine moectl" in panel(page).inner_text()
+    assert page.locator("button.cell[aria-current='true']").count() == 1
+    address = page.url
+    assert address.endswith("/moectl")
+    page.goto("about:blank")
+    page.goto(address)
+    assert panel(page).locator(".where").first.inner_text() == where
+    assert page.locator("#engine option:checked").inner_text() == "moectl"
+    choose_engine(page, "vllm")
+    assert "vllm serve" in panel(page).inner_text() and not page.url.endswith("/moectl")
+
+
+def test_a_filter_that_an_engine_has_no_cell_for_is_dropped(opened, made):
+    page = opened(made[0])
+    page.select_option("#backend", "backend:humming")
+    choose_engine(page, "vllm==0.32.0")
+    assert page.locator("#backend").input_value() == "backend:humming"
+    choose_engine(page, "moectl")
+    assert page.locator("#backend").input_value() == ""
+    assert len(rows_shown(page)) == len(MODELS)
+
+
+def test_a_page_of_one_engine_has_no_switch_and_less_than_all_of_them(opened, made, tmp_path):
+    """All engines and releases take less than twice the bytes of one: what is equal is there once."""
+    one = tmp_path / "one.html"
+    options = ("--gpu", ",".join(GPUS), "--tp", ",".join(map(str, TP)), "--offline", "--html", one)
+    done = moectl("explain", *MODELS, *options, "--engine", "vllm")
+    assert "engines" not in done.words
+    assert not opened(one).locator("#engine").is_visible()
+    assert made[0].stat().st_size < 2 * one.stat().st_size
 
 
 def test_repeated_reasons_are_stored_once(made):

@@ -14,6 +14,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from ..summary import local_name, serve_command
 
 AnswersJson = Mapping[str, Any]
 
-FORMAT = 1
+FORMAT = 2
 """Version of the data inside a page."""
 
 
@@ -50,8 +51,10 @@ def html_page(documents: Sequence[AnswersJson], command: str, stated: str = "") 
     style, script, template = (
         assets.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html")
     )
-    titles = list(dict.fromkeys(policy["title"] for policy in data["policies"]))
-    about = f"MoE backends in {' and '.join(titles)}"
+    engines = [engine_named(policy["name"]) for policy in data["policies"]]
+    titles = [engines[0].versioned] if len(engines) == 1 else [engine.title for engine in engines]
+    *others, last = dict.fromkeys(titles)
+    about = f"MoE backends in {' and '.join([', '.join(others), last]) if others else last}"
     models = data["models"]
     parts = {
         "policy": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
@@ -99,16 +102,18 @@ class _Pool:
             self.values.append(value)
         return self._numbers[key]
 
-    def record(self, value: Mapping[str, Any]) -> int:
-        """The index of a flat record or one with lists of plain values."""
+    def record(self, value: Mapping[str, Any] | list[Any]) -> int:
+        """The index of plain data."""
         return self.number(value, json.dumps(value, sort_keys=True))
 
 
 def page_data(documents: Sequence[AnswersJson], command: str, stated: str = "") -> dict[str, Any]:
-    """What a page shows, with every repeated string, candidate, list of candidates and answer once.
+    """What a page shows, with every repeated string, candidate, list of candidates, answer and row once.
 
-    A cell of a policy is an index of `entries`: the answers for its groups of layers, and the memory of one
-    GPU. The first column of cells is the first of `columns`, a GPU with a deployment.
+    A policy's `cells` are rows of `shared`, one for each model. A cell is an index of `entries`: the answers
+    for its groups of layers, whether the weights fit, and the memory of one GPU. The first column of cells is
+    the first of `columns`, a GPU with a deployment. A candidate is a list: its backend, the usual name, the
+    class, whether it is usable, and its reasons; texts are indices of `strings`.
     """
     models, gpus, columns = _Pool(), _Pool(), _Pool()
     for document in documents:
@@ -121,10 +126,12 @@ def page_data(documents: Sequence[AnswersJson], command: str, stated: str = "") 
             by_gpu.setdefault((gpus.number(row["gpu"]), _parallel(row)), row)
     for key in sorted(by_gpu, key=lambda key: key[0]):
         columns.number(key)
-    pools = {name: _Pool() for name in ("strings", "candidates", "lists", "answers", "memories", "entries")}
+    names = ("strings", "candidates", "lists", "answers", "memories", "entries", "shared")
+    pools = {name: _Pool() for name in names}
     policies, abouts = [], dict[str, dict[str, str]]()
-    backends = Counter[str]()
+    by_use = dict[str, None]()
     for document in documents:
+        backends = Counter[str]()
         cells: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
         for row in document["rows"]:
             column = columns.number((gpus.number(row["gpu"]), _parallel(row)))
@@ -137,9 +144,12 @@ def page_data(documents: Sequence[AnswersJson], command: str, stated: str = "") 
                 abouts[name] = _about(rows)
             # In the rows' order, which the page keeps among equally frequent ones.
             backends.update([*dict.fromkeys(row["backend"] for row in rows if _state(row) == "chosen")])
-        policies.append(_policy(document, models.values, [key for _, key in columns.values], table))
+        by_use.update(dict.fromkeys(name for name, _ in backends.most_common()))
+        parallels = [key for _, key in columns.values]
+        policies.append(_policy(document, models.values, parallels, table, pools["shared"]))
+    for other in policies[1:]:
+        other["explain"] = f" --engine {other['name']}"
     origins = {each["name"]: _origin(each) for document in documents for each in checkpoints_of(document)}
-    exchange = engine_named(documents[0]["policy"]).policy.default_exchange
     return {
         "format": FORMAT,
         "schema_version": documents[0]["schema_version"],
@@ -153,7 +163,7 @@ def page_data(documents: Sequence[AnswersJson], command: str, stated: str = "") 
             {
                 "gpu": gpu,
                 "label": parallel_name(parallel),
-                "explain": _explain_options(by_gpu[gpu, parallel], parallel, exchange, stated),
+                "explain": _explain_options(by_gpu[gpu, parallel], parallel, stated),
             }
             for gpu, parallel in columns.values
         ],
@@ -166,7 +176,7 @@ def page_data(documents: Sequence[AnswersJson], command: str, stated: str = "") 
             }
             for name in models.values
         ],
-        "backends": [name for name, _ in backends.most_common()],
+        "backends": list(by_use),
         **{name: pool.values for name, pool in pools.items()},
     }
 
@@ -180,9 +190,16 @@ def _all(documents: Iterable[AnswersJson], name: str) -> list[str]:
     return list(dict.fromkeys(text for document in documents for text in document.get(name, ())))
 
 
+USUAL = ""
+"""The exchange of a column whose deployments use the engine's own default."""
+
+
 def _parallel(row: Mapping[str, Any]) -> Parallel:
+    """The deployment of a row, the same for every engine."""
     names = ("tp", "dp", "ep", "all2all", "eplb", "pp")
-    return Parallel(**{name: row[name] for name in names})
+    parallel = Parallel(**{name: row[name] for name in names})
+    policy = engine_named(row["decision"]["inputs"]["policy"]).policy
+    return parallel if parallel.states_exchange(policy.default_exchange) else replace(parallel, all2all=USUAL)
 
 
 def _origin(checkpoint: Mapping[str, Any]) -> Origin:
@@ -210,22 +227,30 @@ def _policy(
     models: Sequence[str],
     parallels: Sequence[Parallel],
     cells: list[list[int | None]],
+    shared: _Pool,
 ) -> dict[str, Any]:
-    """A policy's part: its cells by model and column, and the commands that serve them."""
+    """A policy's part: its cells by model and column and the commands that serve them, indices of `shared`.
+
+    `explain` is what its cells' commands of moectl have besides.
+    """
     engine = engine_named(document["policy"])
+    usual = engine.policy.default_exchange
+    deployed = [replace(it, all2all=usual) if it.all2all == USUAL else it for it in parallels]
     origins = {each["name"]: _origin(each) for each in checkpoints_of(document)}
     plain = [serve_command(engine.policy, _argument(origins, name), Parallel()) for name in models]
     bare = serve_command(engine.policy, "M", Parallel())
+    options = [
+        serve_command(engine.policy, "M", parallel, document["requested"]).removeprefix(bare)
+        for parallel in deployed
+    ]
     return {
         "name": engine.name,
         "title": engine.versioned,
         "memory_option": engine.memory_option,
-        "commands": plain,
-        "options": [
-            serve_command(engine.policy, "M", parallel, document["requested"]).removeprefix(bare)
-            for parallel in parallels
-        ],
-        "cells": cells,
+        "commands": shared.number(plain, tuple(plain)),
+        "options": shared.number(options, tuple(options)),
+        "cells": [shared.number(row, tuple(row)) for row in cells],
+        "explain": "",
     }
 
 
@@ -237,10 +262,10 @@ def _gpu(number: int, by_gpu: Mapping[tuple[int, Parallel], Mapping[str, Any]]) 
     return {"key": row["gpu"], "name": name, "arch": device.arch, "memory": device.memory_bytes or None}
 
 
-def _explain_options(row: Mapping[str, Any], parallel: Parallel, exchange: str, stated: str) -> str:
+def _explain_options(row: Mapping[str, Any], parallel: Parallel, stated: str) -> str:
     """The options of `moectl explain` for a column, after a blank."""
     named = ["--gpu", row["gpu"]] if row["gpu"] != row["gpu_name"] else []
-    options = parallel_options(parallel, exchange)
+    options = parallel_options(parallel, USUAL)
     return f" {shlex.join([*named, *words_of(options), '-v'])} {stated}".rstrip()
 
 
@@ -275,11 +300,8 @@ def _entry(rows: Sequence[Mapping[str, Any]], pools: Mapping[str, _Pool]) -> int
     layers: dict[int, list[int]] = {}
     for row in rows:
         layers.setdefault(pools["answers"].record(_answer(row, pools)), []).extend(row["layers"])
-    entry = {
-        "parts": [[pools["strings"].number(ranges(same)), answer] for answer, same in layers.items()],
-        "fits": rows[0]["fits"],
-        "memory": pools["memories"].number(numbers) if numbers else None,
-    }
+    parts = [[pools["strings"].number(ranges(same)), answer] for answer, same in layers.items()]
+    entry = [parts, rows[0]["fits"], pools["memories"].number(numbers) if numbers else None]
     return pools["entries"].record(entry)
 
 
@@ -291,16 +313,13 @@ def _answer(row: Mapping[str, Any], pools: Mapping[str, _Pool]) -> dict[str, Any
         because, remark = [remark], None
     numbers = [
         pools["candidates"].record(
-            {
-                "backend": each["backend"],
-                "usual": each["usual_name"],
-                "experts": each["experts"],
-                "rank": each["rank"],
-                "usable": each["usable"],
-                "reasons": [strings.number(reason) for reason in each["reasons"]],
-            }
+            [
+                *(strings.number(each[name] or "") for name in ("backend", "usual_name", "experts")),
+                each["usable"],
+                *map(strings.number, each["reasons"]),
+            ]
         )
-        for each in row["candidates"]
+        for each in sorted(row["candidates"], key=lambda each: each["rank"])
     ]
     return {
         "state": state,

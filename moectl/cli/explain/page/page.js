@@ -2,7 +2,7 @@
 (() => {
   // Everything in `data` comes from files: it becomes text nodes and attributes, never markup.
   const data = JSON.parse(document.getElementById("data").textContent);
-  const policy = data.policies[0];
+  let policy = data.policies[0];
   const COLORS = 12;
   const $ = (id) => document.getElementById(id);
 
@@ -17,6 +17,9 @@
   }
 
   const text = (index) => (index === null ? "" : data.strings[index]);
+  data.entries = data.entries.map(([parts, fits, memory]) => ({ parts, fits, memory }));
+  data.candidates = data.candidates.map(([backend, usual, experts, usable, ...reasons]) => (
+    { backend: text(backend), usual: text(usual), experts: text(experts), usable, reasons }));
   const count = (number, thing) => `${number} ${thing}${number === 1 ? "" : "s"}`;
 
   function gib(bytes) {
@@ -48,14 +51,14 @@
   }
 
   // Whether the usual name of a backend's kernels says more than the engine's name.
-  const says = ({ backend, usual }) => usual !== null && usual.toLowerCase() !== backend.toLowerCase();
+  const says = ({ backend, usual }) => Boolean(usual) && usual.toLowerCase() !== backend.toLowerCase();
   const colorOf = (backend) => `c${data.backends.indexOf(backend) % COLORS}`;
   const shownName = (answer) => (answer.state === "chosen" ? answer.backend : answer.state);
 
   // The table.
 
-  const cells = [];
-  const rows = [];
+  let cells = [];
+  let rows = [];
 
   function drawHead() {
     const gpuRow = make("tr"), deploymentRow = make("tr");
@@ -79,7 +82,7 @@
   }
 
   function drawCell(modelNumber, columnNumber) {
-    const model = data.models[modelNumber], column = data.columns[columnNumber], entry = policy.cells[modelNumber][columnNumber];
+    const model = data.models[modelNumber], column = data.columns[columnNumber], entry = data.shared[policy.cells[modelNumber]][columnNumber];
     const first = columnNumber === 0 || data.columns[columnNumber - 1].gpu !== column.gpu;
     const holder = make("td", { class: first ? "first" : null, role: "gridcell", "data-gpu": column.gpu });
     if (entry === null) return holder;
@@ -116,6 +119,8 @@
   }
 
   function drawTable() {
+    cells = [];
+    rows = [];
     const body = make("tbody");
     data.models.forEach((model, modelNumber) => {
       const row = make("tr", {}, make("th", { class: "model", scope: "row" },
@@ -125,7 +130,7 @@
       rows.push({ row, cells: cells.slice(start), searched: `${model.name} ${model.format}`.toLowerCase() });
       body.append(row);
     });
-    $("matrix").append(drawHead(), body);
+    $("matrix").replaceChildren(drawHead(), body);
   }
 
   // Filters: words, one backend or mark, GPUs.
@@ -162,7 +167,8 @@
     filter();
   }
 
-  function drawFilters() {
+  // What there is to choose from depends on the engine.
+  function drawLegend() {
     const tally = new Map();
     const add = (key) => tally.set(key, (tally.get(key) || 0) + 1);
     for (const cell of cells) {
@@ -176,7 +182,9 @@
       return button;
     };
     const backends = make("optgroup", { label: "Backends" }), marks = make("optgroup", { label: "Marks" });
+    $("legend").replaceChildren();
     for (const name of data.backends) {
+      if (!tally.has(`backend:${name}`)) continue;
       backends.append(make("option", { value: `backend:${name}` }, name));
       $("legend").append(chip(`backend:${name}`, make("span", { class: `swatch ${colorOf(name)}` }), name));
     }
@@ -186,7 +194,14 @@
       marks.append(make("option", { value: `mark:${mark}` }, label));
       $("legend").append(chip(`mark:${mark}`, make("span", { class: "swatch mark", "aria-hidden": "true" }, sign), label));
     }
-    $("backend").append(make("option", { value: "" }, "all"), backends, ...(marks.children.length ? [marks] : []));
+    $("backend").replaceChildren(make("option", { value: "" }, "all"), backends, ...(marks.children.length ? [marks] : []));
+    if (wanted !== "" && !tally.has(wanted)) wanted = "";
+  }
+
+  function drawFilters() {
+    $("engine").parentNode.hidden = data.policies.length < 2;
+    data.policies.forEach(({ title }, number) => $("engine").append(make("option", { value: number }, title)));
+    $("engine").addEventListener("change", () => answerBy(Number($("engine").value)));
     $("backend").addEventListener("change", () => { wanted = $("backend").value; filter(); });
     $("search").addEventListener("input", filter);
     $("filters").addEventListener("submit", (event) => event.preventDefault());
@@ -208,6 +223,26 @@
       });
       $("gpus").append(make("label", {}, box, gpu.key));
     });
+  }
+
+  // The engine and release that answers; what is open stays open.
+
+  function answerBy(number) {
+    const before = opened, at = current;
+    policy = data.policies[number];
+    $("engine").value = String(number);
+    current = opened = null;
+    draw();
+    const again = (cell) => cell && cells.find((each) => each.modelNumber === cell.modelNumber && each.columnNumber === cell.columnNumber);
+    if (again(before)) open(again(before));
+    else if (before) closePanel();
+    else moveTo(again(at) || firstVisible(), false);
+  }
+
+  function draw() {
+    drawTable();
+    drawLegend();
+    filter();
   }
 
   // The panel.
@@ -291,15 +326,15 @@
     if (answer.candidates === null || !data.lists[answer.candidates].length) return [];
     const list = make("ol", { class: "candidates" });
     let chosenSeen = false;
-    for (const number of data.lists[answer.candidates]) {
+    for (const [place, number] of data.lists[answer.candidates].entries()) {
       const candidate = data.candidates[number];
-      const isChosen = !chosenSeen && answer.state === "chosen" && candidate.usable && candidate.backend === answer.backend && candidate.experts === answer.experts;
+      const isChosen = !chosenSeen && answer.state === "chosen" && candidate.usable && candidate.backend === answer.backend && candidate.experts === (answer.experts || "");
       chosenSeen = chosenSeen || isChosen;
       const verdict = isChosen ? make("span", { class: "good" }, " \u2014 chosen") : candidate.usable ? make("span", { class: "soft" }, " \u2014 supported, lower priority") : "";
       const usual = says(candidate) ? make("span", { class: "soft" }, ` (${candidate.usual})`) : "";
       const about = make("div", {}, make("span", { class: "name" }, candidate.backend), usual, verdict, make("div", { class: "class" }, candidate.experts || ""));
       if (candidate.reasons.length) about.append(make("ul", {}, ...candidate.reasons.map((reason) => make("li", {}, text(reason)))));
-      list.append(make("li", { class: isChosen ? "chosen" : null }, make("span", { class: "rank" }, String(candidate.rank)), about));
+      list.append(make("li", { class: isChosen ? "chosen" : null }, make("span", { class: "rank" }, String(place + 1)), about));
     }
     return section(title, list);
   }
@@ -326,7 +361,7 @@
     const model = data.models[cell.modelNumber], column = data.columns[cell.columnNumber], gpu = data.gpus[column.gpu];
     const entry = data.entries[cell.entry], parts = answersOf(cell.entry);
     const works = parts.every(([, answer]) => answer.state === "chosen") && entry.fits !== false;
-    const serve = policy.commands[cell.modelNumber] + policy.options[cell.columnNumber];
+    const serve = data.shared[policy.commands][cell.modelNumber] + data.shared[policy.options][cell.columnNumber];
     mark(cell);
     moveTo(cell, false);
     showPanel(
@@ -335,12 +370,12 @@
       make("p", { class: "where" }, `${model.format}; ${model.sizes}`),
       ...parts.map(([layers, answer]) => drawChoice(layers, answer, parts.length > 1)),
       ...drawMemory(entry.memory === null ? null : data.memories[entry.memory], entry.fits),
-      ...section("Commands", works ? command(serve) : make("p", { class: "soft" }, entry.fits === false ? "None to serve it: the weights do not fit." : "None to serve it: some layers have no backend."), command(model.explain + column.explain)),
+      ...section("Commands", works ? command(serve) : make("p", { class: "soft" }, entry.fits === false ? "None to serve it: the weights do not fit." : "None to serve it: some layers have no backend."), command(model.explain + column.explain + policy.explain)),
       ...parts.flatMap(([layers, answer]) => drawCandidates(answer, `Candidates in priority order${parts.length > 1 ? `, layers ${layers}` : ""}`)),
       ...(model.note ? section("About the checkpoint", make("p", {}, model.note)) : []),
     );
     cell.button.scrollIntoView({ block: "nearest", inline: "nearest" });
-    remember(`${model.name}/${gpu.key}/${column.label}`);
+    remember(`${model.name}/${gpu.key}/${column.label}${policy === data.policies[0] ? "" : `/${policy.name}`}`);
   }
 
   function openAbout() {
@@ -382,6 +417,10 @@
     let wantedPlace = "";
     try { wantedPlace = location.hash.slice(1).split("/").map(decodeURIComponent).join("/"); } catch { return; }
     if (!wantedPlace) return;
+    const cut = wantedPlace.lastIndexOf("/");
+    const engine = data.policies.findIndex(({ name }) => name === wantedPlace.slice(cut + 1));
+    if (engine >= 0) wantedPlace = wantedPlace.slice(0, cut);
+    if (policy !== data.policies[Math.max(0, engine)]) answerBy(Math.max(0, engine));
     const place = ({ modelNumber, columnNumber }) => {
       const column = data.columns[columnNumber];
       return `${data.models[modelNumber].name}/${data.gpus[column.gpu].key}/${column.label}`;
@@ -432,9 +471,8 @@
     }
   }
 
-  drawTable();
   drawFilters();
-  filter();
+  draw();
   document.addEventListener("keydown", onKey);
   $("about-button").addEventListener("click", openAbout);
   window.addEventListener("hashchange", openRemembered);

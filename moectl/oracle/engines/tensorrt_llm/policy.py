@@ -150,7 +150,7 @@ def _route(algorithm: str) -> Route:
         orders=(Order(ranked),),
         exclusions=tuple(map(_excluded, ranked)),
         names={**{backend.name: (backend,) for backend in ranked}, "wideep": ()},
-        fallbacks=tuple(backend for backend in ranked if backend.name == "cutlass"),
+        warned_fallbacks=tuple(backend for backend in ranked if backend.name == "cutlass"),
         refusals=(*UNREAD, WIDEEP),
         late_failures=LATE_FAILURES,
         fails="ValueError",

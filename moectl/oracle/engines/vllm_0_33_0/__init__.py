@@ -6,6 +6,7 @@ from ...engine import CacheFolder, Engine, Recordings
 from .data import GRID
 from .deployment import REPACKING
 from .kernel_names import KERNEL_NAMES
+from .own_code import OWN_CODE
 from .packages import COMPILED_KERNELS, DEFAULT_PROFILES, PACKAGES, profiles
 from .policy import POLICY
 from .tuned_files import TUNED_FILES
@@ -36,6 +37,7 @@ VLLM_0_33_0 = Engine(
     memory_share=0.92,
     memory_option="--gpu-memory-utilization",
     stages_variable=PARTITION,
+    own_code=OWN_CODE,
     recordings=Recordings(
         GRID,
         gates={

@@ -1,8 +1,8 @@
 """Decisions of one vLLM release, made by its own code on a machine without a GPU.
 
-Runs in a process of its own, with the release's modules on the path and without moectl. Standard input is
-a JSON document (`grid`, `cells`, `jobs`, `out`); a JSON-lines file of decisions is written for each device
-and package profile.
+Runs in a process of its own, with the release's modules on the path and without moectl. As a script it
+records: standard input is a JSON document (`grid`, `cells`, `jobs`, `out`); a JSON-lines file of decisions is
+written for each device and package profile. `ask.py` asks it about one checkpoint.
 
 Each cell goes vLLM's own way: the checkpoint's quantization config chooses a quantization class, its quant
 method asks the oracle, sizes are rounded, weights are created on the meta device. Only the platform's
@@ -111,13 +111,13 @@ def _set_device(row: dict[str, Any]) -> None:
     """The platform of vLLM for a row of the grid, with the properties in it instead of a driver's."""
     torch: Any = importlib.import_module("torch")
     kind = row["kind"]
-    memory = row.get("mem", 0) << 30
+    memory = row.get("memory_bytes", row.get("mem", 0) << 30)
     if kind == "rocm":
         found = types.SimpleNamespace(
             gcnArchName=row["gfx"], name=row["name"], total_memory=memory, multi_processor_count=256
         )
         torch.cuda.get_device_properties = lambda *args, **kwargs: found
-        major, minor = {"gfx942": (9, 4), "gfx950": (9, 5)}[row["gfx"]]
+        major, minor = int(row["gfx"][3:-2]), int(row["gfx"][-2])
         torch.cuda.get_device_capability = lambda *args, **kwargs: (major, minor)
     torch.cpu._is_amx_tile_supported = lambda: bool(row.get("amx"))
     torch.cuda.is_available = lambda: kind in ("cuda", "rocm")
@@ -134,7 +134,7 @@ def _set_device(row: dict[str, Any]) -> None:
     given: dict[str, Any] = {
         "get_device_name": classmethod(lambda cls, *args: row["name"]),
         "get_device_total_memory": classmethod(lambda cls, *args: memory),
-        "num_compute_units": classmethod(lambda cls, *args: 132),
+        "num_compute_units": classmethod(lambda cls, *args: row.get("sms") or 132),
         "device_count": classmethod(lambda cls: 8),
         "import_kernels": classmethod(lambda cls: None),
         "check_and_update_config": classmethod(lambda cls, config: None),
@@ -162,14 +162,17 @@ def _set_compiled_predicates(row: dict[str, Any]) -> None:
     library = torch.library.Library("_C", "FRAGMENT")
     _KEPT.append(library)
     for name, capabilities in built.items():
+        if hasattr(torch.ops._C, name):
+            continue
         library.define(f"{name}(int capability) -> bool")
         library.impl(
             name,
             lambda capability, capabilities=capabilities: (capability or ours) in capabilities,
             "CompositeExplicitAutograd",
         )
-    library.define("is_onednn_acl_supported() -> bool")
-    library.impl("is_onednn_acl_supported", lambda: False, "CompositeExplicitAutograd")
+    if not hasattr(torch.ops._C, "is_onednn_acl_supported"):
+        library.define("is_onednn_acl_supported() -> bool")
+        library.impl("is_onednn_acl_supported", lambda: False, "CompositeExplicitAutograd")
 
 
 _KEPT: list[Any] = []
@@ -352,6 +355,12 @@ def code_of(reason: str | None) -> str:
     return next((code for words, code in CODES if re.search(words, reason or "")), "other")
 
 
+def _function(path: str) -> Any:
+    """The function at ``module:Class.name``; without a path some function, which is never called."""
+    module, _, names = path.partition(":")
+    return functools.reduce(getattr, names.split("."), importlib.import_module(module)) if names else print
+
+
 # ------------------------------------------------------------------------------------- one cell
 
 
@@ -359,11 +368,11 @@ class Recorder:
     """Asks the imported release about cells of the grid, on one device with one package profile."""
 
     def __init__(self, grid: dict[str, Any], device: dict[str, Any]) -> None:
-        import torch
         import vllm.config as config
         import vllm.distributed.parallel_state as parallel_state
         from vllm.platforms import current_platform
 
+        torch: Any = importlib.import_module("torch")
         self.grid, self.device, self.torch = grid, device, torch
         self.config, self.parallel_state, self.platform = config, parallel_state, current_platform
         self.layer = importlib.import_module("vllm.model_executor.layers.fused_moe.layer")
@@ -455,6 +464,8 @@ class Recorder:
             type(method).supports_eplb = property(lambda self: True)
 
     def _dtype(self) -> Any:
+        if "dtype" in self.device:
+            return getattr(self.torch, self.device["dtype"])
         old = self.device["kind"] == "cuda" and tuple(self.device["cc"]) < (8, 0)
         return self.torch.float16 if old else self.torch.bfloat16
 
@@ -537,6 +548,10 @@ class Recorder:
     def _layer(self, cell: dict[str, Any], quant_config: Any, vllm_config: Any) -> None:
         model = self.grid["MODELS"][cell["model"]]
         routing = dict(model["routing"])
+        if not model.get("gated", True) and "ckpt_names" in inspect.signature(self.factory).parameters:
+            routing["ckpt_names"] = ("up_proj", "down_proj", None)
+        if "custom_routing_function" in routing:
+            routing["custom_routing_function"] = _function(routing["custom_routing_function"])
         bias = self.torch.zeros(model["E"], dtype=self.torch.float32) if routing.pop("e_bias", 0) else None
         arguments = {
             "num_experts": model["E"],
@@ -545,7 +560,7 @@ class Recorder:
             "intermediate_size": model["inter"],
             "params_dtype": self._dtype(),
             "quant_config": quant_config,
-            "prefix": "model.layers.1.mlp.experts",
+            "prefix": model.get("prefix", "model.layers.1.mlp.experts"),
             "activation": model["activation"],
             "has_bias": model["has_bias"],
             "e_score_correction_bias": bias,
@@ -682,15 +697,30 @@ class Recorder:
 # ----------------------------------------------------------------------------------------- runs
 
 
-def _run(grid: dict[str, Any], device: str, profile: str, cells: list[dict[str, Any]], out: Path) -> None:
-    packages = set(grid["PROFILES"][profile]["packages"])
+def set_machine(packages: set[str], env: dict[str, str], row: dict[str, Any]) -> None:
+    """Have vLLM find these packages, environment variables and the device of a row of the grid."""
     _set_packages(packages, _STAND_INS)
-    os.environ |= grid["PROFILES"][profile]["env"]
-    row = grid["DEVICES"][device]
+    os.environ |= env
     _set_compiled_predicates(row)
     _answer_for_packages(packages)
     _set_device(row)
     _answer_for_aiter("aiter" in packages)
+
+
+def set_device(row: dict[str, Any]) -> None:
+    """Have an installed vLLM find the device of a row of the grid, whatever is in the machine."""
+    torch: Any = importlib.import_module("torch")
+    with contextlib.suppress(ImportError):
+        importlib.import_module("vllm._custom_ops")
+    _set_compiled_predicates(row)
+    _set_device(row)
+    if "cc" in row:
+        torch.cuda.get_device_capability = lambda *args, **kwargs: tuple(row["cc"])
+
+
+def _run(grid: dict[str, Any], device: str, profile: str, cells: list[dict[str, Any]], out: Path) -> None:
+    row, assumed = grid["DEVICES"][device], grid["PROFILES"][profile]
+    set_machine(set(assumed["packages"]), assumed["env"], row)
     recorder = Recorder(grid, row)
     partial = out.with_suffix(".part")
     with partial.open("w", encoding="utf-8") as lines:
@@ -702,18 +732,23 @@ def _run(grid: dict[str, Any], device: str, profile: str, cells: list[dict[str, 
 _STAND_INS = StandIns(FRONT_END, COMPILED)
 
 
-def main() -> int:
-    """Record every run, `jobs` at a time, each in a process of its own."""
+def stand_in() -> None:
+    """Let the Python files of a release be imported where most of what they import is missing."""
     for name in [name for name in os.environ if name.startswith("VLLM_")]:
         del os.environ[name]
     os.environ |= {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_TARGET_DEVICE": "empty"}
     os.environ["CUDA_HOME"] = "/nonexistent"
-    document = json.load(sys.stdin)
     _STAND_INS.install()
     first = ("torch", "transformers", "pydantic", "compressed_tensors.quantization", "triton")
     for name in (*first, *REAL, *ONCE):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+
+
+def main() -> int:
+    """Record every run, `jobs` at a time, each in a process of its own."""
+    document = json.load(sys.stdin)
+    stand_in()
     grid, out = document["grid"], Path(document["out"])
     grid["PARALLEL"] |= grid.get("PARALLEL_EXTRA", {})
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}

@@ -1,15 +1,17 @@
-"""The fields of a recorded decision that are compared."""
+"""The fields of a decision that an engine's own code made, as recorded, that are compared with ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from moectl.oracle.decision import Candidate, Decision
-from moectl.oracle.engine import Engine
-from moectl.oracle.registry import engine_named
+from .decision import Candidate, Decision
+from .engine import Engine
+from .registry import engine_named
 
-from .grid import Record
+Record = Mapping[str, Any]
+"""A recorded decision: what the engine's own code chose, refused and padded, and its errors."""
 
 
 @dataclass(frozen=True, slots=True)
