@@ -195,8 +195,8 @@ class Route:
             that refusal; empty: it does not fail.
         substitutes: devices where the engine continues without a backend instead.
         warned_fallbacks: backends that the engine takes, with a warning, where those before them are not
-            supported; with them, a request by name is followed by the rest of the order, less what is excluded
-            by name.
+            supported; with them, a request by name is followed by the rest of the order, less what is
+            excluded by name.
         replaces: names of the routes whose checkpoints this one takes over when `when` holds, with fewer
             backends to choose from.
     """
