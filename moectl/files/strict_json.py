@@ -78,6 +78,14 @@ def parse_document(data: bytes | str, where: str, refusal: Refusal = CheckpointE
     Raises:
         CheckpointError, or the error made by `refusal`, with one sentence that names the place.
     """
+    value = parse_value(data, where, refusal)
+    if not isinstance(value, dict):
+        raise refusal(f"{where} must be a JSON object, got {type(value).__name__}.")
+    return value
+
+
+def parse_value(data: bytes | str, where: str, refusal: Refusal = CheckpointError) -> Any:
+    """`parse_document` of any JSON value."""
     unusable: list[_Unusable] = []
 
     def keep(text: str) -> _Unusable:
@@ -98,7 +106,7 @@ def parse_document(data: bytes | str, where: str, refusal: Refusal = CheckpointE
     try:
         if len(raw) > JSON_LIMIT:
             raise CheckpointError(f"{where} has {len(raw)} bytes, more than the limit of {JSON_LIMIT}")
-        value = _parse_any(raw, where, **hooks)
+        value = _loaded(raw, where, **hooks)
     except CheckpointError as error:
         raise refusal(error.what) from error
     if unusable:
@@ -181,8 +189,16 @@ def _strings(value: dict[str, Any] | list[Any]) -> int:
     return count
 
 
-def _parse_any(data: bytes, where: str, **hooks: Callable[[str], Any]) -> dict[str, Any]:
-    """`parse_json_object` with a check of every key; `hooks` of `json.loads` make the numbers."""
+def _parse_any(data: bytes, where: str) -> dict[str, Any]:
+    """`parse_json_object` with a check of every key."""
+    value = _loaded(data, where)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} must be a JSON object, got {type(value).__name__}.", hint=FETCH_AGAIN)
+    return value
+
+
+def _loaded(data: bytes, where: str, **hooks: Any) -> Any:
+    """The checked JSON value in `data`; `hooks` of `json.loads` make the numbers."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries = dict(pairs)
@@ -218,6 +234,4 @@ def _parse_any(data: bytes, where: str, **hooks: Callable[[str], Any]) -> dict[s
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{where} is not valid JSON: {str(error)[:200]}.", hint=FETCH_AGAIN) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where} must be a JSON object, got {type(value).__name__}.", hint=FETCH_AGAIN)
     return value

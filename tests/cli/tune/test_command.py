@@ -157,7 +157,7 @@ def test_a_checkpoint_by_its_config_alone(gpu):
     done = moectl("tune", "Qwen/Qwen3-30B-A3B-GPTQ-Int4", "--offline", "--tp", "2", "-m", "8", "--json")
     assert [row["layer"] for row in done.document["rows"]] == ["Qwen3-30B-A3B-GPTQ-Int4"]
     (found,) = launches_file.load(launches_file.KIND.path(H200)).entries
-    assert found.layer["intermediate"] == 384
+    assert found.layer.intermediate == 384
 
 
 def test_layers_that_the_kernels_do_not_run_are_refused(gpu):
