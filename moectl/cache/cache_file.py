@@ -116,13 +116,17 @@ def read(path: Path, kind: CacheFileKind[Entry], device: DeviceKey | None = None
         with _locked(path.with_suffix(".lock")):
             # Another process may have made it anew since.
             if path.read_bytes() == found.damaged:
-                return CacheContents(note=_set_aside(path, found.note))
+                return CacheContents(note=set_aside(path, found.note))
     except OSError:
         pass
     return CacheContents(note=f"{path} is ignored: {found.note}")
 
 
-def _set_aside(path: Path, why: str) -> str:
+def set_aside(path: Path, why: str) -> str:
+    """Renames the damaged file `path`, which `why` says what is wrong with; returns a note on it.
+
+    Raises OSError when the system refuses.
+    """
     aside = path.with_name(path.name + ASIDE)
     path.replace(aside)
     return f"{path} is damaged and begun anew ({why}); what it was is in {aside.name}"
@@ -183,7 +187,7 @@ def change(
         with _locked(path.with_suffix(".lock")):
             found = _contents(path, kind, device)
             if found.damaged is not None:
-                warnings.warn(_set_aside(path, found.note), CacheWarning, stacklevel=2)
+                warnings.warn(set_aside(path, found.note), CacheWarning, stacklevel=2)
             elif found.note:
                 raise Unavailable(f"the cache cannot be written: {found.note}", hint=f"remove {path}")
             document = kind.document(device, edit(found.entries))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...cache.cache_file import CacheFileKind, device_key
-from ...cache.launches_file import KINDS, CachedLayer, LaunchFile, LaunchRow, clear, load
+from ...cache.cache_file import device_key
+from ...cache.launches_file import KINDS, CachedLayer, LaunchFile, LaunchFileKind, LaunchRow, clear, load
 from ...cache.measurement_keys import layer_key
 from ...files.records import to_json
 from ..output import count, table
@@ -72,8 +72,8 @@ def _cells(row: LaunchRow) -> tuple[str, ...]:
 class Listed:
     """Selected entries of the cache with their files; `ignored` are files that are not used at all."""
 
-    entries: tuple[tuple[CacheFileKind, LaunchFile, CachedLayer], ...]
-    ignored: tuple[tuple[CacheFileKind, LaunchFile], ...]
+    entries: tuple[tuple[LaunchFileKind, LaunchFile, CachedLayer], ...]
+    ignored: tuple[tuple[LaunchFileKind, LaunchFile], ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
