@@ -105,7 +105,9 @@ class CacheContents(Generic[Entry]):
 
 
 def read(path: Path, kind: CacheFileKind[Entry], device: DeviceKey | None = None) -> CacheContents[Entry]:
-    """The contents of the file at `path`, without a note if there is no file; a damaged one is set aside.
+    """The contents of the file at `path`, without a note if there is no file.
+
+    A damaged one is set aside, with a `CacheWarning`: the next reader finds none.
 
     `device` is the expected one, if known.
     """
@@ -116,7 +118,8 @@ def read(path: Path, kind: CacheFileKind[Entry], device: DeviceKey | None = None
         with _locked(path.with_suffix(".lock")):
             # Another process may have made it anew since.
             if path.read_bytes() == found.damaged:
-                return CacheContents(note=set_aside(path, found.note))
+                warnings.warn(set_aside(path, found.note), CacheWarning, stacklevel=2)
+                return CacheContents()
     except OSError:
         pass
     return CacheContents(note=f"{path} is ignored: {found.note}")

@@ -6,7 +6,6 @@ launches tried so far (`LaunchAttempt`), so that tuning resumes where it stopped
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -17,7 +16,7 @@ from ..environment import Device
 from ..errors import Unavailable
 from ..files.records import Above0, Count, From0, Size, to_json
 from ..problem.moe_problem import MoEProblem
-from .cache_file import CacheFileKind, CacheWarning, DeviceKey, change, device_key, read
+from .cache_file import CacheFileKind, DeviceKey, change, device_key, read
 from .measurement_keys import LayerKey, built, layer_key
 
 
@@ -138,12 +137,10 @@ class LaunchesStore:
 
     @staticmethod
     def of(problem: MoEProblem, device: Device, kind: LaunchFileKind = KIND) -> LaunchesStore:
-        """The store of a layer; Unavailable when its file cannot be used, one set aside is a warning."""
+        """The store of a layer; Unavailable when its file cannot be used."""
         path = kind.path(device)
         file = load(path, device, kind)
-        if file.note and not path.exists():
-            warnings.warn(file.note, CacheWarning, stacklevel=2)
-        elif file.note:
+        if file.note:
             raise Unavailable(f"the cache cannot be used: {file.note}", hint=f"remove {path}")
         return LaunchesStore(path, device, layer_key(problem), kind)
 

@@ -82,7 +82,7 @@ def test_a_bench_on_a_trace(tmp_path, bench_of):
         ("nonsense\n", "line 1 of trace .* is not valid JSON"),
         ("[" * 100000, "nested too deeply"),
         ('{"ids": [0,1,2,3], "weights": [1, 1]}\n', "different numbers|must be finite"),
-        ('{"ids": [0,1,2,3], "weights": [1, 1, 1, NaN]}\n', "must be finite"),
+        ('{"ids": [0,1,2,3], "weights": [1, 1, 1, NaN]}\n', "must be a finite number"),
         ('{"ids": [0,1,2,3], "weights": "x"}\n', "weights must be a list"),
         ('{"ids": [0,1,2,3], "weights": [1,1,1,1]}\n[0, 1, 2, 3]\n', "for 1 of 2 tokens"),
     ],

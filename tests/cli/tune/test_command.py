@@ -193,7 +193,7 @@ def test_a_file_that_cannot_be_used_is_set_aside_or_refused_and_dropped(gpu):
     path = launches_file.KIND.path(H200)
     path.parent.mkdir(parents=True)
     path.write_text("{}")
-    assert "is damaged and begun anew (it is not a moectl-launches file)" in moectl("tune", "--list").words
+    assert "is damaged and begun anew (it is not a moectl-launches file)" in moectl("tune", "--list").stderr
     assert path.with_name(f"{path.name}.damaged").read_text() == "{}" and not path.exists()
     path.write_text('{"format": "moectl-launches", "version": 9}')
     refused = moectl("tune", "--model", "qwen3-30b", "-m", "1", code=3).stderr
