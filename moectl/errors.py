@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from enum import IntEnum
 
+from .printable import printable
+
 
 class ExitCode(IntEnum):
     """Exit status of every moectl command."""
@@ -46,7 +48,8 @@ class MoectlError(Exception):
     """An error that is explained to the user instead of printed as a traceback.
 
     The attribute `what` never ends with a period, because it is embedded in other sentences; `reason` and
-    `hint` are full sentences or command lines. `str` joins all three.
+    `hint` are full sentences or command lines. `str` joins all three. They are `printable`, whatever names
+    from files they were made of: whoever catches the error may log it.
 
     Args:
         what: what is wrong: what was expected, and what was found.
@@ -57,10 +60,11 @@ class MoectlError(Exception):
     exit_code: ExitCode = ExitCode.FOUND
 
     def __init__(self, what: str, *, reason: str = "", hint: str = "") -> None:
+        what = printable(what)
         super().__init__(what)
         self.what = what if what.endswith("...") else what.removesuffix(".")
-        self.reason = sentence(reason)
-        self.hint = sentence(hint)
+        self.reason = sentence(printable(reason))
+        self.hint = sentence(printable(hint))
 
     def __str__(self) -> str:
         more = [part for part in (self.reason, self.hint) if part]

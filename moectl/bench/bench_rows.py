@@ -8,16 +8,13 @@ from typing import Any
 
 from ..cache.backend_times import FEWEST_ROUNDS, current_name
 from ..errors import UsageError
-from ..files.records import from_cells, to_cells
+from ..files.records import Above0, Count, From0, Size, from_cells, to_cells
 
 RowKey = tuple[str, str, str, str, int, str, str]
 """Model, layers, scheme, backend, tokens, routing and parallel of a row."""
 
 KEY_FIELDS = ("model", "layers", "scheme", "backend", "tokens", "routing", "parallel")
 """Fields that make up a row's key."""
-
-TIME_FIELDS = ("median_us", "q1_us", "q3_us", "fastest_us")
-"""Fields of a row that are times of a call, in microseconds."""
 
 NOISY_SPREAD = 0.1
 """Distance between the quartiles, as a share of the median, above which a time counts as noisy. Of 224 rows
@@ -41,13 +38,13 @@ class PreparationCosts:
         peak_bytes: peak device memory during repacking, including the weights.
     """
 
-    read_s: float | None = None
-    repack_s: float | None = None
-    first_s: float | None = None
-    load_s: float | None = None
-    weight_bytes: int | None = None
-    held_bytes: int | None = None
-    peak_bytes: int | None = None
+    read_s: From0 | None = None
+    repack_s: From0 | None = None
+    first_s: From0 | None = None
+    load_s: From0 | None = None
+    weight_bytes: Size | None = None
+    held_bytes: Size | None = None
+    peak_bytes: Size | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,39 +77,39 @@ class BenchRow:
 
     model: str
     layers: str
-    layer: int
+    layer: Size
     scheme: str
     backend: str
-    tokens: int
+    tokens: Count
     routing: str
     parallel: str = "1"
     layout: str = ""
     tactic: str = ""
     caches: str = ""
-    experts: float | None = None
+    experts: From0 | None = None
     ok: bool | None = None
-    error_rms: float | None = None
-    error_max: float | None = None
-    checked_tokens: int = 0
+    error_rms: From0 | None = None
+    error_max: From0 | None = None
+    checked_tokens: Size = 0
     reason: str = ""
     refused: bool = False
-    median_us: float | None = None
-    q1_us: float | None = None
-    q3_us: float | None = None
-    fastest_us: float | None = None
-    rounds: int = 0
-    calls: int = 0
+    median_us: Above0 | None = None
+    q1_us: Above0 | None = None
+    q3_us: Above0 | None = None
+    fastest_us: Above0 | None = None
+    rounds: Size = 0
+    calls: Size = 0
     method: str = ""
-    bytes: int | None = None
-    flops: int | None = None
-    gb_per_s: float | None = None
-    tflop_per_s: float | None = None
-    floor_us: float | None = None
+    bytes: Size | None = None
+    flops: Size | None = None
+    gb_per_s: From0 | None = None
+    tflop_per_s: From0 | None = None
+    floor_us: From0 | None = None
     bound: str = ""
-    floor_percent: float | None = None
+    floor_percent: From0 | None = None
     costs: PreparationCosts = field(default_factory=PreparationCosts)
-    sm_mhz: int | None = None
-    memory_mhz: int | None = None
+    sm_mhz: Size | None = None
+    memory_mhz: Size | None = None
     throttled: str = ""
     predicted_us: float | None = None
 
@@ -165,13 +162,9 @@ class BenchRow:
         return to_cells(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], where: str) -> BenchRow:
-        """The row in flat `data`; UsageError if it is not one."""
-        row = from_cells(cls, data, where, "row of a bench", UsageError)
-        for name in TIME_FIELDS:
-            value = getattr(row, name)
-            if value is not None and value <= 0:
-                raise UsageError(f"{where}: {name} must be above 0, got {value:g}")
+    def from_json(cls, data: Mapping[str, Any], where: str, *, text: bool = False) -> BenchRow:
+        """The row in flat `data`, whose values are strings if it is `text`; UsageError if it is not one."""
+        row = from_cells(cls, data, where, "row of a bench", UsageError, text=text)
         if row.timed and not row.ok:
             raise UsageError(f"{where} has a time although only right results have one, and ok is {row.ok}")
         if row.q1_us is not None and row.q3_us is not None and row.q1_us > row.q3_us:

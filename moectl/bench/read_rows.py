@@ -4,18 +4,74 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .. import READABLE_SCHEMAS, SCHEMA_VERSION
 from ..cache.backend_times import current_name
 from ..errors import UsageError
+from ..files.records import Above0, Count, From0, Size, extensible, from_json
 from ..files.safe_reading import unreadable
+from ..files.strict_json import parse_document
 from .bench_rows import BenchRow
 from .settings import merge_settings
+
+
+@extensible
+@dataclass(frozen=True)
+class RecordedSettings:
+    """Settings of a run as a file has them: those of its version, see `BenchSettings`."""
+
+    checkpoint: str = ""
+    models: tuple[str, ...] = ()
+    tokens: tuple[Count, ...] = ()
+    routings: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    layer: Size | None = None
+    tp: Count = 1
+    ep: Count = 1
+    dispatched: bool = False
+    input: str = ""
+    device: str = ""
+    rounds: Count = 1
+    warm: bool = False
+    seed: Size = 0
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+@extensible
+@dataclass(frozen=True)
+class RecordedRates:
+    """Rates of a device as a file has them, see `MeasuredRates`."""
+
+    bandwidth: Above0
+    flops: Above0
+    source: str
+    fp8_flops: From0 = 0.0
+
+
+@extensible
+@dataclass(frozen=True)
+class RecordedConditions:
+    """The conditions of a run, as plain data the first line of a file, see `RunHeader`."""
+
+    schema_version: Count = SCHEMA_VERSION
+    moectl: str = ""
+    command: str = "bench"
+    settings: RecordedSettings = field(default_factory=RecordedSettings)
+    device: str = ""
+    driver: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    rates: RecordedRates | None = None
+    cache_bytes: Size | None = None
+    caches: str = ""
+    clocks: str = ""
+    begun: str = ""
+    engine_picks: tuple[Mapping[str, str], ...] = ()
+
 
 LARGEST_FILE = 1 << 30
 """Largest file of rows that is read, in bytes."""
@@ -90,8 +146,9 @@ def _from_jsonl(text: str, where: str) -> _Read:
     rows = []
     for number, line in enumerate(complete.splitlines(), 1):
         line_name = f"{where}, line {number}"
-        data = _object(line, line_name)
+        data = parse_document(line, line_name, _not_rows)
         if data.get("kind") == "run" and (number == 1 or about):
+            _conditions(data, line_name)
             about = (
                 data
                 if number == 1
@@ -108,18 +165,30 @@ def _from_jsonl(text: str, where: str) -> _Read:
     return about, rows
 
 
+def _not_rows(sentence: str) -> UsageError:
+    return UsageError(sentence, hint="give what `moectl bench -o` wrote")
+
+
+def _conditions(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """`data`, whose fields have the types of `RecordedConditions`; UsageError if they have not."""
+    from_json(RecordedConditions, data, f"{where}: ", _not_rows)
+    return data
+
+
 def _settings(about: Mapping[str, Any]) -> Mapping[str, Any]:
     settings = about.get("settings")
     return settings if isinstance(settings, Mapping) else {}
 
 
 def _from_json(text: str, where: str) -> _Read:
-    data = _object(text, where)
+    data = parse_document(text, where, _not_rows)
     rows = data.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{where} has no rows of a bench")
     about = {name: value for name, value in data.items() if name not in ROW_KEYS}
-    return about, [BenchRow.from_json(row, f"{where}, row {i}") for i, row in enumerate(rows, 1)]
+    return _conditions(about, where), [
+        BenchRow.from_json(row, f"{where}, row {i}") for i, row in enumerate(rows, 1)
+    ]
 
 
 def _from_csv(text: str, where: str) -> _Read:
@@ -128,17 +197,8 @@ def _from_csv(text: str, where: str) -> _Read:
     if about.get("versions"):
         pairs = (item.strip().partition(" ") for item in about["versions"].split(","))
         about["versions"] = {name: version for name, _, version in pairs}
-    return about, [BenchRow.from_json(line, f"{where}, line {i}") for i, line in enumerate(lines, 2)]
-
-
-def _object(text: str, where: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise UsageError(f"{where} is not a JSON object")
-    return data
+    rows = [BenchRow.from_json(line, f"{where}, line {i}", text=True) for i, line in enumerate(lines, 2)]
+    return about, rows
 
 
 _READERS = {".jsonl": _from_jsonl, ".json": _from_json, ".csv": _from_csv}

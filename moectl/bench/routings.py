@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..files.safe_reading import unreadable
+from ..files.strict_json import parse_value
 from ..kernels.layer_inputs import check_ids, check_tokens, inputs_from, no_bias, random_logits
 from ..kernels.routing import route_by
 from ..layer.experts import ExpertLayer
@@ -20,6 +20,9 @@ from ..problem.moe_problem import MAX_TOKENS, MoEProblem
 from ..run.workload import load_tensors, random_token_ids
 from ..seeds import seed_of
 from .settings import ROUTER, TRACE, BenchSettings
+
+LARGEST_WEIGHT = 1e30
+"""Largest absolute value of a weight in a trace: in fp32 sums of them are finite."""
 
 LONGEST_LINE = 1 << 16
 """Longest line of a trace, in characters."""
@@ -224,18 +227,17 @@ def _trace_lines(path: Path) -> tuple[Tensor, Tensor | None]:
 
 def _token(line: str, where: str) -> tuple[list[int], list[float] | None]:
     """Ids of one line, and weights if it has some."""
-    try:
-        data = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON") from error
+    data = parse_value(line, where, UsageError)
     ids, weights = (data.get("ids"), data.get("weights")) if isinstance(data, dict) else (data, None)
     if not isinstance(ids, list) or not all(type(i) is int and abs(i) < 1 << 31 for i in ids):
         raise UsageError(f"{where} must be a list of expert ids, or an object with ids")
-    if weights is not None and not (
-        isinstance(weights, list) and all(type(w) in (int, float) for w in weights)
-    ):
-        raise UsageError(f"{where}: weights must be a list of numbers")
+    if weights is not None and not (isinstance(weights, list) and all(map(_is_weight, weights))):
+        raise UsageError(f"{where}: weights must be a list of numbers of at most {LARGEST_WEIGHT:g}")
     return ids, weights
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST_WEIGHT
 
 
 _READERS = {".safetensors": _trace_tensors, ".jsonl": _trace_lines}

@@ -10,6 +10,8 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
+from ..files.records import Above0, Count, From0
+
 FEWEST_ROUNDS = 3
 """Minimum number of timing rounds, even for the slowest backend: with fewer, quartiles are meaningless."""
 
@@ -52,12 +54,12 @@ class BackendTime:
 
     backend: str
     tactic: str
-    tokens: int
+    tokens: Count
     routing: str
-    us: float
-    spread_us: float
+    us: Above0
+    spread_us: From0
     cold: bool
-    error: float
+    error: From0
     source: str = ""
     when: str = ""
     software: str = ""

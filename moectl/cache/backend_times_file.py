@@ -13,13 +13,33 @@ from typing import Any
 
 from ..environment import Device
 from ..errors import UsageError
-from ..files.records import from_json, to_json
+from ..files.records import to_json
 from ..problem.moe_problem import MoEProblem
 from .backend_times import BackendTime, MeasuredTimes, current_name
 from .cache_file import CacheFileKind, change, device_key, read
-from .measurement_keys import built, layer_key
+from .measurement_keys import LayerKey, built, layer_key
 
-KIND = CacheFileKind("measured", 1)
+
+@dataclass(frozen=True, slots=True)
+class TimesEntry:
+    """Times of one layer, taken with one moectl (`built`) and these `versions` of packages."""
+
+    built: Mapping[str, str]
+    layer: LayerKey
+    versions: Mapping[str, str]
+    rows: tuple[BackendTime, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as plain data."""
+        return {**to_json(self), "layer": self.layer.to_json()}
+
+    @property
+    def times(self) -> tuple[BackendTime, ...]:
+        """The rows, with the backends' names as they are now."""
+        return tuple(replace(row, backend=current_name(row.backend)) for row in self.rows)
+
+
+KIND = CacheFileKind("measured", 1, TimesEntry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,27 +88,23 @@ def save(
     digest = _digest(versions)
     stamped = [replace(row, source=source, when=when or now(), software=digest) for row in rows]
 
-    def edit(entries: list[Any]) -> None:
-        own = {"built": software, "layer": layer, "versions": dict(versions)}
+    def edit(entries: tuple[TimesEntry, ...]) -> list[TimesEntry]:
         fresh = {(timed.backend, timed.cell) for timed in stamped}
-        same = [item for item in entries if item["built"] == software and item["layer"] == layer]
         merged: list[BackendTime] = []
-        for item in same:
-            kept = [old for old in map(_timed, item["rows"]) if (old.backend, old.cell) not in fresh]
-            item["rows"] = to_json(kept)
-            if item["versions"] == own["versions"]:
+        others: list[TimesEntry] = []
+        for entry in entries:
+            if (entry.built, entry.layer) != (software, layer):
+                others.append(entry)
+                continue
+            kept = tuple(old for old in entry.times if (old.backend, old.cell) not in fresh)
+            if entry.versions == dict(versions):
                 merged += kept
-        done = [item for item in same if not item["rows"] or item["versions"] == own["versions"]]
-        entries[:] = [item for item in entries if item not in done]
-        entries.append({**own, "rows": to_json((*merged, *stamped))})
+            elif kept:
+                others.append(replace(entry, rows=kept))
+        return [*others, TimesEntry(software, layer, dict(versions), (*merged, *stamped))]
 
     change(path, KIND, device_key(device), edit)
     return path
-
-
-def _timed(item: Any) -> BackendTime:
-    time = from_json(BackendTime, item, "a row", ValueError)
-    return replace(time, backend=current_name(time.backend))
 
 
 def _digest(versions: Mapping[str, str]) -> str:
@@ -104,25 +120,17 @@ def known(device: Device, problem: MoEProblem, versions: Mapping[str, str] | Non
     a note.
     """
     path = KIND.path(device)
-    document, note = read(path, KIND, device_key(device))
-    if document is None:
-        return CachedTimes(path, notes=(note,) if note else ())
-    key, notes, rows = layer_key(problem), [], list[BackendTime]()
-    try:
-        for item in document["entries"]:
-            if item["layer"] != key:
-                continue
-            times = [_timed(row) for row in item["rows"]]
-            if not all(row.us > 0 and row.tokens > 0 for row in times):
-                raise ValueError("a time is not positive")
-            changed = [name for name, value in built().items() if item["built"].get(name) != value]
-            before, after = item["versions"], versions or {}
-            both = [name for name in before if before[name] and after.get(name)]
-            changed += [name for name in both if before[name] != after[name] and name not in changed]
-            if changed:
-                notes.append(f"times of other software are not used ({', '.join(changed)} changed): {path}")
-            else:
-                rows += [replace(row, source=f"{row.source} in {path}") for row in times]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return CachedTimes(path, notes=(f"{path} is ignored: an entry is damaged ({error})",))
+    found = read(path, KIND, device_key(device))
+    notes, rows = [found.note] if found.note else [], list[BackendTime]()
+    for entry in found.entries:
+        if entry.layer != layer_key(problem):
+            continue
+        changed = [name for name, value in built().items() if entry.built.get(name) != value]
+        before, after = entry.versions, versions or {}
+        both = [name for name in before if before[name] and after.get(name)]
+        changed += [name for name in both if before[name] != after[name] and name not in changed]
+        if changed:
+            notes.append(f"times of other software are not used ({', '.join(changed)} changed): {path}")
+        else:
+            rows += [replace(row, source=f"{row.source} in {path}") for row in entry.times]
     return CachedTimes(path, MeasuredTimes(tuple(rows)), tuple(dict.fromkeys(notes)))

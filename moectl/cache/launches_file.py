@@ -14,18 +14,10 @@ from typing import Any
 
 from ..environment import Device
 from ..errors import Unavailable
-from ..files.records import from_json, to_json
+from ..files.records import Above0, Count, From0, Size, to_json
 from ..problem.moe_problem import MoEProblem
-from .cache_file import CacheDocument, CacheFileKind, change, device_key, read
-from .measurement_keys import built, layer_key
-
-KIND = CacheFileKind("launches", 2)
-"""Launches of moectl's own kernels. Version 1 stored the kernel family under another key."""
-
-ENGINE = CacheFileKind("engine-launches", 2)
-"""Launches for an engine's own tuning files; `LaunchRow.tile` holds its parameters."""
-
-KINDS = (KIND, ENGINE)
+from .cache_file import CacheFileKind, DeviceKey, change, device_key, read
+from .measurement_keys import LayerKey, built, layer_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +32,14 @@ class LaunchRow:
         when: time of the measurement, ISO 8601.
     """
 
-    tokens: int
+    tokens: Count
     family: str
     tile: Mapping[str, int]
-    us: float
-    before_us: float
-    error: float
-    tried: int
-    rejected: int
+    us: Above0
+    before_us: From0
+    error: From0
+    tried: Size
+    rejected: Size
     when: str
 
 
@@ -60,18 +52,18 @@ class LaunchAttempt:
 
     family: str
     tile: Mapping[str, int]
-    us: float | None = None
-    error: float | None = None
+    us: Above0 | None = None
+    error: From0 | None = None
     why: str = ""
-    begun: int = 1
+    begun: Size = 1
 
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """The launches of one layer (`layer_key`) with one set of software versions (`built`)."""
+    """The launches of one layer with one set of software versions, as `measurement_keys.built`."""
 
-    software: Mapping[str, str]
-    layer: Mapping[str, Any]
+    built: Mapping[str, str]
+    layer: LayerKey
     rows: tuple[LaunchRow, ...] = ()
     unfinished: Mapping[int, tuple[LaunchAttempt, ...]] = field(default_factory=dict)
 
@@ -79,38 +71,40 @@ class CachedLayer:
     def stale(self) -> str:
         """The versions that changed since the measurement; empty when it is still valid."""
         now = built()
-        changed = [name for name in now if self.software.get(name) != now[name]]
-        return ", ".join(f"{name} {self.software.get(name, '?')}, now {now[name]}" for name in changed)
+        changed = [name for name in now if self.built.get(name) != now[name]]
+        return ", ".join(f"{name} {self.built.get(name, '?')}, now {now[name]}" for name in changed)
 
-    def to_json(self) -> CacheDocument:
+    def to_json(self) -> dict[str, Any]:
         """The entry as JSON values."""
-        return {
-            "built": to_json(self.software),
-            "layer": to_json(self.layer),
-            "rows": to_json(self.rows),
-            "unfinished": to_json(self.unfinished),
-        }
+        return {**to_json(self), "layer": self.layer.to_json()}
+
+
+KIND = CacheFileKind("launches", 2, CachedLayer)
+"""Launches of moectl's own kernels. Version 1 stored the kernel family under another key."""
+
+ENGINE = CacheFileKind("engine-launches", 2, CachedLayer)
+"""Launches for an engine's own tuning files; `LaunchRow.tile` holds its parameters."""
+
+KINDS = (KIND, ENGINE)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchFile:
-    """The contents of one file; if it is ignored, `note` says why and there are no entries."""
+    """The contents of one file; if it cannot be used, `note` says why and there are no entries."""
 
     path: Path
-    device: Mapping[str, Any] = field(default_factory=dict)
+    device: DeviceKey | None = None
     entries: tuple[CachedLayer, ...] = ()
     note: str = ""
 
 
-def load(path: Path, device: Device | None = None, kind: CacheFileKind = KIND) -> LaunchFile:
+LaunchFileKind = CacheFileKind[CachedLayer]
+
+
+def load(path: Path, device: Device | None = None, kind: LaunchFileKind = KIND) -> LaunchFile:
     """The entries of the file at `path`, which is ignored unless it is for `device` (None: any device)."""
-    document, note = read(path, kind, None if device is None else device_key(device))
-    if document is None:
-        return LaunchFile(path, note=note)
-    try:
-        return LaunchFile(path, document["device"], tuple(map(_entry, document["entries"])))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return LaunchFile(path, note=f"{path} is ignored: an entry is damaged ({error})")
+    found = read(path, kind, None if device is None else device_key(device))
+    return LaunchFile(path, found.device, found.entries, found.note)
 
 
 def rows_of(problem: MoEProblem, device: Device) -> tuple[tuple[LaunchRow, ...], str]:
@@ -132,35 +126,17 @@ def _loaded(path: Path, device: Device, changed_ns: int, size: int) -> LaunchFil
     return load(path, device)
 
 
-def _entry(item: Mapping[str, Any]) -> CachedLayer:
-    software, layer = dict(item["built"]), dict(item["layer"])
-    if not all(isinstance(value, str) for value in software.values()):
-        raise ValueError("a version is no text")
-    unfinished = {
-        int(tokens): tuple(from_json(LaunchAttempt, attempt, "an attempt", ValueError) for attempt in tried)
-        for tokens, tried in item["unfinished"].items()
-    }
-    return CachedLayer(software, layer, tuple(map(_row, item["rows"])), unfinished)
-
-
-def _row(item: Any) -> LaunchRow:
-    row = from_json(LaunchRow, item, "a row", ValueError)
-    if row.tokens < 1 or row.us <= 0:
-        raise ValueError(f"a row has {row.tokens} tokens in {row.us} us")
-    return row
-
-
 @dataclass(frozen=True, slots=True)
 class LaunchesStore:
     """The entry on disk of one layer on one device, for the current software."""
 
     path: Path
     device: Device
-    layer: Mapping[str, Any]
-    kind: CacheFileKind = KIND
+    layer: LayerKey
+    kind: LaunchFileKind = KIND
 
     @staticmethod
-    def of(problem: MoEProblem, device: Device, kind: CacheFileKind = KIND) -> LaunchesStore:
+    def of(problem: MoEProblem, device: Device, kind: LaunchFileKind = KIND) -> LaunchesStore:
         """The store of a layer; Unavailable when its file cannot be used."""
         path = kind.path(device)
         file = load(path, device, kind)
@@ -171,7 +147,7 @@ class LaunchesStore:
     def entry(self) -> CachedLayer:
         """The entry as stored; an empty one if there is none yet."""
         entries = load(self.path, self.device, self.kind).entries
-        return next((e for e in entries if self._is_own(e)), CachedLayer(built(), dict(self.layer)))
+        return next((e for e in entries if self._is_own(e)), CachedLayer(built(), self.layer))
 
     def row(self, tokens: int) -> LaunchRow | None:
         """The finished row for a number of tokens; None if it is not tuned."""
@@ -213,11 +189,10 @@ class LaunchesStore:
         return entry.layer == self.layer and not entry.stale
 
     def _edit(self, update: Callable[[CachedLayer], CachedLayer]) -> None:
-        def edit(entries: list[Any]) -> None:
-            layers = [_entry(item) for item in entries]
+        def edit(layers: tuple[CachedLayer, ...]) -> tuple[CachedLayer, ...]:
             own = next((i for i, entry in enumerate(layers) if self._is_own(entry)), len(layers))
-            before = layers[own] if own < len(layers) else CachedLayer(built(), dict(self.layer))
-            entries[own:] = [update(before).to_json(), *entries[own + 1 :]]
+            before = layers[own] if own < len(layers) else CachedLayer(built(), self.layer)
+            return (*layers[:own], update(before), *layers[own + 1 :])
 
         change(self.path, self.kind, device_key(self.device), edit)
 
@@ -226,22 +201,18 @@ def _same(one: LaunchAttempt, other: LaunchAttempt) -> bool:
     return one.family == other.family and dict(one.tile) == dict(other.tile)
 
 
-def clear(path: Path, drop: Callable[[CachedLayer], bool], kind: CacheFileKind = KIND) -> int:
+def clear(path: Path, drop: Callable[[CachedLayer], bool], kind: LaunchFileKind = KIND) -> int:
     """Deletes the entries of the file at `path` for which `drop` is true, and returns their number.
 
     A file that cannot be used is deleted; it counts as 0 entries.
     """
     file = load(path, kind=kind)
-    if file.note:
+    if file.device is None:
         path.unlink(missing_ok=True)
         return 0
     dropped = [entry for entry in file.entries if drop(entry)]
     if len(dropped) == len(file.entries):
         path.unlink(missing_ok=True)
     elif dropped:
-
-        def edit(entries: list[Any]) -> None:
-            entries[:] = [item for item in entries if not drop(_entry(item))]
-
-        change(path, kind, file.device, edit)
+        change(path, kind, file.device, lambda entries: [entry for entry in entries if not drop(entry)])
     return len(dropped)

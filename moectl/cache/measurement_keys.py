@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..files.records import Count, to_json
 from ..problem.moe_problem import MoEProblem
 
 PACKAGES = ("torch", "triton")
@@ -18,30 +20,50 @@ NO_KERNELS = ("inspection", "table.py")
 """Files and directories next to the kernels' sources that do not affect them."""
 
 
-def layer_key(problem: MoEProblem) -> dict[str, Any]:
-    """The properties of one rank's layer that decide how long its experts take."""
+@dataclass(frozen=True, slots=True)
+class LayerKey:
+    """The properties of one rank's layer that decide how long its experts take.
+
+    Attributes:
+        scales: dtype of the scales; empty without any.
+        experts: on the rank; `of`: on all ranks, None if this one has all.
+    """
+
+    scheme: str
+    scales: str
+    hidden: Count
+    intermediate: Count
+    experts: Count
+    top_k: Count
+    activation: str
+    bias: bool
+    dtype: str
+    of: Count | None = None
+
+    def __str__(self) -> str:
+        of = "" if self.of is None else f" of {self.of}"
+        sizes = f"{self.hidden}x{self.intermediate}"
+        return f"{self.experts}{of} experts, top-{self.top_k}, {sizes}, {self.scheme}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain data, without `of` where it is None."""
+        return {name: value for name, value in to_json(self).items() if value is not None}
+
+
+def layer_key(problem: MoEProblem) -> LayerKey:
+    """The key of one rank's layer."""
     weight = problem.scheme.weight
-    total = {} if problem.local_experts == problem.experts else {"of": problem.experts}
-    return {
-        "scheme": str(problem.scheme),
-        "scales": "" if weight.block == (0, 0) else weight.scale_dtype or problem.dtype,
-        "hidden": problem.dims.hidden,
-        "intermediate": problem.dims.intermediate,
-        "experts": problem.local_experts,
-        **total,
-        "top_k": problem.top_k,
-        "activation": str(problem.activation),
-        "bias": problem.bias,
-        "dtype": problem.dtype,
-    }
-
-
-def layer_words(layer: dict[str, Any]) -> str:
-    """A `layer_key` as a short phrase."""
-    of = f" of {layer['of']}" if "of" in layer else ""
-    return (
-        f"{layer['experts']}{of} experts, top-{layer['top_k']}, {layer['hidden']}x{layer['intermediate']}, "
-        f"{layer['scheme']}"
+    return LayerKey(
+        scheme=str(problem.scheme),
+        scales="" if weight.block == (0, 0) else weight.scale_dtype or problem.dtype,
+        hidden=problem.dims.hidden,
+        intermediate=problem.dims.intermediate,
+        experts=problem.local_experts,
+        top_k=problem.top_k,
+        activation=str(problem.activation),
+        bias=problem.bias,
+        dtype=problem.dtype,
+        of=None if problem.local_experts == problem.experts else problem.experts,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from ..files.safe_reading import open_regular
-from ..files.strict_json import parse_json_object, shown
+from ..files.strict_json import parse_document, shown
 from ..problem.schemes import Scheme
 
 FOLDER_VARIABLE = "VLLM_TUNED_CONFIG_FOLDER"
@@ -169,7 +169,7 @@ def read_launches(path: Path) -> dict[int, VllmLaunch]:
         data = file.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
         raise UsageError(f"{path} must have at most {LARGEST_FILE} bytes", hint=_REMOVE)
-    document = parse_json_object(data, str(path))
+    document = parse_document(data, str(path))
     document.pop("triton_version", None)
     return {_tokens(path, key): _launch(path, key, entry) for key, entry in document.items()}
 

@@ -63,9 +63,7 @@ def list_names(
             for row in rows:
                 listing.add_row(*(_cell_text(key, row) for key in COLUMNS[kind]))
             console.print(listing)
-        console.print(
-            f"{count(len(rows), kind.value.removesuffix('s'))}{NEXT[kind] if rows else ''}", markup=False
-        )
+        console.print(f"{count(len(rows), kind.value.removesuffix('s'))}{NEXT[kind] if rows else ''}")
 
     out.result({"kind": kind.value, kind.value: rows}, draw, [row["name"] for row in rows])
 

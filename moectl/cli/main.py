@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..errors import ExitCode
+from ..errors import ExitCode, Unavailable
 from .bench.command import bench
 from .compare import compare
 from .convert.command import convert
@@ -18,8 +18,8 @@ from .doctor import doctor
 from .env import env
 from .explain.command import explain
 from .list import list_names
-from .options import ArgumentKeepingCommand
-from .output import drop_stdout, spell_out
+from .options import ArgumentKeepingCommand, PrintableGroup
+from .output import Output, drop_stdout, spell_out
 from .parity import parity
 from .peers import peers
 from .refit import refit
@@ -78,6 +78,7 @@ def epilog(examples: Sequence[str], more: Sequence[str] = ()) -> str:
 
 app = typer.Typer(
     name="moectl",
+    cls=PrintableGroup,
     help="Explain, convert, run and bench quantized Mixture-of-Experts layers.",
     epilog=epilog(
         EXAMPLES,
@@ -96,7 +97,7 @@ for function, name in COMMANDS:
 
 def _version(show: bool) -> None:
     if show:
-        print(f"moectl {__version__}")
+        Output("moectl").text(f"moectl {__version__}")
         raise typer.Exit
 
 
@@ -123,5 +124,6 @@ def run() -> None:
         sys.exit(int(ExitCode.DONE))
     except OSError as error:
         drop_stdout()
-        print(f"moectl: error: cannot write the output: {error.strerror}", file=sys.stderr)
-        sys.exit(int(ExitCode.UNAVAILABLE))
+        failure = Unavailable(f"cannot write the output: {error.strerror}")
+        Output("moectl").complain(failure)
+        sys.exit(int(failure.exit_code))

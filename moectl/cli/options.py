@@ -5,7 +5,6 @@ import difflib
 import functools
 import inspect
 import os
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,10 +12,11 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from ..cache.cache_file import CacheWarning
 from ..errors import ExitCode, MoectlError, Unavailable, UsageError, install_hint
+from ..printable import printable_line
 from ..whole_numbers import whole_number
 from .output import COLORS, Output, drop_stdout
 
@@ -172,6 +172,29 @@ def split_names(text: str, what: str) -> list[str]:
     return names
 
 
+class PrintableGroup(TyperGroup):
+    """The program: what its parser says of arguments is `printable`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _printable_usage():
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        with _printable_usage():
+            return super().resolve_command(ctx, args)
+
+
+@contextmanager
+def _printable_usage() -> Iterator[None]:
+    """Makes the message of an error of the parser, which may quote any argument, `printable`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(message := getattr(error, "message", None), str):
+            error.message = printable_line(message)  # type: ignore[attr-defined]
+        raise
+
+
 class ArgumentKeepingCommand(TyperCommand):
     """A command that keeps its arguments as typed, before click turns an empty path into ``.``.
 
@@ -182,7 +205,8 @@ class ArgumentKeepingCommand(TyperCommand):
         """Parses `args` as usual, and keeps them under `TYPED`."""
         args = self._sized(args)
         ctx.meta[TYPED] = tuple(args)
-        return super().parse_args(ctx, args)
+        with _printable_usage():
+            return super().parse_args(ctx, args)
 
     def _sized(self, args: list[str]) -> list[str]:
         """`args` with ``--ep 8`` and ``--ep=8`` spelled ``--ep-size 8``."""
@@ -286,7 +310,7 @@ def framed(name: str) -> Callable[[Command], Command]:
                 code = ExitCode.INTERRUPTED
             except Exception as error:
                 if debug:
-                    traceback.print_exc()
+                    out.debug(error)
                 failure = as_moectl_error(error)
                 out.error(failure)
                 code = failure.exit_code

@@ -1,4 +1,8 @@
-"""All printing: data to stdout, everything else to stderr."""
+"""All printing: data to stdout, everything else to stderr, and every text `printable`.
+
+Nothing else in the package writes to the terminal: whatever is drawn goes through the console that `Output`
+makes, which makes each piece of text printable before it adds its own colours.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,14 @@ import math
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .. import SCHEMA_VERSION, __version__
 from ..errors import MoectlError
+from ..printable import printable, printable_line
 from .text_layout import wrap
 
 if TYPE_CHECKING:
@@ -58,7 +64,7 @@ class Output:
         if self.as_json:
             self.text(self.json(document))
         elif self.quiet:
-            self.text("\n".join([brief] if isinstance(brief, str) else brief))
+            self.lines([brief] if isinstance(brief, str) else brief)
         else:
             self.draw(draw)
 
@@ -71,12 +77,15 @@ class Output:
         else:
             drawn = io.StringIO()
             draw(_console(drawn, colored))
-            self.text("\n".join(line.rstrip() for line in drawn.getvalue().splitlines()))
+            _write("\n".join(line.rstrip() for line in drawn.getvalue().splitlines()))
 
     def text(self, text: str) -> None:
         """Prints text that is already formatted to stdout."""
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")
-        sys.stdout.flush()
+        _write(printable(text))
+
+    def lines(self, lines: Sequence[str]) -> None:
+        """Prints lines to stdout, of words and names that a tab may separate: none becomes two."""
+        self.text("\n".join(line.replace("\n", "\\n") for line in lines))
 
     def note(self, message: str) -> None:
         """Prints a message that is not data to stderr, unless quiet."""
@@ -93,7 +102,8 @@ class Output:
 
         `word` is what is printed in `color` if stderr has colours.
         """
-        lines = [first + message]
+        message = printable(message)
+        lines = [first + " ".join(message.splitlines())]
         if sys.stderr.isatty():
             lines = wrap(message, _stderr_width(), first, first if first.isspace() else " " * LABEL)
         if word and uses_color(sys.stderr, self.color):
@@ -112,6 +122,10 @@ class Output:
         for first, line in (("  ", error.reason), ("  next: ", error.hint)):
             if line:
                 self._say(first, line)
+
+    def debug(self, error: BaseException) -> None:
+        """Prints the traceback of an error to stderr."""
+        print(printable("".join(traceback.format_exception(error))), file=sys.stderr, end="")
 
     def json(self, document: Mapping[str, Any], indent: int | None = 2) -> str:
         """`document` as JSON with its schema version; non-finite numbers become null."""
@@ -137,6 +151,12 @@ class Output:
                         self._bar = None
 
 
+def _write(text: str) -> None:
+    """Writes text, printable but for its colours, to stdout."""
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    sys.stdout.flush()
+
+
 def _silent(done: int, total: int, text: str = "") -> None:
     """A `Progress` that shows nothing."""
 
@@ -155,7 +175,7 @@ def _bar(label: str, unit: str, console: Any) -> Iterator[Progress]:
     from rich.table import Column
 
     # On a line that is too narrow for all of it, what is worked on is cut off first.
-    columns: list[Any] = [TextColumn("{task.description}", table_column=Column(no_wrap=True))]
+    columns: list[Any] = [TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))]
     columns += [BarColumn(bar_width=max(4, min(40, (console.width - 60) // 2)))] if console.width > 50 else []
     columns += [DownloadColumn()] if unit == "bytes" else [MofNCompleteColumn()]
     columns += [TransferSpeedColumn()] if unit == "bytes" and console.width > 70 else []
@@ -167,7 +187,7 @@ def _bar(label: str, unit: str, console: Any) -> Iterator[Progress]:
         task = bar.add_task(label, total=None, text="")
 
         def update(done: int, total: int, text: str = "") -> None:
-            bar.update(task, completed=done, total=total, text=text)
+            bar.update(task, completed=done, total=total, text=printable_line(text))
 
         yield update
 
@@ -280,10 +300,20 @@ def _stderr_width() -> int:
 
 
 def _console(stream: Any, colored: bool) -> Any:
+    """A rich console for `stream` on which text is text: no markup, no emoji, and all of it `printable`."""
     from rich.console import Console
+    from rich.segment import Segment
+
+    class PrintableConsole(Console):
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                if segment.control:  # the console's own, such as those of a bar
+                    yield segment
+                else:
+                    yield Segment(printable(segment.text), segment.style)
 
     terminal = stream.isatty()
-    return Console(
+    return PrintableConsole(
         file=stream,
         width=None if terminal else WIDEST,
         color_system=("auto" if terminal and "FORCE_COLOR" not in os.environ else "standard")
@@ -291,6 +321,7 @@ def _console(stream: Any, colored: bool) -> Any:
         else None,
         force_terminal=terminal or colored,
         no_color=not colored,
+        markup=False,
         highlight=False,
         emoji=False,
     )

@@ -72,10 +72,10 @@ def parity(
             also = f" = {pair.b}" if pair.a and pair.b and pair.a != pair.b else ""
             what = f": {'; '.join(pair.differences)}" if pair.differences else ""
             of = f"rank {number}: " if len(shards) > 1 else ""
-            console.print(f"{pair.status:8} {of}{name}{also}{what}", markup=False)
+            console.print(f"{pair.status:8} {of}{name}{also}{what}")
         equal = sum(p.status == "equal" for p in pairs)
         text = f"{count(equal, 'parameter')} equal" if compared_any else "nothing to compare: no names match"
-        console.print(f"{text}, {len(wrong)} not" if wrong else text, markup=False)
+        console.print(f"{text}, {len(wrong)} not" if wrong else text)
 
     rows = [
         {

@@ -192,8 +192,6 @@ def _show(peers: Sequence[PinnedPeer], folder: Path, fetched: int, elapsed: floa
             sizes = (size(row["download_bytes"]), size(row["unpacked_bytes"]))
             shown.add_row(row["name"], release, *sizes, row["state"], needs)
         console.print(shown)
-        console.print(
-            f"{count(len(rows), 'library').replace('librarys', 'libraries')} in {folder}", markup=False
-        )
+        console.print(f"{count(len(rows), 'library').replace('librarys', 'libraries')} in {folder}")
 
     out.result(document, draw, [f"{row['name']}\t{row['state']}\t{row['path']}" for row in rows])

@@ -67,7 +67,7 @@ def refit(
 
     def draw(console: Any) -> None:
         if not update.needed:
-            console.print(f"{folder}: up to date", markup=False)
+            console.print(f"{folder}: up to date")
             return
         verb = "would write" if dry_run else "wrote"
         for row in rows:
@@ -75,9 +75,7 @@ def refit(
             parts = [f"layers {ranges(layers)} ({size(row['bytes_out'])})"] if layers else []
             parts += [count(len(files), "other file")] if files else []
             unchanged = f"; {count(len(kept), 'layer')} unchanged" if layers or kept else ""
-            console.print(
-                f"{row['folder']}: {verb} {', '.join(parts) or 'the manifest'}{unchanged}", markup=False
-            )
+            console.print(f"{row['folder']}: {verb} {', '.join(parts) or 'the manifest'}{unchanged}")
 
     changed = update.needed
     document = {"checkpoint": checkpoint, "dry_run": dry_run, "changed": changed, "folders": rows}

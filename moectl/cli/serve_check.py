@@ -75,7 +75,7 @@ def serve_check(
     def draw(console: Any) -> None:
         text_blocks.draw(list(_drawn(report)), console)
         # Unbroken, to be copied.
-        console.print(f"\n{report.serve}", markup=False, soft_wrap=True)
+        console.print(f"\n{report.serve}", soft_wrap=True)
 
     out.result(_document(report), draw, brief)
     return ExitCode.DONE if report.works else ExitCode.FOUND

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..printable import printable_line
 from .text_layout import Grid, Segment, labelled, wrap
 
 WIDEST = 100
@@ -277,7 +278,9 @@ class Table:
 
     def add_row(self, *cells: str | Segment) -> None:
         """Adds a row of as many cells as columns; a cell is text, or text and its tone."""
-        self.rows.append(tuple((cell, "") if isinstance(cell, str) else cell for cell in cells))
+        named = ((cell, "") if isinstance(cell, str) else cell for cell in cells)
+        # Before widths are counted; a cell is one line.
+        self.rows.append(tuple((printable_line(text), tone) for text, tone in named))
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         """The lines, with a blank one before, unless it is `first`, and after."""

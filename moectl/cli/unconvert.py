@@ -39,4 +39,4 @@ def unconvert(
         "bytes": restored.nbytes,
         "experts_only": restored.experts_only,
     }
-    out.result(document, lambda console: console.print(text, markup=False), str(target))
+    out.result(document, lambda console: console.print(text), str(target))

@@ -49,7 +49,7 @@ def verify(
 
     def draw(console: Any) -> None:
         for finding in report.findings:
-            console.print(f"found: {finding}", markup=False)
+            console.print(f"found: {finding}")
         compared = " and bytes" if report.compared else ""
         if portable:
             checked = "every byte is as written"
@@ -60,7 +60,7 @@ def verify(
         verdict = f"OK: {checked}" if report.ok else count(len(report.findings), "finding")
         scope = f"{count(report.layers, 'layer')}, {count(report.files, 'other file')}"
         text = f"{folder}: {verdict} ({scope}, {size(report.bytes_read)} read)"
-        console.print(text, markup=False)
+        console.print(text)
 
     document = {"folder": str(folder), "ok": report.ok, **asdict(report)}
     out.result(document, draw, "ok" if report.ok else list(report.findings))

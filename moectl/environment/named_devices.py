@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..files.records import From0, Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,12 @@ class Device:
     platform: str
     arch: str
     name: str
-    sms: int = 0
-    memory_bytes: int = 0
-    bandwidth: float = 0.0
-    bf16_flops: float = 0.0
-    fp8_flops: float = 0.0
-    fp4_flops: float = 0.0
+    sms: Size = 0
+    memory_bytes: Size = 0
+    bandwidth: From0 = 0.0
+    bf16_flops: From0 = 0.0
+    fp8_flops: From0 = 0.0
+    fp4_flops: From0 = 0.0
     features: frozenset[str] = frozenset()
 
     @property

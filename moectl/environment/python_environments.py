@@ -6,7 +6,6 @@ Python would execute are skipped.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import UsageError
 from ..files.safe_reading import text_or_empty
+from ..files.strict_json import parse_value
 from ..files.user_paths import user_path
 
 _INTERPRETER = re.compile(r"(?:python|pypy)(\d+\.\d+)?[\d.]*t?(?:\.exe)?")
@@ -138,7 +138,7 @@ def _with_linked(folders: list[Path]) -> Iterator[str]:
 def _editable(distribution: Distribution) -> Iterator[str]:
     """The source directories of an editable install, from its record of the URL it was installed from."""
     try:
-        document = json.loads(distribution.read_text("direct_url.json") or "null")
+        document = parse_value(distribution.read_text("direct_url.json") or "null", "it", ValueError)
         url = urlsplit(document["url"]) if document["dir_info"]["editable"] is True else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return

@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from ..errors import UsageError
-from ..files.records import to_json
+from ..files.records import extensible, from_json, to_json
 from ..oracle.checks import Verdict
 
 Document = Mapping[str, Any]
@@ -105,16 +105,7 @@ def diff(old: Document, new: Document) -> ExplanationDiff:
             "only documents about one GPU and one deployment can be compared, got a matrix",
             hint="give one GPU and one deployment to moectl explain --json",
         )
-    try:
-        return _diff(old, new)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"the older document is incomplete: {type(error).__name__} at {error}",
-            hint="make it again with moectl explain CKPT --json",
-        ) from error
-
-
-def _diff(old: Document, new: Document) -> ExplanationDiff:
+    from_json(ComparedDocument, old, "the older document: ", _incomplete)
     before, after = _by_layer(old), _by_layer(new)
     pairs: dict[tuple[int, int], list[int]] = {}
     for layer in sorted(before.keys() & after.keys()):
@@ -134,6 +125,80 @@ def _diff(old: Document, new: Document) -> ExplanationDiff:
         tuple(sorted(before.keys() - after.keys())),
         tuple(sorted(after.keys() - before.keys())),
     )
+
+
+def _incomplete(sentence: str) -> UsageError:
+    return UsageError(sentence, hint="make it again with moectl explain CKPT --json")
+
+
+@extensible
+@dataclass(frozen=True)
+class ComparedVerdict:
+    """A failing question in a document."""
+
+    question: str
+    wanted: str
+    offered: str
+
+
+@extensible
+@dataclass(frozen=True)
+class ComparedCandidate:
+    """An experts class in a document, with its failing questions by group."""
+
+    backend: str
+    engine_name: str
+    experts: str
+    reasons: Mapping[str, tuple[ComparedVerdict, ...]]
+
+
+@extensible
+@dataclass(frozen=True)
+class ComparedChoice:
+    """The chosen candidate in a document."""
+
+    backend: str
+    experts: str
+
+
+@extensible
+@dataclass(frozen=True)
+class ComparedGate:
+    """A refusal of the engine's in a document; in older ones it is a sentence alone."""
+
+    says: str
+
+
+@extensible
+@dataclass(frozen=True)
+class ComparedDecision:
+    """What is compared of a decision."""
+
+    inputs: Mapping[str, Any]
+    route: str
+    usable: bool
+    chosen: ComparedChoice | None
+    candidates: tuple[ComparedCandidate, ...]
+    gates: tuple[str | ComparedGate, ...]
+    error: str | None
+    notes: tuple[str, ...]
+
+
+@extensible
+@dataclass(frozen=True)
+class ComparedGroup:
+    """Layers with one decision."""
+
+    layers: tuple[int, ...]
+    decision: ComparedDecision
+
+
+@extensible
+@dataclass(frozen=True)
+class ComparedDocument:
+    """What is compared of a document."""
+
+    groups: tuple[ComparedGroup, ...]
 
 
 def _by_layer(document: Document) -> dict[int, Document]:

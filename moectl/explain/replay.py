@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from .. import READABLE_SCHEMAS, SCHEMA_VERSION
 from ..checkpoint.checkpoint import Origin
 from ..checkpoint.config.fields import LIMITS
 from ..errors import UsageError
-from ..files.records import from_json, to_json
+from ..files.records import Size, extensible, from_json, to_json
+from ..files.strict_json import parse_document
 from ..oracle.registry import policy_named
 from ..oracle.selection_inputs import SelectionInputs, replay_inputs
 from ..problem.moe_problem import Dims
@@ -27,19 +27,24 @@ MAX_BYTES = 256 << 20
 """Maximum size of a document."""
 
 
+def _refused(sentence: str) -> UsageError:
+    return UsageError(sentence, hint="make it again with moectl explain CKPT --json")
+
+
 def read_document(path: Path) -> Mapping[str, Any]:
-    """The JSON document in `path`; UsageError when it is not one of `moectl explain --json`."""
-    hint = "make one with moectl explain CKPT --json"
+    """The JSON document in `path`; UsageError when it is not one of `moectl explain --json`.
+
+    The types of its fields are checked, as far as they are read back: later versions may add others.
+    """
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise UsageError(f"{path} is too large for a document of moectl explain", hint=hint)
-        document = json.loads(path.read_text(encoding="utf-8"))
+            raise _refused(f"{path} is too large for a document of moectl explain")
+        data = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
-    except ValueError as error:
-        raise UsageError(f"{path} is not a JSON document: {error}", hint=hint) from error
-    if not isinstance(document, Mapping) or not ("groups" in document or "rows" in document):
-        raise UsageError(f"{path} is not a document of moectl explain", hint=hint)
+        raise _refused(f"{path} cannot be read: {error.strerror}") from error
+    document = parse_document(data, str(path), _refused)
+    if not ("groups" in document or "rows" in document):
+        raise _refused(f"{path} is not a document of moectl explain")
     version = document.get("schema_version", SCHEMA_VERSION)
     if version not in READABLE_SCHEMAS:
         raise UsageError(
@@ -47,45 +52,90 @@ def read_document(path: Path) -> Mapping[str, Any]:
             f"{' or '.join(map(str, READABLE_SCHEMAS))}",
             hint="use the moectl that wrote it, or make it again with moectl explain CKPT --json",
         )
+    _check(document, f"{path}: ")
     return document
 
 
-def _of(document: Mapping[str, Any], key: str, kind: type) -> Any:
-    """Entry `key` of `document`. Raises UsageError if it is not a `kind`."""
-    value = document.get(key)
-    if not isinstance(value, kind):
-        raise UsageError(
-            f"the document's {key!r} must be {kind.__name__}, got {type(value).__name__}",
-            hint="make it again with moectl explain CKPT --json",
-        )
-    return value
+def _check(document: Mapping[str, Any], where: str = "the document: ") -> None:
+    """Raises UsageError unless what is read back of `document` has the right types."""
+    kind = GroupsDocument if "groups" in document else RowsDocument
+    from_json(kind, document, where, _refused)
 
 
-def _sources(group: Mapping[str, Any]) -> Mapping[str, str]:
-    """Where the facts of a group of layers come from, by name."""
-    sources: Mapping[str, str] = _of(group, "sources", dict)
-    if not all(isinstance(source, str) for source in sources.values()):
-        raise UsageError(
-            "the document's 'sources' must be strings",
-            hint="make it again with moectl explain CKPT --json",
-        )
-    return sources
+@extensible
+@dataclass(frozen=True)
+class CheckpointPart:
+    """A checkpoint in a document; older ones have the bytes of its other weights alone."""
+
+    name: str
+    source: str
+    revision: str | None = None
+    path: str | None = None
+    note: str | None = None
+    other_weights: OtherWeights | None = None
+    other_weight_bytes: Size | None = None
 
 
-def _objects(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    objects = _of(document, key, list)
-    if not all(isinstance(item, dict) for item in objects):
-        raise UsageError(f"the document's {key!r} must hold objects", hint="make it again with --json")
-    return list(objects)
+@extensible
+@dataclass(frozen=True)
+class OtherPart:
+    """Another policy's decision in a document."""
+
+    policy: str
+
+
+@extensible
+@dataclass(frozen=True)
+class GroupPart:
+    """Layers with one decision in a document, with the facts it was made from."""
+
+    layers: tuple[Size, ...]
+    decision: Mapping[str, Any]
+    sources: Mapping[str, str]
+    notes: tuple[str, ...]
+    details: Mapping[str, str]
+    others: tuple[OtherPart, ...]
+
+
+@extensible
+@dataclass(frozen=True)
+class RowPart:
+    """One cell of a matrix in a document."""
+
+    gpu: str
+    layers: tuple[Size, ...]
+    decision: Mapping[str, Any]
+    checkpoint: str = ""
+    refusal: str | None = None
+
+
+@extensible
+@dataclass(frozen=True, kw_only=True)
+class RowsDocument:
+    """A document of a matrix, as far as it is read back."""
+
+    checkpoints: tuple[CheckpointPart, ...] = ()
+    checkpoint: CheckpointPart | None = None
+    other_weight_bytes: Size | None = None
+    rows: tuple[RowPart, ...] = ()
+    installed_engine: str | None = None
+    python: str | None = None
+    warnings: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+
+
+@extensible
+@dataclass(frozen=True, kw_only=True)
+class GroupsDocument(RowsDocument):
+    """A document of one machine and deployment; its `rows` say the same as its groups."""
+
+    groups: tuple[GroupPart, ...]
 
 
 def _layers(document: Mapping[str, Any]) -> tuple[int, ...]:
-    layers = _of(document, "layers", list)
-    if not layers or not all(type(number) is int and 0 <= number < LIMITS["layers"] for number in layers):
-        raise UsageError(
-            f"the document's 'layers' must be numbers from 0 to {LIMITS['layers'] - 1}",
-            hint="make it again with moectl explain CKPT --json",
-        )
+    layers: list[int] = document["layers"]
+    if not layers or max(layers) >= LIMITS["layers"]:
+        raise _refused(f"the document's 'layers' must be numbers from 0 to {LIMITS['layers'] - 1}")
     return tuple(layers)
 
 
@@ -95,11 +145,11 @@ def _checkpoints(document: Mapping[str, Any]) -> dict[str, tuple[Origin, OtherWe
     Older documents have one, with those bytes beside it, if at all.
     """
     if "checkpoints" in document:
-        listed = _objects(document, "checkpoints")
+        listed = document["checkpoints"]
+    elif "checkpoint" in document:
+        listed = [{"other_weight_bytes": document.get("other_weight_bytes"), **document["checkpoint"]}]
     else:
-        listed = [
-            {"other_weight_bytes": document.get("other_weight_bytes"), **_of(document, "checkpoint", dict)}
-        ]
+        listed = []
     if not listed:
         raise UsageError("the document has no checkpoints, so there is nothing to replay")
     return {str(entry.get("name")): (_origin(entry), _other_weights(entry)) for entry in listed}
@@ -122,18 +172,9 @@ def _other_weights(entry: Mapping[str, Any]) -> OtherWeights | None:
     Older documents have their bytes alone, which are then taken for evenly sharded.
     """
     value, size = entry.get("other_weights"), entry.get("other_weight_bytes")
-    if value is None and isinstance(size, int) and not isinstance(size, bool):
+    if value is None and size is not None:
         value = to_json(OtherWeights("headers", 1, 0, first=size))
-    if value is None:
-        return None
-    found = from_json(OtherWeights, value, "other_weights", UsageError)
-    sizes = (found.sharded, found.kv, found.replicated, found.first, found.last)
-    if min(found.layers, found.kv_heads, *sizes) < 0:
-        raise UsageError(
-            "the document's 'other_weights' must be numbers from 0",
-            hint="make it again with moectl explain CKPT --json",
-        )
-    return found
+    return None if value is None else from_json(OtherWeights, value, "other_weights", _refused)
 
 
 def _inputs(decision: Mapping[str, Any]) -> SelectionInputs:
@@ -169,14 +210,13 @@ def replay(document: Mapping[str, Any]) -> Explanation:
 
     Raises UsageError when the document is incomplete.
     """
+    _check(document)
     groups: list[GroupExplanation] = []
-    for group in _objects(document, "groups"):
-        inputs = _inputs(_of(group, "decision", dict))
-        others = [policy_named(str(other.get("policy"))) for other in _objects(group, "others")]
-        layers = _layers(group)
-        notes = tuple(map(str, _of(group, "notes", list)))
-        details = {str(name): str(value) for name, value in _of(group, "details", dict).items()}
-        groups.append(explained(layers, inputs, _sources(group), notes, others, details))
+    for group in document.get("groups", ()):
+        inputs = _inputs(group["decision"])
+        others = [policy_named(other["policy"]) for other in group["others"]]
+        notes = tuple(group["notes"])
+        groups.append(explained(_layers(group), inputs, group["sources"], notes, others, group["details"]))
     if not groups:
         raise UsageError("the document has no layer groups, so there is nothing to replay")
     first = groups[0].decision.inputs
@@ -195,9 +235,7 @@ def replay(document: Mapping[str, Any]) -> Explanation:
 def requested_gpu(document: Mapping[str, Any]) -> str:
     """The device's name as requested, of an explanation; empty in one without rows, as version 1 wrote."""
     rows = document.get("rows")
-    row = rows[0] if isinstance(rows, list) and rows else {}
-    name = row.get("gpu") if isinstance(row, dict) else None
-    return name if isinstance(name, str) else ""
+    return str(rows[0]["gpu"]) if rows else ""
 
 
 def replay_engines(document: Mapping[str, Any]) -> tuple[DecisionMatrix, ...]:
@@ -222,21 +260,18 @@ def replay_matrices(document: Mapping[str, Any]) -> tuple[DecisionMatrix, ...]:
 
     Raises UsageError when the document is incomplete.
     """
-    checkpoints, rows = _checkpoints(document), _objects(document, "rows")
+    _check(document)
+    checkpoints, rows = _checkpoints(document), document.get("rows")
     if not rows:
         raise UsageError("the document has no rows, so there is nothing to replay")
     machines: dict[str, AssumedMachine] = {}
     cells: dict[str, list[MatrixCell]] = {name: [] for name in checkpoints}
     recorded = []
     for row in rows:
-        name, key, layers = (
-            str(row.get("checkpoint", next(iter(checkpoints)))),
-            str(row.get("gpu")),
-            _layers(row),
-        )
+        name, key, layers = row.get("checkpoint", next(iter(checkpoints))), row["gpu"], _layers(row)
         if name not in cells:
             raise UsageError(f"the document's row of {name!r} is of none of its 'checkpoints'")
-        inputs = _inputs(_of(row, "decision", dict))
+        inputs = _inputs(row["decision"])
         recorded.append(inputs)
         machine = machines.setdefault(key, AssumedMachine(inputs.device, inputs.packages, key))
         refusal = str(row.get("refusal") or "")

@@ -7,7 +7,7 @@ import re
 import types
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from .records import field_kinds, is_record
 
@@ -45,7 +45,7 @@ def cells_schema(record: type) -> Schema:
     for name, kind in field_kinds(record).items():
         if is_dataclass(kind):
             nested |= cells_schema(kind)["properties"]  # type: ignore[arg-type]
-        elif kind is float:
+        elif float in (kind, *get_args(kind)[:1]):
             own[name] = {**described[name], "type": ["number", "null"]}
         else:
             own[name] = described[name]
@@ -62,6 +62,9 @@ def kind_schema(kind: Any) -> Schema:
     if is_record(kind):
         return record_schema(kind)
     origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        least = {"exclusiveMinimum" if mark.above else "minimum": mark.value for mark in args[1:]}
+        return {**kind_schema(args[0]), **least}
     if origin in (Union, types.UnionType):
         choices = [kind_schema(arg) for arg in args if arg is not type(None)]
         schema = choices[0] if len(choices) == 1 else {"anyOf": choices}

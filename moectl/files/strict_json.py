@@ -1,16 +1,30 @@
-"""JSON from untrusted files: UTF-8, no duplicate keys, no broken characters, bounded size and nesting."""
+"""JSON from untrusted files: UTF-8, no duplicate keys, no broken characters, bounded size and nesting.
+
+`parse_json_object` is for checkpoints' files, `parse_document` for what moectl itself has written.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
 
 JSON_LIMIT = 512 << 20
 """Maximum size of any JSON text, bytes; most readers have tighter limits."""
+
+DEEPEST = 100
+"""Objects and lists inside each other in any JSON text. Checkpoints have less than 20, and what is nested
+deeper than Python's stack would fail wherever it is used."""
+
+LARGEST_NUMBER = 1 << 63
+"""Whole numbers of documents are smaller, whatever their sign."""
+
+Refusal = Callable[[str], Exception]
+"""An exception class, or a function that makes an exception from a sentence."""
 
 LFS_POINTER = b"version https://git-lfs"
 """First bytes of the pointer file that Git LFS stores instead of a large file."""
@@ -56,6 +70,74 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
     return _parse_plain(data) or _parse_any(data, where)
 
 
+def parse_document(data: bytes | str, where: str, refusal: Refusal = CheckpointError) -> dict[str, Any]:
+    """The JSON object in `data`, a document that moectl has written; `where` names it in error messages.
+
+    Beyond `parse_json_object` its numbers are finite, and whole ones below `LARGEST_NUMBER`.
+
+    Raises:
+        CheckpointError, or the error made by `refusal`, with one sentence that names the place.
+    """
+    value = parse_value(data, where, refusal)
+    if not isinstance(value, dict):
+        raise refusal(f"{where} must be a JSON object, got {type(value).__name__}.")
+    return value
+
+
+def parse_value(data: bytes | str, where: str, refusal: Refusal = CheckpointError) -> Any:
+    """`parse_document` of any JSON value."""
+    unusable: list[_Unusable] = []
+
+    def keep(text: str) -> _Unusable:
+        unusable.append(_Unusable(text))
+        return unusable[-1]
+
+    def whole(text: str) -> Any:
+        # 20 characters are a sign and 19 digits; Python refuses to convert thousands of them.
+        number = int(text) if len(text) <= 20 else LARGEST_NUMBER
+        return number if abs(number) < LARGEST_NUMBER else keep(text)
+
+    def real(text: str) -> Any:
+        number = float(text)
+        return keep(text) if number in (float("inf"), float("-inf")) else number
+
+    hooks = {"parse_int": whole, "parse_float": real, "parse_constant": keep}
+    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    try:
+        if len(raw) > JSON_LIMIT:
+            raise CheckpointError(f"{where} has {len(raw)} bytes, more than the limit of {JSON_LIMIT}")
+        value = _loaded(raw, where, **hooks)
+    except CheckpointError as error:
+        raise refusal(error.what) from error
+    if unusable:
+        found = next(found for found in leaves(value) if isinstance(found[1], _Unusable))
+        text = found[1].text
+        raise refusal(
+            f"{where}: {found[0]} must be a finite number of at most 64 bits, got "
+            f"{text if len(text) <= 40 else f'one of {len(text)} characters'}"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class _Unusable:
+    """A number that is none, or does not fit."""
+
+    text: str
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What objects and lists hold at last, each with its path, such as ``rows[3].us``."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from leaves(item, f"{path}[{number}]")
+    else:
+        yield path, value
+
+
 def _parse_plain(data: bytes) -> dict[str, Any] | None:
     """A fast `_parse_any` for valid texts without escapes; None for any other, and for an empty object.
 
@@ -65,10 +147,26 @@ def _parse_plain(data: bytes) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(data.decode("utf-8"))
-        valid = isinstance(value, dict) and 2 * _strings(value) == data.count(b'"')
+        valid = isinstance(value, dict) and not _too_deep(value)
+        valid = valid and 2 * _strings(value) == data.count(b'"')
     except (ValueError, RecursionError):
         return None
     return value if valid else None
+
+
+def _too_deep(value: Any) -> bool:
+    """True if more than `DEEPEST` objects and lists are inside each other."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            item
+            for holder in level
+            for item in (holder.values() if isinstance(holder, dict) else holder)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
@@ -93,6 +191,14 @@ def _strings(value: dict[str, Any] | list[Any]) -> int:
 
 def _parse_any(data: bytes, where: str) -> dict[str, Any]:
     """`parse_json_object` with a check of every key."""
+    value = _loaded(data, where)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} must be a JSON object, got {type(value).__name__}.", hint=FETCH_AGAIN)
+    return value
+
+
+def _loaded(data: bytes, where: str, **hooks: Any) -> Any:
+    """The checked JSON value in `data`; `hooks` of `json.loads` make the numbers."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries = dict(pairs)
@@ -103,10 +209,12 @@ def _parse_any(data: bytes, where: str) -> dict[str, Any]:
         return entries
 
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, **hooks)
+        if isinstance(value, (dict, list)) and _too_deep(value):
+            raise RecursionError
         if _SURROGATE.search(data):
             # A lone surrogate can be neither printed nor written, and cannot be part of a file name.
-            json.dumps(value, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeDecodeError as error:
         raise CheckpointError(
             f"{where} is not UTF-8: bad byte at offset {error.start}.", hint=FETCH_AGAIN
@@ -116,7 +224,8 @@ def _parse_any(data: bytes, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where} holds a lone surrogate, {half}.", hint=FETCH_AGAIN) from error
     except RecursionError as error:
         raise CheckpointError(
-            f"{where} is nested too deeply to be a checkpoint's.", hint=FETCH_AGAIN
+            f"{where} is nested too deeply: at most {DEEPEST} objects and lists may be inside each other.",
+            hint=FETCH_AGAIN,
         ) from error
     except json.JSONDecodeError as error:
         raise CheckpointError(
@@ -125,6 +234,4 @@ def _parse_any(data: bytes, where: str) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{where} is not valid JSON: {str(error)[:200]}.", hint=FETCH_AGAIN) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where} must be a JSON object, got {type(value).__name__}.", hint=FETCH_AGAIN)
     return value

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -24,13 +25,15 @@ from typing import IO
 import torch
 import triton
 
+from ..cache.cache_file import CacheWarning, set_aside
 from ..cache.launches_file import KIND
 from ..cache.measurement_keys import built
 from ..environment import Device
 from ..environment.cache_folder import cache_folder
 from ..errors import MoectlError, UsageError
 from ..files.atomic import replace_file
-from ..files.records import from_json, to_json
+from ..files.records import Count, from_json, to_json
+from ..files.strict_json import parse_document
 from ..kernels.registry import runner_for
 from ..kernels.runner import ActivationFormat
 from ..kernels.triton.layer_binaries import MOST_TOKENS, OWN, Binary, binaries_of, is_cached
@@ -202,6 +205,14 @@ def compile_one_at_a_time(request: CompileRequest) -> CompileResult:
     return result
 
 
+@dataclass(frozen=True)
+class Remembered:
+    """What compiling for 1 to `tokens` tokens came to, as a file of the user's cache."""
+
+    tokens: Count
+    result: CompileResult
+
+
 def remember(request: CompileRequest, result: CompileResult) -> None:
     """Keeps what compiling `request` came to for `remembered`, unless a binary failed or it is known.
 
@@ -212,8 +223,7 @@ def remember(request: CompileRequest, result: CompileResult) -> None:
     record = _record(request)
     with suppress(OSError):
         record.parent.mkdir(parents=True, exist_ok=True)
-        document = {"tokens": request.tokens, "result": to_json(result)}
-        replace_file(record, json.dumps(document).encode())
+        replace_file(record, json.dumps(to_json(Remembered(request.tokens, result))).encode())
 
 
 def remembered(request: CompileRequest) -> CompileResult | None:
@@ -221,16 +231,21 @@ def remembered(request: CompileRequest) -> CompileResult | None:
 
     What was compiled for more tokens serves fewer: of its binaries those count that fewer tokens launch.
     """
+    path = _record(request)
     try:
-        data = json.loads(_record(request).read_bytes())
-        tokens, result = data["tokens"], from_json(CompileResult, data["result"], "record", UsageError)
-        needed = tuple(binary for binary in result.binaries if binary[3] <= request.tokens)
+        data = path.read_bytes()
+        kept = from_json(Remembered, parse_document(data, "it", ValueError), "it", ValueError)
+        needed = tuple(binary for binary in kept.result.binaries if binary[3] <= request.tokens)
         known = CompileResult(len(needed), len(needed), 0, 0.0, binaries=needed)
-        if not known.calls or not isinstance(tokens, int) or tokens < request.tokens:
+        if not known.calls or kept.tokens < request.tokens:
             return None
-    except (OSError, ValueError, TypeError, KeyError, MoectlError):
+        return known if all(is_cached(name, key) for name, key, *_ in needed) else None
+    except OSError:
         return None
-    return known if all(is_cached(name, key) for name, key, *_ in needed) else None
+    except ValueError as error:
+        with suppress(OSError):
+            warnings.warn(set_aside(path, str(error).removesuffix(".")), CacheWarning, stacklevel=2)
+        return None
 
 
 def _record(request: CompileRequest) -> Path:

@@ -20,7 +20,7 @@ from ..errors import CheckpointError, UsageError
 from ..files.atomic import replace_file, write_file
 from ..files.records import from_json, to_json
 from ..files.safe_reading import open_regular
-from ..files.strict_json import parse_json_object
+from ..files.strict_json import parse_document
 from ..kernels.triton.layer_binaries import Binary
 from .compile_ahead import cache_directory
 
@@ -118,7 +118,7 @@ def read_index(folder: Path) -> KernelIndex:
         raise CheckpointError(
             f"{folder} has no {INDEX}", hint="moectl warm CKPT --gpu NAME --to DIR writes it"
         )
-    index = from_json(KernelIndex, parse_json_object(_read(file), INDEX), INDEX)
+    index = from_json(KernelIndex, parse_document(_read(file), INDEX), INDEX)
     if index.version != VERSION:
         raise CheckpointError(
             f"{file} has version {index.version}, this moectl reads {VERSION}",

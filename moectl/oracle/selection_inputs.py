@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..cache.backend_times import MeasuredTimes, current_name
+from ..cache.backend_times import BackendTime, MeasuredTimes, current_name
 from ..checkpoint.config.fields import LIMITS
 from ..environment import Device, Packages
 from ..errors import UsageError
-from ..files.records import from_json, to_json
+from ..files.records import extensible, from_json, to_json
 from ..problem.model_shape import UNKNOWN_MODEL, ModelShape
 from ..problem.moe_problem import MoEProblem
 
@@ -62,24 +62,36 @@ class SelectionInputs:
         }
 
 
-def _name(value: object) -> str | None:
-    """A requested backend's name or None; UsageError for anything else."""
-    if value is None or isinstance(value, str):
-        return value
-    raise UsageError(f"inputs.requested must be a name or null, got {value!r}")
+@dataclass(frozen=True)
+class RecordedPackages:
+    """`Packages` in a document."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
-def _measured(rows: object) -> MeasuredTimes:
-    """Recorded times; older documents have none."""
-    measured = from_json(MeasuredTimes, {"rows": rows}, "inputs.measured", UsageError)
-    if not all(time.us > 0 for time in measured.rows):
-        raise UsageError("inputs.measured holds a time that is not positive")
-    return MeasuredTimes(tuple(replace(row, backend=current_name(row.backend)) for row in measured.rows))
+@extensible
+@dataclass(frozen=True)
+class RecordedInputs:
+    """`SelectionInputs` in a document; older ones have no measured times and no model."""
+
+    problem: MoEProblem
+    device: Device
+    packages: RecordedPackages
+    policy: str
+    requested: str | None = None
+    allow_fallback: bool = False
+    measured: tuple[BackendTime, ...] = ()
+    model: ModelShape = UNKNOWN_MODEL
 
 
-def _problem(value: Any) -> MoEProblem:
-    """The layer of a document, with sizes as a config may have them."""
-    problem = from_json(MoEProblem, value, "inputs.problem", UsageError)
+def _not_a_document(sentence: str) -> UsageError:
+    return UsageError(sentence, hint="make the document again with moectl explain CKPT --json")
+
+
+def _check_sizes(problem: MoEProblem) -> None:
+    """Raises UsageError unless the sizes of a document's layer are some that a config may have."""
     sizes = {
         "experts": problem.experts,
         "top_k": problem.top_k,
@@ -89,11 +101,7 @@ def _problem(value: Any) -> MoEProblem:
     for name, size in sizes.items():
         high = min(LIMITS[name], problem.experts) if name == "top_k" else LIMITS[name]
         if not 1 <= size <= high:
-            raise UsageError(
-                f"{name} of inputs.problem must be a number from 1 to {high}, got {size}",
-                hint="make the document again with moectl explain CKPT --json",
-            )
-    return problem
+            raise _not_a_document(f"{name} of inputs.problem must be a number from 1 to {high}, got {size}")
 
 
 def replay_inputs(document: Mapping[str, Any]) -> SelectionInputs:
@@ -106,27 +114,20 @@ def replay_inputs(document: Mapping[str, Any]) -> SelectionInputs:
             f"the document is not a decision (format {document.get('format')!r}, expected {FORMAT!r})",
             hint="Make one with `moectl explain CKPT --json`.",
         )
-    inputs = document["inputs"]
-    requested = _name(inputs.get("requested"))
-    if requested is not None and inputs.get("policy") == "moectl":
+    inputs = from_json(RecordedInputs, document["inputs"], "inputs", _not_a_document)
+    _check_sizes(inputs.problem)
+    requested, packages = inputs.requested, inputs.packages
+    if requested is not None and inputs.policy == "moectl":
         requested = current_name(requested)
-    packages = inputs.get("packages")
-    if not isinstance(packages, Mapping) or not all(
-        isinstance(packages.get(key, kind()), kind)
-        for key, kind in (("versions", dict), ("env", dict), ("missing", list))
-    ):
-        raise UsageError("inputs.packages must be an object with objects versions and env, and missing")
     return SelectionInputs(
-        problem=_problem(inputs.get("problem")),
-        device=from_json(Device, inputs.get("device"), "inputs.device", UsageError),
-        packages=Packages(
-            versions={str(k): str(v) for k, v in dict(packages.get("versions", {})).items()},
-            missing=frozenset(map(str, packages.get("missing", ()))),
-            env={str(k): str(v) for k, v in dict(packages.get("env", {})).items()},
-        ),
-        policy=str(inputs.get("policy")),
+        problem=inputs.problem,
+        device=inputs.device,
+        packages=Packages(packages.versions, frozenset(packages.missing), packages.env),
+        policy=inputs.policy,
         requested=requested,
-        allow_fallback=bool(inputs.get("allow_fallback")),
-        measured=_measured(inputs.get("measured", [])),
-        model=from_json(ModelShape, inputs.get("model", {}), "inputs.model", UsageError),
+        allow_fallback=inputs.allow_fallback,
+        measured=MeasuredTimes(
+            tuple(replace(row, backend=current_name(row.backend)) for row in inputs.measured)
+        ),
+        model=inputs.model,
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import UsageError
+from ..files.records import Size
 
 
 class BlockedMatrix(NamedTuple):
@@ -43,10 +44,10 @@ class ModelShape:
         blocked: block-quantized FP8 matrices outside the experts that engines shard, one for each kind.
     """
 
-    attention_heads: int = 0
-    kv_heads: int = 0
-    vocabulary: int = 0
-    layers: int = 0
+    attention_heads: Size = 0
+    kv_heads: Size = 0
+    vocabulary: Size = 0
+    layers: Size = 0
     architecture: str = ""
     model_type: str = ""
     blocked: tuple[BlockedMatrix, ...] = ()

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from ..errors import UsageError
+from ..files.records import Count, Size
 from .schemes import Scheme
 
 
@@ -103,8 +104,8 @@ class Routing:
     after_topk: bool = False
     correction_bias: bool = False
     router_bias: bool = False
-    groups: int | None = None
-    topk_groups: int | None = None
+    groups: Count | None = None
+    topk_groups: Count | None = None
     scale: float = 1.0
     weight_on_input: bool = False
     hashed: bool = False
@@ -120,12 +121,12 @@ class Parallel:
     load balancing. `pp` counts pipeline stages, which hold different layers.
     """
 
-    tp: int = 1
-    dp: int = 1
+    tp: Count = 1
+    dp: Count = 1
     ep: bool = False
     all2all: str = "allgather_reducescatter"
     eplb: bool = False
-    pp: int = 1
+    pp: Count = 1
 
     @property
     def ranks(self) -> int:
@@ -204,11 +205,11 @@ class MoEProblem:
     rows: str = "concatenated"
     act_order: str = ""
     bias: bool = False
-    shared_experts: int = 0
+    shared_experts: Size = 0
     dtype: str = "bf16"
     parallel: Parallel = Parallel()
-    local_experts: int = field(default=0)
-    model_hidden: int = 0
+    local_experts: Size = field(default=0)
+    model_hidden: Size = 0
     router_dtype: str = "bf16"
     lora: bool = False
     model_type: str = ""

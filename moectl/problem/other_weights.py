@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..files.records import Size
+
 _IMAGE = re.compile(r"(?:^|[._])(?:visual|vision|vit|image|mm|multi_modal|audio|aligner|projector)(?=[._])")
 """Names of encoders and their projectors."""
 
@@ -44,13 +46,13 @@ class OtherWeights:
     """
 
     source: str
-    layers: int
-    kv_heads: int
-    sharded: int = 0
-    kv: int = 0
-    replicated: int = 0
-    first: int = 0
-    last: int = 0
+    layers: Size
+    kv_heads: Size
+    sharded: Size = 0
+    kv: Size = 0
+    replicated: Size = 0
+    first: Size = 0
+    last: Size = 0
 
     @property
     def total(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from ..environment import Device, Packages, device_names, find_device
 from ..errors import NoBackend, Unavailable, UsageError
 from ..files.atomic import replace_file
+from ..files.strict_json import parse_document
 from ..oracle.decision import Decision
 from ..oracle.engine import Engine
 from ..oracle.registry import newest_engines
@@ -113,7 +114,7 @@ def write_choices(path: Path, rows: Mapping[int, Mapping[str, int]], triton: str
     choices = files_of(engine).choices
     check_choices(path, triton, engine)
     if path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = parse_document(path.read_bytes(), str(path), UsageError)
         kept.pop("triton_version", None)
     for tokens, tile in rows.items():
         kept[str(tokens)] = {name: tile[field] for name, field in choices.items()}

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..cache.cache_file import CacheFileKind
-from ..cache.launches_file import ENGINE, KIND, LaunchesStore, LaunchRow
+from ..cache.launches_file import ENGINE, KIND, LaunchesStore, LaunchFileKind, LaunchRow
 from ..environment import Device
 from ..errors import NoBackend, Unavailable
 from ..kernels.triton.launch_table import GpuModel
@@ -94,7 +93,7 @@ def this_gpu() -> torch.device:
 def _tuned(
     cells: Sequence[TuningCase],
     bench: LaunchBench,
-    kind: CacheFileKind,
+    kind: LaunchFileKind,
     plan: SearchPlan,
     again: bool,
     refused: Mapping[str, str],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..cache.measurement_keys import layer_key
+from ..cache.measurement_keys import LayerKey, layer_key
 from ..checkpoint import Checkpoint
 from ..checkpoint.source.named_layers import named_layer
 from ..problem.layer_ranges import ranges
@@ -45,7 +45,7 @@ def named_layers(names: Sequence[str], parallel: Parallel) -> list[TunedLayer]:
 
 
 def _once(layers: Iterable[TunedLayer]) -> list[TunedLayer]:
-    by_key: dict[str, TunedLayer] = {}
+    by_key: dict[LayerKey, TunedLayer] = {}
     for layer in layers:
-        by_key.setdefault(str(layer_key(layer.problem)), layer)
+        by_key.setdefault(layer_key(layer.problem), layer)
     return list(by_key.values())

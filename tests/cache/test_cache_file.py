@@ -16,6 +16,7 @@ from moectl.cache.launches_file import LaunchAttempt, LaunchesStore, LaunchRow, 
 from moectl.cache.measurement_keys import built, kernel_hash, layer_key
 from moectl.environment import find_device
 from moectl.errors import Unavailable, UsageError
+from moectl.files.records import to_json
 from moectl.problem.moe_problem import Dims
 from moectl.problem.published_layers import MODELS
 from moectl.problem.schemes import Scheme, int_format
@@ -127,17 +128,67 @@ def test_many_writers_lose_nothing(user_cache: Path) -> None:
     assert not list(user_cache.rglob("*.partial"))
 
 
+HEAD = json.dumps({"format": "moectl-launches", "version": 2, "device": to_json(cache_file.device_key(H200))})
 FOREIGN = {
-    "no JSON": ("{", "cannot be read"),
-    "a list": ("[]", "is not a moectl-launches file"),
-    "another program's": ('{"format": "other", "version": 1}', "is not a moectl-launches file"),
     "a newer version": ('{"format": "moectl-launches", "version": 9}', "has version 9, this moectl reads"),
     "another device's": (
-        '{"format": "moectl-launches", "version": 2, "device": {"name": "x"}, "entries": []}',
+        '{"format": "moectl-launches", "version": 2, "device": {"name": "x", "arch": "sm90", "sms": 1}, '
+        '"entries": []}',
         "belongs to another device",
     ),
-    "without entries": (None, "has no list of entries"),
 }
+
+DAMAGED = {
+    "no JSON": ("{", "it is not valid JSON at line 1"),
+    "a list": ("[]", "it must be a JSON object, got list"),
+    "another program's": ('{"format": "other", "version": 1}', "it is not a moectl-launches file"),
+    "without a device": ('{"format": "moectl-launches", "version": 2}', "device must be an object"),
+    "without entries": (HEAD[:-1] + "}", "it has no list of entries"),
+    "with an entry that is none": (HEAD[:-1] + ', "entries": [7]}', "entries[0] must be an object, got int"),
+    "with what is no number": (HEAD[:-1] + ', "entries": [NaN]}', "entries[0] must be a finite number"),
+    "nested deeply": (HEAD[:-1] + ', "entries": ' + "[" * 4000 + "]" * 4000 + "}", "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_files_are_named_and_set_aside_by_whoever_reads_or_writes(
+    user_cache: Path, case: str
+) -> None:
+    path = launches_file.KIND.path(H200)
+    path.parent.mkdir(parents=True)
+    text, said = DAMAGED[case]
+    aside = path.with_name(path.name + ".damaged")
+
+    path.write_text(text)
+    with pytest.warns(cache_file.CacheWarning, match="is damaged and begun anew") as named:
+        assert rows_of(QWEN, H200) == ((), "")
+    assert said in str(named[0].message) and str(path) in str(named[0].message)
+    assert aside.read_text() == text and not path.exists()
+    assert rows_of(QWEN, H200) == ((), "")
+
+    path.write_text(text)
+    with pytest.warns(cache_file.CacheWarning, match="is damaged and begun anew"):
+        store = LaunchesStore.of(QWEN, H200)
+    path.write_text(text)
+    with pytest.warns(cache_file.CacheWarning, match="is damaged and begun anew"):
+        cache_file.change(path, launches_file.KIND, cache_file.device_key(H200), lambda entries: entries)
+    store.finish(ROW)
+    assert rows_of(QWEN, H200) == ((ROW,), "") and aside.read_text() == text
+
+
+def test_a_damaged_file_that_cannot_be_set_aside_is_ignored(
+    user_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = launches_file.KIND.path(H200)
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+
+    def refuse(self: Path, target: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    rows, note = rows_of(QWEN, H200)
+    assert rows == () and f"{path} is ignored: it is not valid JSON" in note and path.exists()
 
 
 @pytest.mark.parametrize("case", FOREIGN)
@@ -145,7 +196,7 @@ def test_foreign_files_are_ignored_by_readers_and_refused_by_writers(user_cache:
     path = launches_file.KIND.path(H200)
     path.parent.mkdir(parents=True)
     text, said = FOREIGN[case]
-    path.write_text(text or json.dumps(launches_file.KIND.head(cache_file.device_key(H200))))
+    path.write_text(text)
     before = path.read_text()
     rows, note = rows_of(QWEN, H200)
     assert rows == () and said in note and str(path) in note
@@ -153,7 +204,7 @@ def test_foreign_files_are_ignored_by_readers_and_refused_by_writers(user_cache:
         LaunchesStore.of(QWEN, H200)
     assert f"Remove {path}" in refused.value.hint
     with pytest.raises(Unavailable, match="the cache cannot be written"):
-        cache_file.change(path, launches_file.KIND, cache_file.device_key(H200), lambda entries: None)
+        cache_file.change(path, launches_file.KIND, cache_file.device_key(H200), lambda entries: entries)
     assert path.read_text() == before
 
 
@@ -189,16 +240,21 @@ def test_a_file_with_the_rows_of_version_1_is_reported_once_as_an_old_version(
         {"tile": [1]},
         {"family": 7},
         {"more": 1},
+        {"us": 10**400},
+        {"tokens": True},
+        {"tokens": 16.0},
+        {"tried": -1},
+        {"tokens": 1 << 64},
     ],
 )
-def test_damaged_entries_are_ignored_with_a_note(user_cache: Path, change: dict[str, object]) -> None:
+def test_a_file_with_a_damaged_entry_is_set_aside(user_cache: Path, change: dict[str, object]) -> None:
     store = LaunchesStore.of(QWEN, H200)
     store.finish(ROW)
     document = json.loads(store.path.read_text())
     document["entries"][0]["rows"][0] |= change
     store.path.write_text(json.dumps(document))
-    rows, note = rows_of(QWEN, H200)
-    assert rows == () and "an entry is damaged" in note
+    with pytest.warns(cache_file.CacheWarning, match=r"begun anew \(.*entries\[0\]\.rows\[0\]"):
+        assert rows_of(QWEN, H200) == ((), "")
 
 
 def test_a_folder_that_cannot_be_written_is_said(user_cache: Path) -> None:
@@ -217,7 +273,8 @@ def test_entries_are_dropped_one_by_one_or_with_their_file(user_cache: Path) -> 
     assert rows_of(QWEN, H200)[0] == (ROW,) and rows_of(other, H200)[0] == ()
     assert launches_file.clear(path, lambda entry: True) == 1 and not path.exists()
     path.write_text("{")
-    assert launches_file.clear(path, lambda entry: True) == 0 and not path.exists()
+    with pytest.warns(cache_file.CacheWarning, match="is damaged"):
+        assert launches_file.clear(path, lambda entry: True) == 0 and not path.exists()
 
 
 def test_measurements_are_kept_by_cell(user_cache: Path) -> None:
@@ -282,12 +339,12 @@ def test_what_is_no_time_is_not_kept(user_cache: Path, us: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", '{"format": "x"}'])
-def test_a_foreign_file_of_measurements_is_a_note(user_cache: Path, text: str) -> None:
+def test_a_damaged_file_of_measurements_is_a_note(user_cache: Path, text: str) -> None:
     path = backend_times_file.KIND.path(H200)
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    found = backend_times_file.known(H200, QWEN)
-    assert found.measured == MeasuredTimes() and "is ignored" in found.notes[0]
+    with pytest.warns(cache_file.CacheWarning, match="is damaged"):
+        assert backend_times_file.known(H200, QWEN).measured == MeasuredTimes()
 
 
 def test_backends_are_ranked_where_all_were_measured() -> None:

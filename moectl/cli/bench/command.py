@@ -247,7 +247,7 @@ def _compile(settings: BenchSettings, source: "LayerSource | None", jobs: int, o
             failed |= line.failed
             progress(len(lines), 0, line.text)
     document = {"settings": settings.to_json(), "lines": lines}
-    out.result(document, lambda console: console.print("\n".join(lines), markup=False), f"{len(lines)}")
+    out.result(document, lambda console: console.print("\n".join(lines)), f"{len(lines)}")
     return ExitCode.FOUND if failed else ExitCode.DONE
 
 

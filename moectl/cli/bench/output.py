@@ -159,7 +159,7 @@ class RowOutput:
             if out.quiet and self.stdout == "table":
                 known = {row.key for row in printed}
                 if lines := [brief(row) for row in rows if row.key not in known]:
-                    out.text("\n".join(lines))
+                    out.lines(lines)
                 return
 
             def drawn(console: Any) -> None:
@@ -172,7 +172,7 @@ class RowOutput:
 
             out.result(document(about, rows), drawn, [brief(row) for row in rows])
         elif out.quiet:
-            out.text("\t".join(map(str, self.files)))
+            out.lines(["\t".join(map(str, self.files))])
 
     def _summary(self, rows: "Sequence[BenchRow]") -> str:
         """A note on the contents of the files, and how to show them."""
@@ -210,7 +210,7 @@ def draw_table(about: Mapping[str, Any], rows: "Sequence[BenchRow]", console: An
             drawn.add_row(*(column.text(row) for column in used))
         console.print(drawn)
     for line in footer(about, rows):
-        console.print(line, markup=False)
+        console.print(line)
 
 
 MARK = "*"
@@ -228,18 +228,15 @@ def print_row(row: "BenchRow", before: "Sequence[BenchRow]", out: Output) -> Non
     from ...bench.row_tables import brief, one_line
 
     if out.quiet:
-        out.text(brief(row))
+        out.lines([brief(row)])
     elif not (row.refused and any(_same_refusal(row, other) for other in before)):
         width = terminal_width() if sys.stdout.isatty() else None
-        out.draw(lambda console: console.print(one_line(row, width), style=TONES[_tone(row)], **_AS_IT_IS))
+        out.draw(lambda console: console.print(one_line(row, width), style=TONES[_tone(row)], soft_wrap=True))
 
 
 def _same_refusal(row: "BenchRow", other: "BenchRow") -> bool:
     parts = attrgetter("refused", "model", "layers", "scheme", "parallel", "backend")
     return bool(parts(row) == parts(other))
-
-
-_AS_IT_IS: Mapping[str, Any] = {"markup": False, "soft_wrap": True}
 
 
 def _tone(row: "BenchRow") -> str:

@@ -178,9 +178,7 @@ def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
     ]
     layers = len({layer for summary in summaries for layer in summary.resumed if layer >= 0})
     text = f"{target}: {layout}, complete with {count(layers, 'layer')}"
-    out.result(
-        ranks_document(plans, documents), lambda console: console.print(text, markup=False), str(target)
-    )
+    out.result(ranks_document(plans, documents), lambda console: console.print(text), str(target))
     _what_next(plans, target, out)
 
 

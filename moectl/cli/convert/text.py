@@ -182,13 +182,13 @@ def draw_plans(plans: "Sequence[RankPlan]", rate: "ConversionRate", console: Any
 def _print_labelled(rows: dict[str, str], console: Any) -> None:
     """Prints labels and values, wrapped to the console's width."""
     for line, _ in labelled(tuple(rows.items()), console.width, 0):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> None:
     """Prints a plan: its tensors, readers, sizes, and estimated duration."""
     if not plan.layers:
-        console.print("this part has no layers; nothing was written (--dry-run)", markup=False)
+        console.print("this part has no layers; nothing was written (--dry-run)")
         return
     first = plan.layers[0]
     numbers = [layer.layer for layer in plan.layers if layer.layer >= 0]
@@ -269,9 +269,9 @@ def draw_done(
     text = f"{count(converted, 'layer')} converted in {duration(seconds)}{rate}"
     text += f"; {resumed} finished before" if resumed else ""
     scope = f" of {count(len(plans), 'rank')}" if len(plans) > 1 else ""
-    console.print(f"{target}: {plans[0].plan.layout.name}, {text}{scope}", markup=False)
+    console.print(f"{target}: {plans[0].plan.layout.name}, {text}{scope}")
     for name in summaries[0].skipped_files:
-        console.print(f"skipped: {name}", markup=False)
+        console.print(f"skipped: {name}")
     if costs:
         draw_costs(target, console)
 

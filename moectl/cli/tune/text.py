@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...cache.cache_file import CacheFileKind, device_key
-from ...cache.launches_file import KINDS, CachedLayer, LaunchFile, LaunchRow, clear, load
-from ...cache.measurement_keys import layer_key, layer_words
+from ...cache.cache_file import device_key
+from ...cache.launches_file import KINDS, CachedLayer, LaunchFile, LaunchFileKind, LaunchRow, clear, load
+from ...cache.measurement_keys import layer_key
+from ...files.records import to_json
 from ..output import count, table
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def search_document(tuning: Tuning) -> dict[str, Any]:
     """A search's results as plain data."""
     result = tuning.found
     return {
-        "device": device_key(tuning.device),
+        "device": to_json(device_key(tuning.device)),
         "cache": str(tuning.path),
         "refused": dict(tuning.refused),
         "done": result.done,
@@ -52,7 +53,7 @@ def draw_search(tuning: Tuning, console: Any) -> None:
     for case in result.left:
         launches.add_row(case.name, str(case.tokens), *["-"] * 5, "not done")
     console.print(launches)
-    console.print(f"{tuning.device.name}; cached in {tuning.path}", markup=False)
+    console.print(f"{tuning.device.name}; cached in {tuning.path}")
 
 
 def _cells(row: LaunchRow) -> tuple[str, ...]:
@@ -71,8 +72,8 @@ def _cells(row: LaunchRow) -> tuple[str, ...]:
 class Listed:
     """Selected entries of the cache with their files; `ignored` are files that are not used at all."""
 
-    entries: tuple[tuple[CacheFileKind, LaunchFile, CachedLayer], ...]
-    ignored: tuple[tuple[CacheFileKind, LaunchFile], ...]
+    entries: tuple[tuple[LaunchFileKind, LaunchFile, CachedLayer], ...]
+    ignored: tuple[tuple[LaunchFileKind, LaunchFile], ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -81,7 +82,7 @@ class Listed:
                 {
                     "file": str(file.path),
                     "of": kind.folder,
-                    "device": dict(file.device),
+                    "device": to_json(file.device),
                     "stale": entry.stale or None,
                     **entry.to_json(),
                 }
@@ -93,7 +94,7 @@ class Listed:
     def brief(self) -> list[str]:
         """One line per entry: device, sizes, number of rows, and whether it is used."""
         return [
-            f"{file.device['name']}\t{layer_words(dict(entry.layer))}\t{len(entry.rows)}\t"
+            f"{file.device.name if file.device else ''}\t{entry.layer}\t{len(entry.rows)}\t"
             f"{'stale' if entry.stale else 'used'}"
             for _, file, entry in self.entries
         ]
@@ -125,18 +126,19 @@ def draw_list(cached: Listed, dropped: int | None, console: Any) -> None:
     """Prints cached launches as a table, and how many layers were dropped."""
     launches = table("device", "layer", "M", "us", "launch", "used", right=("M", "us"))
     for _, file, entry in cached.entries:
-        words, state = layer_words(dict(entry.layer)), f"no: {entry.stale}" if entry.stale else "yes"
+        device = file.device.name if file.device else ""
+        words, state = str(entry.layer), f"no: {entry.stale}" if entry.stale else "yes"
         for row in entry.rows:
             launch = f"{row.family} {tile_words(row.tile)}"
-            launches.add_row(file.device["name"], words, str(row.tokens), f"{row.us:.1f}", launch, state)
+            launches.add_row(device, words, str(row.tokens), f"{row.us:.1f}", launch, state)
         for tokens, attempts in entry.unfinished.items():
             launch = f"{count(len(attempts), 'tile')} tried, not done"
-            launches.add_row(file.device["name"], words, str(tokens), "-", launch, state)
+            launches.add_row(device, words, str(tokens), "-", launch, state)
     if cached.entries:
         console.print(launches)
     for _, file in cached.ignored:
-        console.print(file.note, markup=False)
+        console.print(file.note)
     if dropped is not None:
-        console.print(f"{count(dropped, 'layer')} dropped", markup=False)
+        console.print(f"{count(dropped, 'layer')} dropped")
     elif not cached.entries:
-        console.print("nothing is cached", markup=False)
+        console.print("nothing is cached")

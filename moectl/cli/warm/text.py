@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...cache.measurement_keys import layer_key, layer_words
+from ...cache.measurement_keys import layer_key
 from ..output import count, table
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def outcome_document(outcome: WarmOutcome) -> dict[str, Any]:
     result = outcome.result
     return {
         "layers": outcome.layer.layers,
-        "layer": layer_words(layer_key(outcome.layer.problem)),
+        "layer": str(layer_key(outcome.layer.problem)),
         "backend": outcome.backend or None,
         "why": outcome.why,
         "kernels": result.kernels if result else 0,
@@ -48,15 +48,15 @@ def draw_outcomes(outcomes: Sequence[WarmOutcome], plan: WarmPlan, cache: Path, 
         numbers = ["-"] * len(NUMBERS)
         if result is not None:
             numbers = [str(result.kernels), str(result.cached), str(result.compiled), f"{result.seconds:.1f}"]
-        words = layer_words(layer_key(outcome.layer.problem))
+        words = str(layer_key(outcome.layer.problem))
         rows.add_row(outcome.layer.layers, words, outcome.backend or "-", *numbers)
     console.print(rows)
-    console.print(f"for 1 to {plan.tokens} tokens on {plan.gpu.name} ({plan.gpu.arch})", markup=False)
-    console.print(f"kept in {cache}", markup=False)
+    console.print(f"for 1 to {plan.tokens} tokens on {plan.gpu.name} ({plan.gpu.arch})")
+    console.print(f"kept in {cache}")
     if plan.source is not None:
         taken = sum(outcome.taken for outcome in outcomes)
-        console.print(f"{count(taken, 'kernel')} taken from {plan.source}", markup=False)
+        console.print(f"{count(taken, 'kernel')} taken from {plan.source}")
     if plan.target is not None:
         written = sum(outcome.written for outcome in outcomes)
-        console.print(f"{count(written, 'kernel')} written to {plan.target}; there:", markup=False)
-        console.print(f"  moectl warm CKPT --from {plan.target.name} -m {plan.tokens}", markup=False)
+        console.print(f"{count(written, 'kernel')} written to {plan.target}; there:")
+        console.print(f"  moectl warm CKPT --from {plan.target.name} -m {plan.tokens}")

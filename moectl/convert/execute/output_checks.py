@@ -8,7 +8,7 @@ from ...checkpoint.source.open_checkpoint import rank_number
 from ...errors import UsageError
 from ...files.lock import Busy
 from ...files.output_folder import refuse_inside
-from ...files.strict_json import parse_json_object
+from ...files.strict_json import parse_document
 from ..manifest.manifest_records import MANIFEST, READY, REPORT
 from ..manifest.progress_log import LOG, ProgressLog, logged_conversion, refuse_other_conversion
 from ..plan.conversion_plan import ConversionPlan
@@ -68,7 +68,7 @@ def _refuse_other_sharing(plan: ConversionPlan, out: Path) -> None:
     if rank_number(out) is None:
         return
     above, manifest = out.parent, out.parent / MANIFEST
-    found = [parse_json_object(manifest.read_bytes(), MANIFEST)] if manifest.exists() else []
+    found = [parse_document(manifest.read_bytes(), MANIFEST)] if manifest.exists() else []
     if (above / LOG).exists() and (logged := logged_conversion(above / LOG)) is not None:
         found.append(dict(logged))
     files = () if found or (above / LOG).exists() else [path for path in above.iterdir() if path.is_file()]

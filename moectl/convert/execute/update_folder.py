@@ -15,9 +15,9 @@ from ...checkpoint.source.open_checkpoint import rank_folder, rank_number
 from ...errors import UsageError
 from ...files.atomic import disk_errors, replace_file, sync_folder
 from ...files.lock import Busy, Lock
-from ...files.records import from_json, to_json
+from ...files.records import to_json
 from ...files.safe_reading import file_sha256, open_regular, range_sha256
-from ...files.strict_json import parse_json_object
+from ...files.strict_json import parse_document
 from ..layouts.registry import layout_named
 from ..manifest.manifest import load_directory, load_rank_record, recorded
 from ..manifest.manifest_records import (
@@ -34,7 +34,7 @@ from ..manifest.manifest_records import (
     RankRecord,
     SourceRecord,
 )
-from ..manifest.progress_log import Meter, Progress, is_at, logged_conversion, open_log, silent
+from ..manifest.progress_log import Meter, Progress, is_at, log_entry, logged_conversion, open_log, silent
 from ..manifest.rank_directories import load_rank_manifests, rank_numbers
 from ..manifest.signed_document import LONGEST_MANIFEST, read_small, versioned_document
 from ..plan.conversion_plan import ConversionPlan, LayerPlan, PassthroughPlan, conversion_facts
@@ -271,10 +271,11 @@ def _logged_layers(folder: Path, plan: ConversionPlan) -> dict[int, LayerRecord]
         return found
     with open_regular(path, str(path)) as file:
         for number, line in enumerate(file.read().splitlines(keepends=True), 1):
-            entry = parse_json_object(line, f"line {number} of {LOG}") if line.endswith(b"\n") else {}
-            if "layer" in entry:
-                record = from_json(LayerRecord, entry["layer"], LOG)
-                found[record.layer] = record
+            if line.endswith(b"\n"):
+                where = f"line {number} of {LOG}"
+                record = log_entry(parse_document(line, where), where).layer
+                if record is not None:
+                    found[record.layer] = record
     return found
 
 

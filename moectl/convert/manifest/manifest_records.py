@@ -17,7 +17,7 @@ from ...checkpoint.source.open_checkpoint import rank_folder
 from ...checkpoint.source.shards import CONFIG as CONFIG
 from ...checkpoint.source.shards import INDEX as INDEX
 from ...errors import CheckpointError
-from ...files.records import to_json
+from ...files.records import Size, to_json
 from ...files.tensor_table import TensorType
 from ...problem.moe_problem import Dims, MoEProblem
 from ..rank_slice import RankShard, RankSlice, shard_of
@@ -50,7 +50,7 @@ class SourceFile:
     """
 
     name: str
-    size: int
+    size: Size
     header_sha256: str
     metadata: Mapping[str, str]
     sample_sha256: str = ""
@@ -248,9 +248,9 @@ class LayerRecord:
     `slices` has the `SliceHashes` of the canonical roles if the rank holds slices of experts.
     """
 
-    layer: int
+    layer: Size
     file: str
-    size: int
+    size: Size
     sha256: Mapping[str, str]
     source: Mapping[str, SourceTensorHashes]
     slices: Mapping[str, str] = field(default_factory=dict)
@@ -261,7 +261,7 @@ class FileRecord:
     """Name, size in bytes and SHA-256 of a file that was written."""
 
     file: str
-    size: int
+    size: Size
     sha256: str
 
 

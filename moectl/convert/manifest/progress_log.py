@@ -16,7 +16,7 @@ from ...files.atomic import disk_errors, write_exactly
 from ...files.lock import Busy, Lock
 from ...files.records import from_json, to_json
 from ...files.safe_reading import open_regular
-from ...files.strict_json import parse_json_object
+from ...files.strict_json import parse_document
 from ..worker_partition import partitions_in
 from .manifest_records import LOG as LOG
 from .manifest_records import LayerRecord, PassthroughRecord
@@ -159,14 +159,14 @@ def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> P
             log._append({"conversion": dict(fingerprint)})
             log.new = True
             return log
-        logged = entries[0].get("conversion")
-        if not isinstance(logged, Mapping):
+        logged = log_entry(entries[0], f"line 1 of {name}").conversion
+        if logged is None:
             raise CheckpointError(
                 f"{name} does not begin with a conversion.", hint="Convert into an empty directory."
             )
         refuse_other_conversion(folder, logged, fingerprint)
-        for entry in entries[1:]:
-            _load_entry(log, entry)
+        for number, entry in enumerate(entries[1:], 2):
+            _load_entry(log, entry, f"line {number} of {name}")
     except BaseException:
         lock.release()
         os.close(fd)
@@ -180,8 +180,8 @@ def logged_conversion(path: Path) -> Mapping[str, Any] | None:
         line = file.readline(1 << 20)
     if not line.endswith(b"\n"):
         return None
-    logged = parse_json_object(line, f"line 1 of {path.name}").get("conversion")
-    return logged if isinstance(logged, Mapping) else None
+    where = f"line 1 of {path.name}"
+    return log_entry(parse_document(line, where), where).conversion
 
 
 def _read(fd: int) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def _read(fd: int) -> list[dict[str, Any]]:
     end = data.rfind(b"\n") + 1
     os.ftruncate(fd, end)
     lines = bytes(data[:end]).splitlines()
-    return [parse_json_object(line, f"line {number} of {LOG}") for number, line in enumerate(lines, 1)]
+    return [parse_document(line, f"line {number} of {LOG}") for number, line in enumerate(lines, 1)]
 
 
 def is_at(path: Path, fd: int) -> bool:
@@ -203,17 +203,34 @@ def is_at(path: Path, fd: int) -> bool:
         return False
 
 
-def _load_entry(log: ProgressLog, entry: Mapping[str, Any]) -> None:
-    if "layer" in entry:
-        layer = from_json(LayerRecord, entry["layer"], LOG)
-        log.layers[layer.layer] = layer
-    elif isinstance(entry.get("source"), str):
-        log.source = entry["source"]
-    elif "rest" in entry:
-        file = from_json(PassthroughRecord, entry["rest"], LOG)
-        log.passthrough[file.file] = file
-    else:
-        raise CheckpointError(f"{LOG} has a line that is neither a layer nor a file.")
+@dataclass(frozen=True)
+class LogEntry:
+    """A line of a log: one of these."""
+
+    conversion: Mapping[str, str] | None = None
+    layer: LayerRecord | None = None
+    source: str | None = None
+    rest: PassthroughRecord | None = None
+
+
+def log_entry(entry: Mapping[str, Any], where: str) -> LogEntry:
+    """The line of a log that `where` names; CheckpointError if it is none that this program writes."""
+    if len(entry) != 1:
+        raise CheckpointError(f"{where} must be one of {', '.join(_ENTRIES)}, got {len(entry)} fields.")
+    return from_json(LogEntry, entry, f"{where}: ")
+
+
+_ENTRIES = ("conversion", "layer", "source", "rest")
+
+
+def _load_entry(log: ProgressLog, entry: Mapping[str, Any], where: str) -> None:
+    found = log_entry(entry, where)
+    if found.layer is not None:
+        log.layers[found.layer.layer] = found.layer
+    if found.source is not None:
+        log.source = found.source
+    if found.rest is not None:
+        log.passthrough[found.rest.file] = found.rest
 
 
 def remove_logs(folder: Path, mark: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...files.safe_reading import open_regular
-from ...files.strict_json import parse_json_object
+from ...files.strict_json import parse_document
 from ..worker_partition import partitions_in
 from .manifest_records import LOG, MANIFEST, READABLE_VERSIONS, READY, REPORT, ready_bytes
 
@@ -35,7 +35,7 @@ def signed_document(folder: Path) -> dict[str, Any]:
 
 def versioned_document(data: bytes, where: str) -> dict[str, Any]:
     """The manifest document `data`; CheckpointError if it is of a version that this program cannot read."""
-    document = parse_json_object(data, where)
+    document = parse_document(data, where)
     version = document.get("format_version")
     if version not in READABLE_VERSIONS:
         raise CheckpointError(

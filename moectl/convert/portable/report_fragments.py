@@ -11,10 +11,12 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...files.atomic import write_file
-from ...files.strict_json import json_bytes, parse_json_object
+from ...files.records import Count, From0, Size, extensible, from_json
+from ...files.strict_json import json_bytes, parse_document
 from ...problem.layer_ranges import ranges
 from ...whole_numbers import whole_number
 from ..manifest.manifest_records import REPORT as REPORT
+from ..manifest.manifest_records import FileRecord
 
 PART = "moectl-report-part-"
 
@@ -37,8 +39,16 @@ def write_part(folder: Path, label: str, costs: Mapping[str, Any]) -> None:
     write_file(folder / part_name(label), json.dumps({"label": label, "roles": dict(costs)}).encode())
 
 
+@dataclass(frozen=True)
+class ReportPart:
+    """The fragment of a layer in its file."""
+
+    label: str
+    roles: Mapping[str, Any]
+
+
 def read_parts(folder: Path, labels: Iterable[str]) -> dict[str, Any]:
-    """Costs by label and role; CheckpointError if a fragment is missing."""
+    """Costs by label and role; CheckpointError if a fragment is missing or damaged."""
     costs: dict[str, Any] = {}
     for label in labels:
         path = folder / part_name(label)
@@ -47,7 +57,8 @@ def read_parts(folder: Path, labels: Iterable[str]) -> dict[str, Any]:
                 f"{path}, the report of a finished layer, is missing.",
                 hint="Convert into an empty directory.",
             )
-        costs[label] = parse_json_object(path.read_bytes(), part_name(label)).get("roles")
+        part = parse_document(path.read_bytes(), part_name(label))
+        costs[label] = from_json(ReportPart, part, f"{path}: ").roles
     return costs
 
 
@@ -139,16 +150,65 @@ def _is_as_written(data: bytes, report: Mapping[str, Any]) -> bool:
 _OWN = ("report_version", "sha256")
 
 
+@extensible
+@dataclass(frozen=True)
+class RecordedBlock:
+    """A block of a tensor in a report."""
+
+    relative_error: From0
+
+
+@extensible
+@dataclass(frozen=True)
+class RecordedSignal:
+    """Ratios of signal to noise in a report; None where nothing was lost."""
+
+    snr_db: float | None = None
+    output_snr_db: float | None = None
+
+
+@extensible
+@dataclass(frozen=True)
+class RecordedCost(RecordedSignal):
+    """What converting one tensor of a layer cost, as far as a `CostTable` shows it."""
+
+    kind: str = ""
+    lossless: Size = 0
+    blocks: Size = 0
+    weights: Size = 0
+    rms_error: From0 = 0.0
+    worst_block: RecordedBlock = RecordedBlock(0.0)
+    rtn: RecordedSignal = RecordedSignal()
+
+    def __post_init__(self) -> None:
+        if self.kind not in LAYER_KINDS:
+            raise ValueError(f"its kind is none of {', '.join(LAYER_KINDS)}")
+
+
+@extensible
+@dataclass(frozen=True)
+class ReportDocument:
+    """A report, as far as it is read back."""
+
+    layers: Mapping[str, Mapping[str, RecordedCost]]
+    experts: tuple[FileRecord, ...]
+    files: tuple[FileRecord, ...]
+    report_version: Count = 1
+    sha256: str = ""
+
+
+def _refused(sentence: str) -> CheckpointError:
+    return CheckpointError(sentence, hint="Convert again.")
+
+
 def read_report(folder: Path) -> dict[str, Any]:
     """The report in `folder`; CheckpointError if it is missing, incomplete, or not as it was written."""
     try:
         data = (folder / REPORT).read_bytes()
-        report = parse_json_object(data, REPORT)
+        report = parse_document(data, REPORT)
     except OSError as error:
         raise CheckpointError(f"cannot read {folder / REPORT}: {error.strerror or error}.") from error
-    for key, kind in (("layers", Mapping), ("experts", list), ("files", list)):
-        if not isinstance(report.get(key), kind):
-            raise CheckpointError(f"{REPORT} of {folder} has no {key}.", hint="Convert again.")
+    from_json(ReportDocument, report, f"{folder / REPORT}: ", _refused)
     if not _is_as_written(data, report):
         raise CheckpointError(f"{REPORT} of {folder} is not what was written.", hint="Convert again.")
     return report

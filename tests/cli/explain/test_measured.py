@@ -78,4 +78,4 @@ def test_a_damaged_cache_is_a_note():
         path.parent.mkdir(parents=True)
         path.write_text("{")
     done = moectl(*ASKED, "--policy", "moectl")
-    assert done.stderr.count("is ignored: it cannot be read") == 2 and "backend moectl" in done.words
+    assert done.stderr.count("is damaged and begun anew") == 2 and "backend moectl" in done.words

@@ -10,6 +10,7 @@ import pytest
 
 from moectl.cli.explain.page import html_page, page_data
 from moectl.oracle import ENGINES, engine_named
+from moectl.printable import printable
 from support.browser import chromium
 from support.invoking import moectl
 from support.scripts import loaded
@@ -276,12 +277,12 @@ def test_names_from_files_stay_text(opened, made, tmp_path):
     path = tmp_path / "hostile.html"
     path.write_bytes(html_page([hostile(made[1])], f"moectl {HOSTILE}"))
     page = opened(path)
-    assert rows_shown(page)[0].split() == HOSTILE.split()
+    assert rows_shown(page)[0].split() == printable(HOSTILE).split()
     assert page.locator("img, tbody script, aside script").count() == 0
     page.locator("button.cell").first.click()
-    assert panel(page).locator(".choice .backend").inner_text() == HOSTILE
+    assert panel(page).locator(".choice .backend").inner_text() == printable(HOSTILE)
     page.get_by_role("button", name="About this page").click()
-    assert HOSTILE in panel(page).locator("code").inner_text()
+    assert printable(HOSTILE) in panel(page).locator("code").inner_text()
     assert page.locator("img").count() == 0 and page.locator("script").count() == 2
 
 
@@ -297,7 +298,7 @@ def test_a_name_that_is_no_utf8_makes_a_page(made):
     name = made[1]["rows"][0]["checkpoint"]
     document = json.loads(json.dumps(made[1]).replace(name, "m\\udcff"))
     document["rows"] = [row for row in document["rows"] if row["checkpoint"] == "m\udcff"]
-    assert "<title>m?: MoE backends" in html_page([document], "moectl").decode()
+    assert "<title>m\\udcff: MoE backends" in html_page([document], "moectl").decode()
 
 
 def test_equally_frequent_backends_are_in_the_order_of_the_rows(made):

@@ -198,15 +198,20 @@ def test_sources_that_are_no_words_are_refused(tmp_path, name, junk):
     path = tmp_path / "asked.json"
     path.write_text(json.dumps(changed(BASE, ("groups", 0, "sources", name), junk)))
     done = moectl("explain", "--replay", path, "-v", code=2)
-    assert "the document's 'sources' must be strings" in done.stderr
+    assert f"{path}: groups[0].sources.{name} must be of type str, got" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("place", "junk", "words"),
     [
-        (("layers", 0), 10**30, "'layers' must be numbers from 0 to 16383"),
-        (("layers", 0), -1, "'layers' must be numbers from 0 to 16383"),
-        (("decision", "inputs", "problem", "top_k"), 10**30, "top_k of inputs.problem must be a number from"),
+        (("layers", 0), 10**30, "rows[0].layers[0] must be a finite number of at most 64 bits"),
+        (("layers", 0), 1 << 40, "'layers' must be numbers from 0 to 16383"),
+        (("layers", 0), -1, "rows[0].layers[0] must be at least 0, got -1"),
+        (
+            ("decision", "inputs", "problem", "top_k"),
+            1 << 40,
+            "top_k of inputs.problem must be a number from",
+        ),
         (("decision", "inputs", "problem", "experts"), 0, "experts of inputs.problem must be a number from"),
         (
             ("decision", "inputs", "problem", "dims", "hidden"),

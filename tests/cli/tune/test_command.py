@@ -157,7 +157,7 @@ def test_a_checkpoint_by_its_config_alone(gpu):
     done = moectl("tune", "Qwen/Qwen3-30B-A3B-GPTQ-Int4", "--offline", "--tp", "2", "-m", "8", "--json")
     assert [row["layer"] for row in done.document["rows"]] == ["Qwen3-30B-A3B-GPTQ-Int4"]
     (found,) = launches_file.load(launches_file.KIND.path(H200)).entries
-    assert found.layer["intermediate"] == 384
+    assert found.layer.intermediate == 384
 
 
 def test_layers_that_the_kernels_do_not_run_are_refused(gpu):
@@ -189,11 +189,13 @@ def test_what_is_listed_can_be_dropped(monkeypatch):
     assert not launches_file.KIND.files()
 
 
-def test_a_file_that_is_not_moectls_is_listed_refused_and_dropped(gpu):
+def test_a_file_that_cannot_be_used_is_set_aside_or_refused_and_dropped(gpu):
     path = launches_file.KIND.path(H200)
     path.parent.mkdir(parents=True)
     path.write_text("{}")
-    assert "is ignored: it is not a moectl-launches file" in moectl("tune", "--list").words
+    assert "is damaged and begun anew (it is not a moectl-launches file)" in moectl("tune", "--list").stderr
+    assert path.with_name(f"{path.name}.damaged").read_text() == "{}" and not path.exists()
+    path.write_text('{"format": "moectl-launches", "version": 9}')
     refused = moectl("tune", "--model", "qwen3-30b", "-m", "1", code=3).stderr
     assert "the cache cannot be used" in refused and f"Remove {path}" in refused
     moectl("tune", "--clear")

@@ -74,7 +74,7 @@ def test_a_damaged_file_is_a_warning_and_no_failure(h200: None) -> None:
     path = KIND.path(H200)
     path.parent.mkdir(parents=True)
     path.write_text("{")
-    with pytest.warns(CacheWarning, match="is ignored: it cannot be read"):
+    with pytest.warns(CacheWarning, match="is damaged and begun anew"):
         assert choose(QWEN, 16, CUDA) == choose_shipped(QWEN, 16, CUDA)
 
 

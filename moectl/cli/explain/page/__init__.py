@@ -22,6 +22,7 @@ from typing import Any
 from ....checkpoint.checkpoint import Origin
 from ....oracle.registry import engine_named
 from ....oracle.selection_inputs import SelectionInputs, replay_inputs
+from ....printable import printable_data
 from ....problem.layer_ranges import ranges
 from ....problem.moe_problem import MoEProblem, Parallel
 from ..command_line import parallel_options, words_of
@@ -46,7 +47,7 @@ def html_page(documents: Sequence[AnswersJson], command: str, stated: str = "") 
     which the page's script inserts as text alone, and its content policy allows no other script, no style
     and no request.
     """
-    data = page_data(documents, command, stated)
+    data = printable_data(page_data(documents, command, stated))
     assets = files(__package__)
     style, script, template = (
         assets.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html")

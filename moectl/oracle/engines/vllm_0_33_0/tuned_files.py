@@ -29,6 +29,7 @@ from ....capabilities.vllm_launches import (
 from ....environment import Device
 from ....environment.named_devices import find_device
 from ....errors import UsageError
+from ....files.strict_json import parse_value
 from ....whole_numbers import whole_number
 from ...backend import is_on
 from ...decision import Decision
@@ -174,7 +175,7 @@ def file_remark(file: Path, triton: str) -> str:
     Empty if there is nothing to warn about; with an empty `triton`, versions are not compared.
     """
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = parse_value(file.read_bytes(), "it", ValueError)
     except (OSError, ValueError) as error:
         return f"{file} cannot be read, and vLLM fails on it: {error}"
     if not isinstance(document, dict):
