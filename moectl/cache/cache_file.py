@@ -13,8 +13,9 @@ from typing import Any
 
 from ..environment import Device
 from ..environment.cache_folder import VARIABLE, cache_folder
-from ..errors import Unavailable
+from ..errors import CheckpointError, Unavailable
 from ..files.atomic import replace_file
+from ..files.safe_reading import read_bounded
 
 LARGEST = 64 << 20
 """Maximum size of a cache file, bytes."""
@@ -66,12 +67,11 @@ def read(
     `device` is the expected `device_key`, if known.
     """
     try:
-        if path.stat().st_size > LARGEST:
-            return None, f"{path} is ignored: it is larger than any file of moectl's cache"
-        document = json.loads(path.read_text(encoding="utf-8"))
+        path.stat()
+        document = json.loads(read_bounded(path, LARGEST, path.name).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None, ""
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, CheckpointError) as error:
         return None, f"{path} is ignored: it cannot be read ({error})"
     expected = kind.head(device or {})
     if not isinstance(document, dict) or document.get("format") != expected["format"]:

@@ -14,6 +14,8 @@ from ..checkpoint.checkpoint import Origin
 from ..checkpoint.config.fields import LIMITS
 from ..errors import UsageError
 from ..files.records import from_json, to_json
+from ..files.safe_reading import read_given
+from ..files.strict_json import VALUES_LIMIT, count_values
 from ..oracle.registry import policy_named
 from ..oracle.selection_inputs import SelectionInputs, replay_inputs
 from ..problem.moe_problem import Dims
@@ -23,20 +25,16 @@ from .assumed_machines import AssumedMachine
 from .decision_matrix import DecisionMatrix, MatrixCell
 from .explanation import Explanation, GroupExplanation, Question, explained
 
-MAX_BYTES = 256 << 20
-"""Maximum size of a document."""
-
 
 def read_document(path: Path) -> Mapping[str, Any]:
     """The JSON document in `path`; UsageError when it is not one of `moectl explain --json`."""
     hint = "make one with moectl explain CKPT --json"
+    data = read_given(path, "a document of moectl explain --json")
+    if count_values(data) > VALUES_LIMIT:
+        raise UsageError(f"{path} has more than {VALUES_LIMIT} values", hint=hint)
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise UsageError(f"{path} is too large for a document of moectl explain", hint=hint)
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
-    except ValueError as error:
+        document = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not a JSON document: {error}", hint=hint) from error
     if not isinstance(document, Mapping) or not ("groups" in document or "rows" in document):
         raise UsageError(f"{path} is not a document of moectl explain", hint=hint)

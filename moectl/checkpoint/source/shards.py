@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...errors import CheckpointError
-from ...files.safe_reading import not_regular, open_regular
+from ...files.safe_reading import not_regular, open_regular, read_bounded
 from ...files.safetensors_header import Budget, read_header
 from ...files.strict_json import FETCH_AGAIN, parse_json_object, shown
 from ...files.tensor_table import TensorTable, joined
@@ -184,10 +184,7 @@ def parse_document(path: Path, where: str) -> dict[str, Any]:
 
     Raises CheckpointError for anything else; `where` names the file in error messages.
     """
-    with open_regular(path, where) as file:
-        data = file.read(DOCUMENT_LIMIT + 1)
-        check_document_size(max(len(data), os.fstat(file.fileno()).st_size), where)
-    return parse_json_object(data, where)
+    return parse_json_object(read_bounded(path, DOCUMENT_LIMIT, where), where)
 
 
 def check_document_size(nbytes: int, where: str) -> None:

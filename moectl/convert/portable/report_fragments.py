@@ -11,6 +11,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...files.atomic import write_file
+from ...files.safe_reading import read_bounded
 from ...files.strict_json import json_bytes, parse_json_object
 from ...problem.layer_ranges import ranges
 from ...whole_numbers import whole_number
@@ -37,6 +38,10 @@ def write_part(folder: Path, label: str, costs: Mapping[str, Any]) -> None:
     write_file(folder / part_name(label), json.dumps({"label": label, "roles": dict(costs)}).encode())
 
 
+LONGEST_REPORT = 1 << 29
+"""Most bytes of a report."""
+
+
 def read_parts(folder: Path, labels: Iterable[str]) -> dict[str, Any]:
     """Costs by label and role; CheckpointError if a fragment is missing."""
     costs: dict[str, Any] = {}
@@ -47,7 +52,9 @@ def read_parts(folder: Path, labels: Iterable[str]) -> dict[str, Any]:
                 f"{path}, the report of a finished layer, is missing.",
                 hint="Convert into an empty directory.",
             )
-        costs[label] = parse_json_object(path.read_bytes(), part_name(label)).get("roles")
+        costs[label] = parse_json_object(
+            read_bounded(path, LONGEST_REPORT, part_name(label)), part_name(label)
+        ).get("roles")
     return costs
 
 
@@ -141,11 +148,8 @@ _OWN = ("report_version", "sha256")
 
 def read_report(folder: Path) -> dict[str, Any]:
     """The report in `folder`; CheckpointError if it is missing, incomplete, or not as it was written."""
-    try:
-        data = (folder / REPORT).read_bytes()
-        report = parse_json_object(data, REPORT)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder / REPORT}: {error.strerror or error}.") from error
+    data = read_bounded(folder / REPORT, LONGEST_REPORT, str(folder / REPORT))
+    report = parse_json_object(data, REPORT)
     for key, kind in (("layers", Mapping), ("experts", list), ("files", list)):
         if not isinstance(report.get(key), kind):
             raise CheckpointError(f"{REPORT} of {folder} has no {key}.", hint="Convert again.")
