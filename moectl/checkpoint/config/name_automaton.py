@@ -133,7 +133,7 @@ class _Look(NamedTuple):
 
 
 class _Accept(NamedTuple):
-    index: int
+    wanted: int
 
 
 _State = _Character | _Choice | _Place | _Look | _Accept
@@ -182,7 +182,8 @@ class _Builder:
             ways = tuple(self._sequence(way, then, flags, depth) for way in argument[1])
             return self._state(_Choice(ways))
         if operation in ("MAX_REPEAT", "MIN_REPEAT"):
-            return self._repeat(*argument, then, flags, depth)
+            least, most, inner = argument
+            return self._repeat(least, most, inner, then, flags, depth)
         if operation == "AT":
             return self._state(_Place(_PLACES[str(argument)], then))
         if operation in ("ASSERT", "ASSERT_NOT") and argument[0] > 0:
@@ -219,7 +220,7 @@ def _passes(operation: str, argument: Any, char: str) -> bool:
     if operation == "ANY":
         return char != "\n"
     if operation in ("LITERAL", "NOT_LITERAL"):
-        return (ord(char) == argument) == (operation == "LITERAL")
+        return bool(ord(char) == argument) == (operation == "LITERAL")
     if operation == "RANGE":
         return bool(argument[0] <= ord(char) <= argument[1])
     if operation == "CATEGORY":
@@ -311,7 +312,7 @@ class _Reader:
             if type(state) is _Choice:
                 new = [after for after in state.of if after not in seen]
             elif type(state) is _Accept:
-                found = state.index if found is None else min(found, state.index)
+                found = state.wanted if found is None else min(found, state.wanted)
                 continue
             elif type(state) is _Place:
                 new = [state.then] if _holds(state.where, step.before, char) else []
