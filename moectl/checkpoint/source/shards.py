@@ -230,7 +230,7 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     document = read_document(folder, INDEX)
     index = None if document is None else index_files(document)
     listed = {path.name for path in folder.glob(f"*{SUFFIX}")}
-    listed |= {file for file in set((index or {}).values()) if (folder / file).exists()}
+    listed |= {file for file in _few(sorted(set((index or {}).values()))) if (folder / file).exists()}
     return shard_names(listed, index), index
 
 
