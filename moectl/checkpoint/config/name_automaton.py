@@ -245,7 +245,7 @@ class _Step(NamedTuple):
     found: int | None
 
 
-class _Reader:
+class _NameReader:
     """Reads names with the states of a builder.
 
     Steps are remembered by the character that follows, unless conditions look further ahead.
@@ -362,7 +362,7 @@ class NameAutomaton:
         firsts: dict[bool, list[int]] = {False: [], True: []}
         for index, parsed in expressions:
             firsts[parsed.looks].append(builders[parsed.looks].add(index, parsed))
-        self._readers = [_Reader(builders[looks], firsts[looks]) for looks in firsts if firsts[looks]]
+        self._readers = [_NameReader(builders[looks], firsts[looks]) for looks in firsts if firsts[looks]]
 
     def __bool__(self) -> bool:
         return bool(self._readers)

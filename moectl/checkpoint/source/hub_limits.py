@@ -50,7 +50,10 @@ def seconds_allowed() -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise UsageError(f"{VARIABLE} must be a number of seconds above 0, got {shown(text)}")
+        raise UsageError(
+            f"{VARIABLE} must be a number of seconds above 0, got {shown(text)}",
+            hint=f"Leave it unset for {SECONDS:g} seconds.",
+        )
     return seconds
 
 

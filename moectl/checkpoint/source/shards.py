@@ -76,6 +76,8 @@ def index_files(document: Mapping[str, Any], where: str = INDEX) -> dict[str, st
         if file not in checked:
             _check_file_name(file, tensor, where)
             checked.add(file)
+            if len(checked) > SHARD_LIMIT:
+                raise _too_many_files(f"more than {SHARD_LIMIT}")
     return weight_map
 
 
@@ -129,11 +131,15 @@ def shard_names(listed: Iterable[str], index: Mapping[str, str] | None) -> list[
 def _few(names: list[str]) -> list[str]:
     """`names`; CheckpointError when there are more than `SHARD_LIMIT`."""
     if len(names) > SHARD_LIMIT:
-        raise CheckpointError(
-            f"the checkpoint has {len(names)} weight files, expected at most {SHARD_LIMIT}.",
-            hint="Store it in fewer, larger files.",
-        )
+        raise _too_many_files(str(len(names)))
     return names
+
+
+def _too_many_files(count: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint has {count} weight files, expected at most {SHARD_LIMIT}.",
+        hint="Store it in fewer, larger files.",
+    )
 
 
 def join_tensors(shards: Iterable[TensorTable], index: Mapping[str, str] | None) -> TensorTable:
@@ -230,7 +236,7 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     document = read_document(folder, INDEX)
     index = None if document is None else index_files(document)
     listed = {path.name for path in folder.glob(f"*{SUFFIX}")}
-    listed |= {file for file in _few(sorted(set((index or {}).values()))) if (folder / file).exists()}
+    listed |= {file for file in set((index or {}).values()) if (folder / file).exists()}
     return shard_names(listed, index), index
 
 
