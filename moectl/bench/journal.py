@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from .. import SCHEMA_VERSION, __version__
 from ..errors import Unavailable, UsageError
 from ..files.lock import Lock
+from ..files.safe_reading import read_given, unreadable
 from .bench_rows import BenchRow
 from .read_rows import BenchRows, read_rows
 from .settings import differences, merge_settings, other_software
@@ -68,9 +70,12 @@ class RowJournal:
         another process has it open, or it cannot be written.
         """
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         except OSError as error:
             raise _unwritable(path, error) from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise unreadable(str(path), path, OSError(), "a file")
         journal = cls(path, fd, Lock(path, fd, work="bench", target=path))
         try:
             journal._lock.take()
@@ -93,7 +98,7 @@ class RowJournal:
             os.ftruncate(self._fd, 0)
             return
         self.before = read_rows(self.path)
-        data = self.path.read_bytes()
+        data = read_given(self.path, "a file of rows")
         os.ftruncate(self._fd, data.rfind(b"\n") + 1)
 
     def begin(self, run: RunHeader) -> Mapping[str, Any]:

@@ -13,8 +13,8 @@ from .. import READABLE_SCHEMAS, SCHEMA_VERSION
 from ..cache.backend_times import current_name
 from ..errors import UsageError
 from ..files.records import Above0, Count, From0, Size, extensible, from_json
-from ..files.safe_reading import unreadable
-from ..files.strict_json import parse_document
+from ..files.safe_reading import read_given, unreadable
+from ..files.strict_json import VALUES_LIMIT, count_values, parse_document
 from .bench_rows import BenchRow
 from .settings import merge_settings
 
@@ -73,10 +73,6 @@ class RecordedConditions:
     engine_picks: tuple[Mapping[str, str], ...] = ()
 
 
-LARGEST_FILE = 1 << 30
-"""Largest file of rows that is read, in bytes."""
-
-
 @dataclass(frozen=True)
 class BenchRows:
     """The contents of a file of rows: the run's conditions as plain data, and the last row of each case.
@@ -100,12 +96,14 @@ def read_rows(path: Path) -> BenchRows:
     Of several rows of a case the last one counts; an incomplete last line is ignored with a note.
     Raises UsageError if the file cannot be read or is not a file of rows.
     """
+    kind = "a file of rows in UTF-8"
+    data = read_given(path, kind)
+    if count_values(data) > VALUES_LIMIT:
+        raise UsageError(f"{path} has more than {VALUES_LIMIT} values: that is not a file of rows")
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise UsageError(f"{path} has more than {LARGEST_FILE} bytes: that is not a file of rows")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(str(path), path, error, "a file of rows in UTF-8") from error
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise unreadable(str(path), path, error, kind) from error
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise UsageError(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from ..files.safe_reading import unreadable
+from ..files.safe_reading import open_given, unreadable
 from ..files.strict_json import parse_value
 from ..kernels.layer_inputs import check_ids, check_tokens, inputs_from, no_bias, random_logits
 from ..kernels.routing import route_by
@@ -204,8 +205,9 @@ def _trace_tensors(path: Path) -> tuple[Tensor, Tensor | None]:
 def _trace_lines(path: Path) -> tuple[Tensor, Tensor | None]:
     ids: list[list[int]] = []
     weights: list[list[float]] = []
+    kind = "a UTF-8 text file"
     try:
-        with path.open(encoding="utf-8") as file:
+        with open_given(path, f"trace {path}", kind) as opened, TextIOWrapper(opened, "utf-8") as file:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), ""), 1):
                 if number > MAX_TOKENS:
                     raise UsageError(f"trace {path} has more than {MAX_TOKENS} tokens")
@@ -213,8 +215,8 @@ def _trace_lines(path: Path) -> tuple[Tensor, Tensor | None]:
                 ids.append(token_ids)
                 if token_weights is not None:
                     weights.append(token_weights)
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(f"trace {path}", path, error, "a UTF-8 text file") from error
+    except UnicodeDecodeError as error:
+        raise unreadable(f"trace {path}", path, error, kind) from error
     if weights and len(weights) != len(ids):
         raise UsageError(
             f"trace {path} has weights for {len(weights)} of {len(ids)} tokens, expected all or none"

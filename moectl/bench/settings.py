@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..files.safe_reading import unreadable
+from ..files.safe_reading import open_given
 from ..kernels.routing_distributions import DISTRIBUTIONS, check_distribution, spelled
 from ..problem.moe_problem import MAX_TOKENS
 
@@ -106,12 +106,9 @@ class BenchSettings:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-    except OSError as error:
-        raise unreadable(str(path), path, error, "a file") from error
+    with open_given(path, str(path), "a file") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 

@@ -18,9 +18,10 @@ from typing import Any, Generic, TypeVar
 
 from ..environment import Device
 from ..environment.cache_folder import VARIABLE, cache_folder
-from ..errors import Unavailable
+from ..errors import CheckpointError, Unavailable
 from ..files.atomic import replace_file
 from ..files.records import Size, from_json, to_json
+from ..files.safe_reading import read_bounded
 from ..files.strict_json import parse_document
 
 LARGEST = 64 << 20
@@ -138,11 +139,12 @@ def set_aside(path: Path, why: str) -> str:
 def _contents(path: Path, kind: CacheFileKind[Entry], device: DeviceKey | None) -> CacheContents[Entry]:
     """The contents of a file; the note on a `damaged` one is only what is wrong."""
     try:
-        if path.stat().st_size > LARGEST:
-            return CacheContents(note=f"{path} is ignored: it is larger than any file of moectl's cache")
-        data = path.read_bytes()
+        path.stat()
+        data = read_bounded(path, LARGEST, path.name)
     except (FileNotFoundError, NotADirectoryError):
         return CacheContents()
+    except CheckpointError as error:
+        return CacheContents(note=f"{path} is ignored: {error.what.removesuffix('.')}")
     except OSError as error:
         return CacheContents(note=f"{path} is ignored: it cannot be read ({error.strerror or error})")
     try:

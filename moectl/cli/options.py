@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..cache.cache_file import CacheWarning
 from ..errors import ExitCode, MoectlError, Unavailable, UsageError, install_hint
+from ..files.strict_json import shown
 from ..printable import printable_line
 from ..whole_numbers import whole_number
 from .output import COLORS, Output, drop_stdout
@@ -230,14 +231,23 @@ TYPED = "moectl.typed"
 
 
 def refuse_empty(context: typer.Context) -> None:
-    """Raises UsageError for an empty argument or option value, since none is meaningful.
+    """Raises UsageError for an empty argument or option value, and for text that no system can take.
 
-    They usually come from unset shell variables, and would mean the default or the current directory.
+    Empty ones usually come from unset shell variables, and would mean the default or the current directory.
     """
     options = [param for param in context.command.params if param.param_type_name == "option"]
     valued = {name for param in options if not getattr(param, "is_flag", False) for name in param.opts}
     previous = ""
     for text in context.meta[TYPED]:
+        try:
+            unusable = "\0" in os.fsdecode(os.fsencode(text))
+        except UnicodeEncodeError:
+            unusable = True
+        if unusable:
+            raise UsageError(
+                f"the argument {shown(text)} has a lone surrogate or a null character",
+                hint="spell it in characters that a file name can have",
+            )
         name, _, value = text.partition("=")
         if not text or (not value and name != text and name in valued):
             what = next((candidate for candidate in (name, previous) if candidate in valued), "an argument")

@@ -13,6 +13,7 @@ from ..checkpoint.checkpoint import Origin
 from ..checkpoint.config.fields import LIMITS
 from ..errors import UsageError
 from ..files.records import Size, extensible, from_json, to_json
+from ..files.safe_reading import read_given
 from ..files.strict_json import parse_document
 from ..oracle.registry import policy_named
 from ..oracle.selection_inputs import SelectionInputs, replay_inputs
@@ -22,9 +23,6 @@ from ..problem.schemes import FULL
 from .assumed_machines import AssumedMachine
 from .decision_matrix import DecisionMatrix, MatrixCell
 from .explanation import Explanation, GroupExplanation, Question, explained
-
-MAX_BYTES = 256 << 20
-"""Maximum size of a document."""
 
 
 def _refused(sentence: str) -> UsageError:
@@ -36,12 +34,7 @@ def read_document(path: Path) -> Mapping[str, Any]:
 
     The types of its fields are checked, as far as they are read back: later versions may add others.
     """
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise _refused(f"{path} is too large for a document of moectl explain")
-        data = path.read_bytes()
-    except OSError as error:
-        raise _refused(f"{path} cannot be read: {error.strerror}") from error
+    data = read_given(path, "a document of moectl explain --json")
     document = parse_document(data, str(path), _refused)
     if not ("groups" in document or "rows" in document):
         raise _refused(f"{path} is not a document of moectl explain")
@@ -243,9 +236,10 @@ def replay_engines(document: Mapping[str, Any]) -> tuple[DecisionMatrix, ...]:
 
     Raises UsageError when the document is incomplete.
     """
+    _check(document)
     rows: dict[str, list[Mapping[str, Any]]] = {}
-    for row in _objects(document, "rows"):
-        rows.setdefault(_inputs(_of(row, "decision", dict)).policy, []).append(row)
+    for row in document.get("rows") or ():
+        rows.setdefault(_inputs(row["decision"]).policy, []).append(row)
     matrices = [matrix for own in rows.values() for matrix in replay_matrices({**document, "rows": own})]
     if any(matrix.columns != 1 for matrix in matrices) or not matrices:
         raise UsageError(

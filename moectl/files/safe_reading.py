@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -35,6 +36,64 @@ def open_regular(path: Path, where: str) -> Iterator[BinaryIO]:
         raise CheckpointError(
             f"{where} cannot be read: {error.strerror or error}.", hint="Check the file and its permissions."
         ) from error
+
+
+def read_bounded(path: Path, limit: int, where: str) -> bytes:
+    """The bytes of the regular file `path`, which has at most `limit`.
+
+    Raises CheckpointError for anything else, before it is read; `where` names the file.
+    """
+    with open_regular(path, where) as file:
+        size, data = os.fstat(file.fileno()).st_size, b""
+        if size <= limit:
+            data = file.read(limit + 1)
+    if max(size, len(data)) > limit:
+        raise CheckpointError(
+            f"{where} has {max(size, len(data))} bytes, expected at most {limit}.",
+            hint="Check that it is the right file.",
+        )
+    return data
+
+
+@contextmanager
+def open_given(path: Path, what: str, kind: str) -> Iterator[BinaryIO]:
+    """Opens the regular file `path`, which the user gives, for reading; does not block on a pipe or device.
+
+    Raises the UsageError of `unreadable` for anything else, and for system errors inside the block.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "it is not a file")
+            with open(fd, "rb", closefd=False) as file:
+                yield file
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise unreadable(what, path, error, kind) from error
+
+
+GIVEN_LIMIT = 64 << 20
+"""Most bytes of a document or table that the user gives."""
+
+
+def read_given(path: Path, kind: str, what: str = "", limit: int = GIVEN_LIMIT) -> bytes:
+    """The bytes of the regular file `path`, which the user gives.
+
+    Raises UsageError, about `what` (by default the path), for a file that cannot be read or has more than
+    `limit` bytes. `kind` is as for `unreadable`.
+    """
+    what = what or str(path)
+    with open_given(path, what, kind) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = b"" if size > limit else file.read(limit + 1)
+    if max(size, len(data)) > limit:
+        raise UsageError(
+            f"cannot read {what}: it has {max(size, len(data))} bytes, expected at most {limit}",
+            hint=f"give the path of {kind}",
+        )
+    return data
 
 
 def not_regular(where: str) -> CheckpointError:

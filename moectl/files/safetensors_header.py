@@ -31,6 +31,9 @@ TENSOR_LIMIT = 2_000_000
 EMPTY_LIMIT = 100_000
 """Maximum number of tensors without data, which the file size does not bound."""
 
+TYPE_LIMIT = 10_000
+"""Maximum number of different dtypes and shapes in a file; a model has dozens."""
+
 RANK_LIMIT = 32
 """Maximum number of axes, which bounds the cost of multiplying sizes from a malicious header."""
 
@@ -158,6 +161,12 @@ def _read_as_written(raw: bytes, name: str, base: int, size: int) -> TensorTable
     # Empty pieces before, between and after the matches mean that the entries cover the whole text.
     if not names or set(separators) != {""}:
         return None
+    if len(set(spelled)) > TYPE_LIMIT:
+        raise CheckpointError(
+            f"{name}: the tensors have {len(set(spelled))} different dtypes and shapes, "
+            f"expected at most {TYPE_LIMIT}.",
+            hint=FETCH_AGAIN,
+        )
     types = _tensor_types(spelled)
     if types is None or len(max(names, key=len)) > NAME_LIMIT or not "".join(names).isprintable():
         return None

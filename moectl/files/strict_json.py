@@ -32,6 +32,9 @@ LFS_POINTER = b"version https://git-lfs"
 FETCH_AGAIN = "Download the file again, or ask its publisher for a sound one."
 """Hint for damaged files."""
 
+VALUES_LIMIT = 4_000_000
+"""Most values of a JSON text, which take far more memory than their text; one for each comma and bracket."""
+
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -67,6 +70,10 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
             f"{where} has {len(data)} bytes, more than the limit of {JSON_LIMIT}.", hint=FETCH_AGAIN
         )
     refuse_lfs_pointer(data, where)
+    if (values := count_values(data)) > VALUES_LIMIT:
+        raise CheckpointError(
+            f"{where} has {values} values, expected at most {VALUES_LIMIT}.", hint=FETCH_AGAIN
+        )
     return _parse_plain(data) or _parse_any(data, where)
 
 
@@ -106,6 +113,8 @@ def parse_value(data: bytes | str, where: str, refusal: Refusal = CheckpointErro
     try:
         if len(raw) > JSON_LIMIT:
             raise CheckpointError(f"{where} has {len(raw)} bytes, more than the limit of {JSON_LIMIT}")
+        if (values := count_values(raw)) > VALUES_LIMIT:
+            raise CheckpointError(f"{where} has {values} values, expected at most {VALUES_LIMIT}")
         value = _loaded(raw, where, **hooks)
     except CheckpointError as error:
         raise refusal(error.what) from error
@@ -136,6 +145,11 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(item, f"{path}[{number}]")
     else:
         yield path, value
+
+
+def count_values(data: bytes) -> int:
+    """At least the number of values in a JSON text, which is not parsed."""
+    return data.count(b",") + data.count(b"{") + data.count(b"[")
 
 
 def _parse_plain(data: bytes) -> dict[str, Any] | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
-from ..files.safe_reading import unreadable
+from ..errors import CheckpointError, UsageError
+from ..files.safe_reading import open_given, unreadable
+from ..files.safetensors_header import read_header
 from ..kernels.layer_inputs import LayerInputs, check_ids, check_tokens, make_inputs, no_bias
 from ..kernels.prepared_layer import PreparedMoE, Router
 from ..kernels.reference import moe_reference
@@ -19,6 +21,9 @@ from ..problem.moe_problem import MoEProblem
 from ..seeds import seed_of
 from ..torch_dtypes import MODEL_TORCH_DTYPES
 from .layer_variants import experts_on
+
+MOST_TENSORS, MOST_BYTES = 1000, 1 << 36
+"""Of a file of inputs."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +95,23 @@ def load_tensors(path: Path, what: str) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    kind = "a safetensors file"
+    with open_given(path, what, kind) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            tensors = len(read_header(file, size, path.name))
+        except CheckpointError as error:
+            raise unreadable(what, path, error, kind) from error
+    if tensors > MOST_TENSORS or size > MOST_BYTES:
+        raise UsageError(
+            f"cannot read {what}: it has {tensors} tensors in {size} bytes, expected at most "
+            f"{MOST_TENSORS} in {MOST_BYTES}",
+            hint=f"give the path of {kind} with the tensors that are asked for",
+        )
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise unreadable(what, path, error, "a safetensors file") from error
+        raise unreadable(what, path, error, kind) from error
 
 
 def expected_of(layer: ExpertLayer, inputs: LayerInputs, device: torch.device) -> Tensor:

@@ -7,8 +7,9 @@ import json
 import re
 import threading
 import time
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ class Hub(ThreadingHTTPServer):
         slow: seconds that each request for weights takes.
         most_at_once: most requests for weights that were being answered at the same time.
         commit: the commit that the branch ``main`` stands for.
+        hostile: what is done to answers instead, by a part of their path (`HOSTILE`).
+        listing: what is sent instead of the list of files, if anything.
+        tokens: the Authorization of every request so far.
     """
 
     daemon_threads = True
@@ -49,6 +53,11 @@ class Hub(ThreadingHTTPServer):
         self.slow = 0.0
         self.most_at_once = self._at_once = 0
         self.commit = COMMIT
+        self.hostile: dict[str, str] = {}
+        self.listing: bytes | None = None
+        self.elsewhere = ""
+        self.tokens: list[str | None] = []
+        self.ending = threading.Event()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -91,6 +100,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         path = unquote(self.path.split("?")[0])
+        self.server.tokens.append(self.headers.get("Authorization"))
+        for part, way in self.server.hostile.items():
+            if part in path:
+                with suppress(OSError):
+                    HOSTILE[way](self)
+                self.close_connection = True
+                return
         if self.server.private and self.headers.get("Authorization") != f"Bearer {TOKEN}":
             code = "GatedRepo" if self.server.private == "gated" else "RepoNotFound"
             self._send(401, b"{}", {"X-Error-Code": code})
@@ -118,7 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
             "siblings": siblings,
             "tags": [],
         }
-        self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json"})
+        body = json.dumps(document).encode() if self.server.listing is None else self.server.listing
+        self._send(200, body, {"Content-Type": "application/json"})
 
     def _file(self, name: str) -> None:
         path = self.server.folder / name
@@ -171,6 +188,93 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
 
 
+def _begin(handler: _Handler, status: int = 200, **headers: str) -> None:
+    handler.send_response(status)
+    stated = {"ETag": '"0"', "X-Repo-Commit": handler.server.commit, "Connection": "close", **headers}
+    for key, value in stated.items():
+        handler.send_header(key.replace("_", "-"), value)
+    handler.end_headers()
+
+
+def _endless(handler: _Handler) -> None:
+    """Bytes without end, as fast as they are taken."""
+    _begin(handler)
+    while not handler.server.ending.is_set():
+        handler.wfile.write(b" " * 65536)
+
+
+def _trickle(handler: _Handler) -> None:
+    """A byte now and then."""
+    _begin(handler)
+    while not handler.server.ending.wait(0.05):
+        handler.wfile.write(b" ")
+
+
+def _header_lines(handler: _Handler) -> None:
+    """Header lines that never end."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+    while not handler.server.ending.wait(0.05):
+        handler.wfile.write(b"X-More: 1\r\n")
+
+
+def _silent(handler: _Handler) -> None:
+    """No answer."""
+    handler.server.ending.wait(60)
+
+
+def _bomb(handler: _Handler) -> None:
+    """Two megabytes that unpack to two gigabytes, to be taken for JSON."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    _begin(handler, Content_Encoding="gzip")
+    for _ in range(2048):
+        handler.wfile.write(packer.compress(b" " * (1 << 20)))
+    handler.wfile.write(packer.flush())
+
+
+def _busy(handler: _Handler) -> None:
+    """Busy until tomorrow."""
+    _begin(handler, 429, Retry_After="86400", Content_Length="0")
+
+
+def _redirects(handler: _Handler) -> None:
+    """A redirect to the same place."""
+    _begin(handler, 302, Location=handler.path, Content_Length="0")
+
+
+def _elsewhere(handler: _Handler) -> None:
+    """A redirect to another host."""
+    _begin(handler, 302, Location=handler.server.elsewhere + handler.path, Content_Length="0")
+
+
+def _too_short(handler: _Handler) -> None:
+    """Less than Content-Length says."""
+    _begin(handler, Content_Length="5000000")
+    if handler.command != "HEAD":
+        handler.wfile.write(b"{}")
+
+
+def _huge(handler: _Handler) -> None:
+    """A terabyte, as Content-Length says."""
+    _begin(handler, Content_Length=str(1 << 40))
+    while handler.command != "HEAD" and not handler.server.ending.is_set():
+        handler.wfile.write(b" " * 65536)
+
+
+HOSTILE = {
+    "endless": _endless,
+    "trickle": _trickle,
+    "header lines": _header_lines,
+    "silent": _silent,
+    "gzip bomb": _bomb,
+    "busy": _busy,
+    "redirects": _redirects,
+    "elsewhere": _elsewhere,
+    "too short": _too_short,
+    "a terabyte": _huge,
+}
+"""Ways to answer that a reader must survive."""
+
+
 @contextmanager
 def serve(folder: Path) -> Iterator[Hub]:
     """A running `Hub` of `folder`."""
@@ -180,5 +284,6 @@ def serve(folder: Path) -> Iterator[Hub]:
         try:
             yield hub
         finally:
+            hub.ending.set()
             hub.shutdown()
             thread.join()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
+from itertools import chain
 
 from ...errors import CheckpointError
 from ...problem.schemes import BF16, Scheme
 from .families import UNKNOWN, Family
-from .module_patterns import REGEX, Patterns
+from .module_patterns import REGEX, PatternLists, Patterns, few_expressions
 from .quantization import (
     MIXED_PRECISION,
     Parsed,
@@ -102,14 +103,18 @@ class Precision:
     family: Family = UNKNOWN
     gated: bool = True
 
+    @cached_property
+    def _rule_lists(self) -> PatternLists:
+        return PatternLists([rule.patterns for rule in self.rules])
+
     def of_layer(self, layer: int, modules: Iterable[str]) -> Quantization:
         """The format of one layer's experts; `modules` are the names of its expert matrices."""
         names = tuple(modules)
         if self.excluded and any(map(self.excluded.matches, names)):
             return self._unquantized(self.excluded_by)
-        for rule in self.rules:
-            if any(map(rule.patterns.matches, names)):
-                return self._of_rule(rule)
+        rule = self._rule_lists.first(names)
+        if rule is not None:
+            return self._of_rule(self.rules[rule])
         if self.rest is not None:
             return self._of_rule(self.rest)
         if self.rest_key:
@@ -204,8 +209,12 @@ def read_precision(
         return _with_groups(precision, config)
     if main.storage == "modelopt":
         return _with_listed(precision, inner)
-    rules = (*_quark_rules(inner), *_dynamic_rules(inner), *_auto_round_rules(inner))
-    return replace(precision, rules=rules)
+    rules = chain(_quark_rules(inner), _dynamic_rules(inner), _auto_round_rules(inner))
+    return replace(precision, rules=_few(rules))
+
+
+def _few(rules: Iterable[_PrecisionRule]) -> tuple[_PrecisionRule, ...]:
+    return tuple(few_expressions(rules, lambda rule: rule.patterns))
 
 
 def _with_listed(precision: Precision, config: Config) -> Precision:
@@ -215,7 +224,7 @@ def _with_listed(precision: Precision, config: Config) -> Precision:
         for module, entry in listed_modules(config).items()
         if _names_experts(module, precision.family)
     }
-    wide = tuple(
+    wide = _few(
         _PrecisionRule(
             Patterns((module,), "quantized_layers"),
             cache(partial(_listed_format, entry)),
@@ -301,23 +310,35 @@ def _quark_format(rule: Config, key: str) -> Parsed:
 
 def _with_groups(precision: Precision, config: Config) -> Precision:
     """`precision` with compressed-tensors' groups: full names first, then expressions, then classes."""
-    by_name: list[_PrecisionRule] = []
-    by_regex: list[_PrecisionRule] = []
-    rest = None
-    for name, group in mapping(config, "config_groups").items():
-        targets = names(group, "targets")
-        key = f"config_groups.{name}"
-        read = cache(partial(compressed_group, config, name, group))
-        expressions = [target for target in targets if target.startswith(REGEX)]
-        modules = [target for target in targets if target not in expressions and "." in target]
-        for kept, rules in ((modules, by_name), (expressions, by_regex)):
-            if kept:
-                patterns = Patterns(kept, f"{key}.targets", exact=True)
-                rules.append(_PrecisionRule(patterns, read, f"{key}.weights"))
-        if rest is None and any(map(is_class_of_experts, targets)):
-            rest = _PrecisionRule(Patterns((), ""), read, f"{key}.weights")
-    key = "" if rest else "config_groups"
-    return replace(precision, rules=(*by_name, *by_regex), rest=rest, rest_key=key)
+    groups = mapping(config, "config_groups").items()
+    rules = (
+        rule
+        for regex in (False, True)
+        for name, group in groups
+        for rule in _of_group(config, name, group, regex)
+    )
+    rest = next(
+        (
+            _group_rule(config, name, group, ())
+            for name, group in groups
+            if any(map(is_class_of_experts, names(group, "targets")))
+        ),
+        None,
+    )
+    return replace(precision, rules=_few(rules), rest=rest, rest_key="" if rest else "config_groups")
+
+
+def _of_group(config: Config, name: str, group: Config, regex: bool) -> Iterator[_PrecisionRule]:
+    """A rule of the group's targets that are expressions, or of those that are full names; or none."""
+    kept = [it for it in names(group, "targets") if it.startswith(REGEX) is regex and (regex or "." in it)]
+    if kept:
+        yield _group_rule(config, name, group, kept)
+
+
+def _group_rule(config: Config, name: str, group: Config, targets: Iterable[str]) -> _PrecisionRule:
+    key = f"config_groups.{name}"
+    patterns = Patterns(targets, f"{key}.targets", exact=True)
+    return _PrecisionRule(patterns, cache(partial(compressed_group, config, name, group)), f"{key}.weights")
 
 
 def _dynamic_rules(config: Config) -> Iterable[_PrecisionRule]:

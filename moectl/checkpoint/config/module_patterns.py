@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from typing import TypeVar
 
 from ...errors import CheckpointError
 from ...files.strict_json import shown
+from .name_automaton import (
+    Expression,
+    NameAutomaton,
+    NotMatchable,
+    TooMuchWork,
+    parsed_expression,
+    parsed_glob,
+)
 
 REGEX = "re:"
 """Prefix of a regular expression in a list of module names."""
@@ -17,11 +24,14 @@ REGEX = "re:"
 LENGTH_LIMIT = 1024
 """Longest pattern, characters."""
 
-REPEAT_LIMIT = 6
-"""Maximum number of repeats in a regular expression or glob, which bounds the cost of matching a name."""
+EXPRESSION_LIMIT = 4096
+"""Most globs and regular expressions of a config's key."""
 
 _GLOB = re.compile(r"[*?\[]")
 _WORD = re.compile(r"[A-Za-z_]{2,}")
+
+
+Listed = TypeVar("Listed")
 
 
 class Patterns:
@@ -33,7 +43,7 @@ class Patterns:
     match at the beginning of the full name. With `exact`, as in compressed-tensors, a pattern that is no
     regular expression is a full module name, and matches neither its children nor another spelling of it.
 
-    Raises CheckpointError for an invalid regular expression, or one that is too expensive to match.
+    Raises CheckpointError for a regular expression that is invalid, too large, or looks back.
 
     Example:
         >>> patterns = Patterns(["lm_head", "re:.*mlp.gate$", "model.layers.0"], "ignore")
@@ -44,25 +54,26 @@ class Patterns:
     """
 
     def __init__(self, patterns: Iterable[str], where: str, regex: bool = False, exact: bool = False) -> None:
-        self.texts, self._where, self._regex, self._exact = tuple(patterns), where, regex, exact
-        self._names: set[str] = set()
-        self._runs: set[tuple[str, ...]] = set()
-        self._tests: list[Callable[[str], Any]] = []
-        self._inside: list[Callable[[str], Any]] = []
+        self.texts, self.where, self._regex, self._exact = tuple(patterns), where, regex, exact
+        self.names: set[str] = set()
+        self.runs: set[tuple[str, ...]] = set()
+        self.expressions: list[Expression] = []
         for text in self.texts:
             if len(text) > LENGTH_LIMIT:
                 raise _refuse(where, text, f"a pattern of at most {LENGTH_LIMIT} characters")
+            if len(self.expressions) > EXPRESSION_LIMIT:
+                raise _too_many(where)
             if regex or text.startswith(REGEX):
-                self._tests.append(_regex(text.removeprefix(REGEX), where))
+                self.expressions.append(_parsed(parsed_expression, text.removeprefix(REGEX), where))
             elif exact:
-                self._names.add(text)
+                self.names.add(text)
             elif _GLOB.search(text):
-                self._inside.append(_glob(text, where))
+                self.expressions.append(_parsed(parsed_glob, text, where))
             elif components := tuple(filter(None, text.split("."))):
-                self._runs.add(components)
+                self.runs.add(components)
 
     def __bool__(self) -> bool:
-        return bool(self._names or self._runs or self._tests or self._inside)
+        return bool(self.names or self.runs or self.expressions)
 
     def restricted_to(self, names: str) -> Patterns:
         """The patterns that may match one of the space-separated `names`: all of their words occur in it.
@@ -75,23 +86,85 @@ class Patterns:
             words = _WORD.findall(text) if not regex else _WORD.match(text.removeprefix(REGEX)) or ()
             if all(word in names for word in ((words[0],) if isinstance(words, re.Match) else words)):
                 kept.append(text)
-        return Patterns(kept, self._where, self._regex, self._exact)
+        return Patterns(kept, self.where, self._regex, self._exact)
+
+    @cached_property
+    def _alone(self) -> PatternLists:
+        return PatternLists([self])
 
     def matches(self, module: str) -> bool:
         """True when a pattern matches `module`, a full dotted name."""
-        if module in self._names or any(test(module) for test in self._tests):
-            return True
-        parts = module.split(".")
-        if self._runs and not self._runs.isdisjoint(_runs_of(parts)):
-            return True
-        names = [".".join(parts[:end]) for end in range(1, len(parts) + 1)] if self._inside else []
-        return any(test(name) for test in self._inside for name in names)
+        return self._alone.first((module,)) is not None
 
 
-def _runs_of(parts: list[str]) -> Iterator[tuple[str, ...]]:
-    for first in range(len(parts)):
-        for last in range(first + 1, len(parts) + 1):
-            yield tuple(parts[first:last])
+class PatternLists:
+    """Lists of patterns in order; a name is compared with all of them at once.
+
+    Example:
+        >>> lists = PatternLists([Patterns(["re:.*gate"], "a"), Patterns(["mlp"], "b")])
+        >>> lists.first(["model.mlp.up_proj", "model.mlp"])
+        1
+    """
+
+    def __init__(self, lists: Sequence[Patterns]) -> None:
+        self._names: dict[str, int] = {}
+        self._runs: dict[tuple[str, ...], int] = {}
+        self._longest_run = 0
+        self._where = next((patterns.where for patterns in lists if patterns), "")
+        expressions = []
+        for index, patterns in enumerate(lists):
+            for name in patterns.names:
+                self._names.setdefault(name, index)
+            for run in patterns.runs:
+                self._runs.setdefault(run, index)
+                self._longest_run = max(self._longest_run, len(run))
+            expressions += [(index, expression) for expression in patterns.expressions]
+        self._automaton = NameAutomaton(expressions)
+
+    def first(self, modules: Iterable[str]) -> int | None:
+        """The index of the first list that matches one of `modules`, full dotted names; None if none does.
+
+        Raises CheckpointError for expressions that cost too much.
+        """
+        found = (index for module in modules for index in self._indices(module))
+        return min(found, default=None)
+
+    def _indices(self, module: str) -> Iterator[int]:
+        if module in self._names:
+            yield self._names[module]
+        if self._runs:
+            parts = module.split(".")
+            for first in range(len(parts)):
+                for last in range(first + 1, min(len(parts), first + self._longest_run) + 1):
+                    if (run := tuple(parts[first:last])) in self._runs:
+                        yield self._runs[run]
+        try:
+            index = self._automaton.first(module) if self._automaton else None
+        except TooMuchWork as error:
+            raise CheckpointError(
+                f"quantization_config.{self._where}: its patterns cost too much to compare with the modules.",
+                hint="Name the modules, or use fewer and simpler expressions.",
+            ) from error
+        if index is not None:
+            yield index
+
+
+def few_expressions(lists: Iterable[Listed], patterns: Callable[[Listed], Patterns]) -> Iterator[Listed]:
+    """`lists`, which are made as they are asked for; CheckpointError if all their `patterns` are too many."""
+    expressions = 0
+    for item in lists:
+        found = patterns(item)
+        expressions += len(found.expressions)
+        if expressions > EXPRESSION_LIMIT:
+            raise _too_many(found.where)
+        yield item
+
+
+def _too_many(where: str) -> CheckpointError:
+    return CheckpointError(
+        f"quantization_config.{where}: at most {EXPRESSION_LIMIT} globs and regular expressions are read.",
+        hint="Name the modules, or use fewer and simpler expressions.",
+    )
 
 
 def _refuse(where: str, text: str, expected: str) -> CheckpointError:
@@ -100,67 +173,13 @@ def _refuse(where: str, text: str, expected: str) -> CheckpointError:
     )
 
 
-def _regex(text: str, where: str) -> Callable[[str], Any]:
-    pattern = _compiled(text)
-    if pattern is None:
-        raise _refuse(
-            where, text, f"a regular expression with at most {REPEAT_LIMIT} repeats, none inside another"
-        )
-    return pattern.match
-
-
-def _glob(text: str, where: str) -> Callable[[str], Any]:
-    if text.count("*") > REPEAT_LIMIT:
-        raise _refuse(where, text, f"a pattern with at most {REPEAT_LIMIT} stars")
-    return re.compile(fnmatch.translate(text)).match
+def _parsed(parse: Callable[[str], Expression], text: str, where: str) -> Expression:
+    try:
+        return _remembered(parse, text)
+    except NotMatchable as error:
+        raise _refuse(where, text, f"a pattern that can be matched, and {error}") from error
 
 
 @lru_cache(maxsize=4096)
-def _compiled(text: str) -> re.Pattern[str] | None:
-    """The compiled regular expression; None if it is invalid or could be slow on a short name."""
-    try:
-        pattern = re.compile(text)
-    except (re.error, OverflowError, RecursionError):
-        return None
-    depth, most = _repeats(text)
-    return pattern if depth <= 1 and most <= REPEAT_LIMIT else None
-
-
-def _repeats(text: str) -> tuple[int, int]:
-    """The nesting depth and the number of the repeats in a valid regular expression.
-
-    Counted on the text: repeating a group nests the repeats inside it. ``?`` does not count as a repeat.
-    """
-    stack: list[int] = [0]
-    total = deepest = 0
-    closed = 0
-    at = 0
-    while at < len(text):
-        char = text[at]
-        if char == "\\":
-            at += 2
-            closed = 0
-            continue
-        if char == "[":
-            end = text.find("]", at + 2)
-            at = (end if end > 0 else len(text)) + 1
-            closed = 0
-            continue
-        if char == "(":
-            stack.append(0)
-            at += 1
-            if text[at : at + 1] == "?":
-                at += 1
-            continue
-        if char == ")":
-            closed = stack.pop() if len(stack) > 1 else 0
-            stack[-1] = max(stack[-1], closed)
-        elif char in "*+{":
-            total += 1
-            stack[-1] = max(stack[-1], closed + 1)
-            deepest = max(deepest, stack[-1])
-            closed = 0
-        elif char != "?":
-            closed = 0
-        at += 1
-    return deepest, total
+def _remembered(parse: Callable[[str], Expression], text: str) -> Expression:
+    return parse(text)

@@ -15,7 +15,7 @@ from .declared_layers import DeclaredLayers, declared_layers
 from .fields import ConfigFields
 from .layer_precision import MODULE_PREFIXES
 from .model_shape import HEADS, KV_HEADS
-from .module_patterns import REGEX, Patterns
+from .module_patterns import REGEX, PatternLists, Patterns, few_expressions
 from .quantization import MIXED_PRECISION, compressed_group, listed_modules, quantization_method
 from .quantization_formats import mapping, modelopt_scheme, names, quark_scheme
 
@@ -436,7 +436,8 @@ class _Formats:
         self.excluded, self.method = declared.precision.excluded, quantization_method(self.config)
         inner = self.config.get("quantization")
         self.inner = inner if isinstance(inner, Mapping) else self.config
-        self.rules = tuple(self._rules())
+        self.rules = tuple(few_expressions(self._rules(), lambda rule: rule[0]))
+        self.rule_lists = PatternLists([patterns for patterns, _ in self.rules])
         self.listed = listed_modules(self.inner) if self.method.startswith("modelopt") else {}
         mixed = str(self.inner.get("quant_algo")).upper() == MIXED_PRECISION
         lists = self.method in ("compressed-tensors", "quark") or self.method.startswith("modelopt")
@@ -458,9 +459,9 @@ class _Formats:
             return BF16
         if any(map(self.excluded.matches, names)):
             return BF16
-        for patterns, read in self.rules:
-            if any(map(patterns.matches, names)):
-                return read()
+        rule = self.rule_lists.first(names)
+        if rule is not None:
+            return self.rules[rule][1]()
         if self.method == "compressed-tensors":
             return BF16
         return self.main.scheme.weight

@@ -6,20 +6,29 @@ Headers are requested concurrently and cached by commit (`hub_cache`).
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError, Unavailable
+from ...errors import CheckpointError
 from ...files.safetensors_header import LENGTH_BYTES, Budget, header_length, read_header
 from ...files.strict_json import shown
 from ...files.tensor_table import TensorTable
 from .hub_cache import HeaderCache
+from .hub_limits import (
+    HubGuard,
+    HubUnreachable,
+    guarded_by,
+    install,
+    move_into_cache,
+    seconds_allowed,
+    staged_cache,
+    within,
+)
 from .shards import CONFIG, INDEX, check_document_size, index_files, join_tensors, parse_document, shard_names
 
 FIRST_BYTES = 128 << 10
@@ -42,10 +51,6 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 class NotOnHub(CheckpointError):
     """The Hub has no such model or revision, or hides it."""
-
-
-class HubUnreachable(Unavailable):
-    """The Hub does not answer, or requires a login."""
 
 
 class _CutShort(CheckpointError):
@@ -89,10 +94,28 @@ def read_hub(repo: str, revision: str | None, token: str | None, optional: tuple
     Raises:
         NotOnHub: no such model, revision or config.json.
         HubUnreachable: no network, no answer, or no permission.
+        HubTooSlow: all of it takes longer than `hub_limits.SECONDS`, or MOECTL_HUB_TIMEOUT.
         CheckpointError: a file is damaged.
     """
+    guard = HubGuard(repo, seconds_allowed())
+    with staged_cache() as staged:
+        found = within(guard, lambda: _read(repo, revision, token, optional, guard, staged))
+        if refused := move_into_cache(staged, _cache()):
+            found = replace(found, note=found.note or f"documents could not be cached: {refused}")
+    return found
+
+
+def _read(
+    repo: str,
+    revision: str | None,
+    token: str | None,
+    optional: tuple[str, ...],
+    guard: HubGuard,
+    staged: Path,
+) -> HubCheckpoint:
     from huggingface_hub import HfApi
 
+    install(_client().get_session())
     with _explained(repo, revision):
         # First, because it fails at once without a network; a download would retry for half a minute.
         info = HfApi().model_info(repo, revision=revision, files_metadata=True, token=token, timeout=TIMEOUT)
@@ -106,27 +129,31 @@ def read_hub(repo: str, revision: str | None, token: str | None, optional: tuple
         for name in (CONFIG, *optional):
             check_document_size(sizes.get(name) or 0, name)
         # By the requested revision, so that the cache records the commit it refers to.
-        if _download(repo, CONFIG, revision, token).parent.name != commit:
-            _download(repo, CONFIG, commit, token)
+        if _download(repo, CONFIG, revision, token, staged).parent.name != commit:
+            _download(repo, CONFIG, commit, token, staged)
         documents = {
-            name: parse_document(_download(repo, name, commit, token), name)
+            name: parse_document(_download(repo, name, commit, token, staged), name)
             for name in (CONFIG, *optional)
             if name in sizes
         }
         index = index_files(documents[INDEX]) if INDEX in documents else None
         names = shard_names(sizes, index)
         cache = HeaderCache(repo, commit)
-        read = partial(_header, repo, commit, token, Budget(), cache)
+        read = partial(_header, repo, commit, token, Budget(), cache, guard)
         with ThreadPoolExecutor(min(WORKERS, max(1, len(names)))) as pool:
             try:
                 shards = list(pool.map(read, names, [sizes[name] for name in names]))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+    tensors = join_tensors([shard.tensors for shard in shards], index) if names else None
+    guard.wait(0)
+    for name, shard in zip(names, shards, strict=True):
+        if shard.start is not None:
+            cache.write(name, shard.start, shard.size)
     if names:
         cache.write_listing({name: shard.size for name, shard in zip(names, shards, strict=True)})
     note = f"headers could not be cached: {cache.refused}" if cache.refused else ""
-    tensors = join_tensors([shard.tensors for shard in shards], index) if names else None
     return HubCheckpoint(commit, documents, tensors, frozenset(sizes), note)
 
 
@@ -139,10 +166,22 @@ def _commit(sha: str | None, repo: str) -> str:
     return sha
 
 
-def _download(repo: str, name: str, revision: str | None, token: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
+def _cache() -> Path:
+    """The Hub's cache."""
+    from huggingface_hub import constants
 
-    return Path(hf_hub_download(repo, name, revision=revision, token=token))
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def _download(repo: str, name: str, revision: str | None, token: str | None, staged: Path) -> Path:
+    """A file in the Hub's cache at a commit, else downloaded to the `staged` one."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
+        cached = try_to_load_from_cache(repo, name, revision=revision)
+        if isinstance(cached, str):
+            return Path(cached)
+    return Path(hf_hub_download(repo, name, revision=revision, token=token, cache_dir=staged))
 
 
 @contextmanager
@@ -185,6 +224,12 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
         ) from error
     except (OSError, getattr(errors, "HTTPError", OSError)) as error:
         raise _unreachable(model, error) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        # What the client makes of an answer that is not the Hub's.
+        raise CheckpointError(
+            f"the Hub's answer about {model} is not understood: {_first(error)[:200]}.",
+            hint="Check HF_ENDPOINT, or download the checkpoint and give its folder.",
+        ) from error
 
 
 _OFFLINE = "Check the network and HF_ENDPOINT, or give a folder, a config.json or a built-in model."
@@ -202,10 +247,11 @@ def _first(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A weight file: its size and tensors."""
+    """A weight file: its size, tensors, and its first bytes unless they were cached."""
 
     size: int
     tensors: TensorTable
+    start: bytes | None = None
 
 
 def _header(
@@ -214,6 +260,7 @@ def _header(
     token: str | None,
     budget: Budget,
     cache: HeaderCache,
+    guard: HubGuard,
     name: str,
     listed: int | None,
 ) -> _Shard:
@@ -222,26 +269,27 @@ def _header(
     if cached is not None and listed in (None, cached[1]):
         with suppress(CheckpointError):
             return _Shard(cached[1], read_header(*cached, name, budget))
-    start, size = _remote_header(repo, commit, token, name)
+    with guarded_by(guard):
+        start, size = _remote_header(repo, commit, token, name, guard)
     if listed is not None and listed != size:
         raise CheckpointError(
             f"{name}: the Hub lists {listed} bytes, but serves a file of {size}.",
             hint="Try again, as the file may just be changing, or download the checkpoint.",
         )
-    tensors = read_header(start, size, name, budget)
-    cache.write(name, start, size)
-    return _Shard(size, tensors)
+    return _Shard(size, read_header(start, size, name, budget), start)
 
 
-def _remote_header(repo: str, commit: str, token: str | None, name: str) -> tuple[bytes, int]:
+def _remote_header(
+    repo: str, commit: str, token: str | None, name: str, guard: HubGuard
+) -> tuple[bytes, int]:
     """The bytes of a weight file up to the end of its header, and the file's size."""
     from huggingface_hub import hf_hub_url
 
     url = hf_hub_url(repo, name, revision=commit)
-    first, size = _read_range(url, 0, FIRST_BYTES, name, token)
+    first, size = _read_range(url, 0, FIRST_BYTES, name, token, guard)
     end = LENGTH_BYTES + header_length(first, size, name)
     if end > len(first):
-        rest, _ = _read_range(url, len(first), end, name, token)
+        rest, _ = _read_range(url, len(first), end, name, token, guard)
         first += rest
     return first[:end], size
 
@@ -253,7 +301,9 @@ def _client() -> Any:
     return utils
 
 
-def _read_range(url: str, start: int, end: int, name: str, token: str | None) -> tuple[bytes, int]:
+def _read_range(
+    url: str, start: int, end: int, name: str, token: str | None, guard: HubGuard
+) -> tuple[bytes, int]:
     """Bytes `start` to `end` of a file, fewer at its end, and the size of the whole file.
 
     Raises CheckpointError when the server answers with anything but that range.
@@ -273,7 +323,7 @@ def _read_range(url: str, start: int, end: int, name: str, token: str | None) ->
         except broken_off as error:
             if last or isinstance(error, errors.HfHubHTTPError):
                 raise
-        time.sleep(pause)
+        guard.wait(pause)
     raise AssertionError("the last attempt returns or raises")
 
 

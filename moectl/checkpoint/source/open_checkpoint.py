@@ -319,7 +319,8 @@ def _open_config(path: Path, name: str) -> _OpenedSource:
 def _open_id(
     repo: str, revision: str | None, token: str | None, offline: bool, allow_catalogue: bool
 ) -> _OpenedSource:
-    from .hub import HubUnreachable, NotOnHub, cached_folder, hub_is_offline
+    from .hub import NotOnHub, cached_folder, hub_is_offline
+    from .hub_limits import HubUnreachable
 
     offline = offline or hub_is_offline()
     folder = cached_folder(repo, revision)

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...errors import CheckpointError
-from ...files.safe_reading import not_regular, open_regular
+from ...files.safe_reading import not_regular, open_regular, read_bounded
 from ...files.safetensors_header import Budget, read_header
 from ...files.strict_json import FETCH_AGAIN, parse_json_object, shown
 from ...files.tensor_table import TensorTable, joined
@@ -76,6 +76,8 @@ def index_files(document: Mapping[str, Any], where: str = INDEX) -> dict[str, st
         if file not in checked:
             _check_file_name(file, tensor, where)
             checked.add(file)
+            if len(checked) > SHARD_LIMIT:
+                raise _too_many_files(f"more than {SHARD_LIMIT}")
     return weight_map
 
 
@@ -129,11 +131,15 @@ def shard_names(listed: Iterable[str], index: Mapping[str, str] | None) -> list[
 def _few(names: list[str]) -> list[str]:
     """`names`; CheckpointError when there are more than `SHARD_LIMIT`."""
     if len(names) > SHARD_LIMIT:
-        raise CheckpointError(
-            f"the checkpoint has {len(names)} weight files, expected at most {SHARD_LIMIT}.",
-            hint="Store it in fewer, larger files.",
-        )
+        raise _too_many_files(str(len(names)))
     return names
+
+
+def _too_many_files(count: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint has {count} weight files, expected at most {SHARD_LIMIT}.",
+        hint="Store it in fewer, larger files.",
+    )
 
 
 def join_tensors(shards: Iterable[TensorTable], index: Mapping[str, str] | None) -> TensorTable:
@@ -184,10 +190,7 @@ def parse_document(path: Path, where: str) -> dict[str, Any]:
 
     Raises CheckpointError for anything else; `where` names the file in error messages.
     """
-    with open_regular(path, where) as file:
-        data = file.read(DOCUMENT_LIMIT + 1)
-        check_document_size(max(len(data), os.fstat(file.fileno()).st_size), where)
-    return parse_json_object(data, where)
+    return parse_json_object(read_bounded(path, DOCUMENT_LIMIT, where), where)
 
 
 def check_document_size(nbytes: int, where: str) -> None:

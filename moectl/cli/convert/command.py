@@ -12,6 +12,7 @@ import typer
 
 from ...convert.portable.options import PortableOptions
 from ...errors import CheckpointError, UsageError
+from ...files.strict_json import shown
 from ...problem.portable_formats import CONTAINERS, PORTABLE
 from ..options import ActivationOption, CheckpointArg, Offline, RecordOptions, RoutingOption, framed, option
 from ..output import Output, count, size
@@ -74,9 +75,9 @@ class ExecutionOptions:
         None
     )
     finish: Annotated[bool, option("--finish", help="Complete OUT once all parts or ranks are done.")] = False
-    threads: Annotated[int | None, option("--threads", help="Worker threads; default: all cores.", min=1)] = (
-        None
-    )
+    threads: Annotated[
+        int | None, option("--threads", help="Worker threads; default: all cores.", min=1, max=1024)
+    ] = None
     device: Annotated[
         str,
         option("--device", help="cpu, cuda, cuda:N, or auto: a GPU if there is one.", own=True),
@@ -252,7 +253,9 @@ UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", start
 
 def parse_size(text: str) -> int:
     """Bytes of ``2GB``, ``512MiB``, ``1.5G`` or ``1000000``; UsageError for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]?I?)B?\s*", text.upper())
     if match is None or match[2] not in UNITS or not float(match[1]):
-        raise UsageError(f"a size must look like 2GB, 512MiB or 1000000, got {text!r}")
+        raise UsageError(f"a size must look like 2GB, 512MiB or 1000000, got {shown(text)}")
+    if float(match[1]) * UNITS[match[2]] >= 1 << 60:
+        raise UsageError(f"a size must be below {1 << 60} bytes, got {shown(text)}")
     return int(float(match[1]) * UNITS[match[2]])

@@ -9,7 +9,9 @@ from importlib import metadata
 from pathlib import Path
 
 from ... import __version__
+from ...checkpoint.source.shards import DOCUMENT_LIMIT
 from ...files.atomic import write_file
+from ...files.safe_reading import read_bounded
 from ...files.strict_json import json_bytes
 from ...lazy_torch import torch
 from ..manifest.manifest_records import (
@@ -90,7 +92,7 @@ def write_small_files(
     files, skipped = copy_small_files(source, out)
     documents = {
         CONFIG: json_bytes(converted_config(plan.checkpoint.config, plan.layout)),
-        SOURCE_CONFIG: (source.folder / CONFIG).read_bytes(),
+        SOURCE_CONFIG: read_bounded(source.folder / CONFIG, DOCUMENT_LIMIT, CONFIG),
     }
     if passthrough:
         documents[INDEX] = json_bytes(index_document({item.name: item.tensors for item in passthrough}))

@@ -8,9 +8,11 @@ from ...checkpoint.source.open_checkpoint import rank_number
 from ...errors import UsageError
 from ...files.lock import Busy
 from ...files.output_folder import refuse_inside
+from ...files.safe_reading import read_bounded
 from ...files.strict_json import parse_document
 from ..manifest.manifest_records import MANIFEST, READY, REPORT
 from ..manifest.progress_log import LOG, ProgressLog, logged_conversion, refuse_other_conversion
+from ..manifest.signed_document import LONGEST_MANIFEST
 from ..plan.conversion_plan import ConversionPlan
 from ..worker_partition import WorkerPartition, partitions_in
 
@@ -68,7 +70,11 @@ def _refuse_other_sharing(plan: ConversionPlan, out: Path) -> None:
     if rank_number(out) is None:
         return
     above, manifest = out.parent, out.parent / MANIFEST
-    found = [parse_document(manifest.read_bytes(), MANIFEST)] if manifest.exists() else []
+    found = (
+        [parse_document(read_bounded(manifest, LONGEST_MANIFEST, MANIFEST), MANIFEST)]
+        if manifest.exists()
+        else []
+    )
     if (above / LOG).exists() and (logged := logged_conversion(above / LOG)) is not None:
         found.append(dict(logged))
     files = () if found or (above / LOG).exists() else [path for path in above.iterdir() if path.is_file()]

@@ -9,6 +9,7 @@ from pathlib import Path
 from ...checkpoint.source.open_checkpoint import rank_folder
 from ...errors import CheckpointError, UsageError
 from ...files.output_folder import refuse_small_disk
+from ...files.safe_reading import read_bounded
 from ..manifest.manifest import Deployment, load_directory, load_rank_record
 from ..manifest.manifest_records import (
     FORMAT_VERSION,
@@ -31,6 +32,7 @@ from ..manifest.progress_log import (
     silent,
 )
 from ..manifest.rank_directories import check_one_conversion
+from ..manifest.signed_document import LONGEST_MANIFEST
 from ..plan.conversion_plan import ConversionPlan, PassthroughPlan, conversion_facts
 from ..plan.kernel_layout_plan import shared_passthrough
 from ..plan.memory_budget import MIB
@@ -168,7 +170,7 @@ def _is_finished(plan: ConversionPlan, out: Path) -> bool:
 
 
 def _manifest_file(out: Path, rank: int) -> FileRecord:
-    data = (rank_folder(out, rank) / MANIFEST).read_bytes()
+    data = read_bounded(rank_folder(out, rank) / MANIFEST, LONGEST_MANIFEST, rank_manifest(rank))
     return FileRecord(rank_manifest(rank), len(data), hashlib.sha256(data).hexdigest())
 
 

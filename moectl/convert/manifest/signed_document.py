@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ...files.safe_reading import open_regular
+from ...files.safe_reading import read_bounded
 from ...files.strict_json import parse_document
 from ..worker_partition import partitions_in
 from .manifest_records import LOG, MANIFEST, READABLE_VERSIONS, READY, REPORT, ready_bytes
@@ -50,12 +49,7 @@ def read_small(path: Path, limit: int) -> bytes | None:
     """The bytes of a file of at most `limit`; None if there is no such file."""
     if not path.exists():
         return None
-    with open_regular(path, str(path)) as file:
-        if os.fstat(file.fileno()).st_size > limit:
-            raise CheckpointError(
-                f"{path.name} has more than {limit} bytes, which no converted directory has."
-            )
-        return file.read()
+    return read_bounded(path, limit, str(path))
 
 
 def _incomplete(folder: Path, has_manifest: bool, has_ready: bool) -> CheckpointError:

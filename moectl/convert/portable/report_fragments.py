@@ -12,6 +12,7 @@ from typing import Any
 from ...errors import CheckpointError
 from ...files.atomic import write_file
 from ...files.records import Count, From0, Size, extensible, from_json
+from ...files.safe_reading import read_bounded
 from ...files.strict_json import json_bytes, parse_document
 from ...problem.layer_ranges import ranges
 from ...whole_numbers import whole_number
@@ -39,6 +40,10 @@ def write_part(folder: Path, label: str, costs: Mapping[str, Any]) -> None:
     write_file(folder / part_name(label), json.dumps({"label": label, "roles": dict(costs)}).encode())
 
 
+LONGEST_REPORT = 1 << 29
+"""Most bytes of a report."""
+
+
 @dataclass(frozen=True)
 class ReportPart:
     """The fragment of a layer in its file."""
@@ -57,7 +62,7 @@ def read_parts(folder: Path, labels: Iterable[str]) -> dict[str, Any]:
                 f"{path}, the report of a finished layer, is missing.",
                 hint="Convert into an empty directory.",
             )
-        part = parse_document(path.read_bytes(), part_name(label))
+        part = parse_document(read_bounded(path, LONGEST_REPORT, part_name(label)), part_name(label))
         costs[label] = from_json(ReportPart, part, f"{path}: ").roles
     return costs
 
@@ -203,11 +208,8 @@ def _refused(sentence: str) -> CheckpointError:
 
 def read_report(folder: Path) -> dict[str, Any]:
     """The report in `folder`; CheckpointError if it is missing, incomplete, or not as it was written."""
-    try:
-        data = (folder / REPORT).read_bytes()
-        report = parse_document(data, REPORT)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder / REPORT}: {error.strerror or error}.") from error
+    data = read_bounded(folder / REPORT, LONGEST_REPORT, str(folder / REPORT))
+    report = parse_document(data, REPORT)
     from_json(ReportDocument, report, f"{folder / REPORT}: ", _refused)
     if not _is_as_written(data, report):
         raise CheckpointError(f"{REPORT} of {folder} is not what was written.", hint="Convert again.")

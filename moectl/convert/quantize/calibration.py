@@ -9,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ...errors import CheckpointError
+from ...files.safe_reading import open_regular
 from ...lazy_torch import Tensor, torch
 
 Activate = Callable[[Tensor], Tensor]
@@ -35,6 +36,8 @@ class Calibration:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        with open_regular(path, f"calibration file {path}"):
+            pass  # a pipe would be waited for
         try:
             with safe_open(path, framework="pt") as file:
                 self._names = frozenset(file.keys())

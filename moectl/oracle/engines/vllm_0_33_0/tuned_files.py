@@ -7,7 +7,6 @@ default config, which may be slower and is never an error. Names and defaults ar
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

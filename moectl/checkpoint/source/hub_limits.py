@@ -1,0 +1,205 @@
+"""Limits on what a Hub server can make a reader do: seconds, and bytes of an answer.
+
+The Hub's client limits neither: an answer that trickles, never ends or unpacks to gigabytes is read to its
+end, and a server that is busy is waited for as long as it says.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...errors import CheckpointError, Unavailable, UsageError
+from ...files.atomic import replace_file
+from ...files.safetensors_header import HEADER_LIMIT
+from ...files.strict_json import shown
+
+VARIABLE = "MOECTL_HUB_TIMEOUT"
+"""The environment variable with the seconds that reading a checkpoint's headers may take."""
+
+SECONDS = 60.0
+LISTING_LIMIT = 16 << 20
+"""Maximum size of a repository's list of files, bytes; one of 10,000 files has 2 MB."""
+
+ANSWER_LIMIT = HEADER_LIMIT + (1 << 20)
+"""Maximum size of any other answer, bytes."""
+
+Found = TypeVar("Found")
+
+
+class HubUnreachable(Unavailable):
+    """The Hub does not answer, or requires a login."""
+
+
+class HubTooSlow(HubUnreachable):
+    """The Hub was not done within the time that it has."""
+
+
+def seconds_allowed() -> float:
+    """The seconds in `VARIABLE`, else `SECONDS`; UsageError for anything but a positive number."""
+    text = os.environ.get(VARIABLE, "")
+    try:
+        seconds = float(text or SECONDS)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(
+            f"{VARIABLE} must be a number of seconds above 0, got {shown(text)}",
+            hint=f"Leave it unset for {SECONDS:g} seconds.",
+        )
+    return seconds
+
+
+class HubGuard:
+    """Bounds the answers to one reader's requests; an answer that is read after `stop` raises HubTooSlow."""
+
+    def __init__(self, repo: str, seconds: float) -> None:
+        self.repo, self.seconds = repo, seconds
+        self._stopped = threading.Event()
+
+    def stop(self) -> HubTooSlow:
+        """Ends all reading; returns the error that explains it."""
+        self._stopped.set()
+        return HubTooSlow(
+            f"the Hub did not send the config and headers of {self.repo} within {self.seconds:g} seconds.",
+            hint=f"Try again, set {VARIABLE} to more seconds, or download the checkpoint.",
+        )
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps; raises HubTooSlow as soon as reading is stopped."""
+        if self._stopped.wait(seconds):
+            raise self.stop()
+
+    def pieces(self, raw: Iterator[bytes], url: str) -> Iterator[bytes]:
+        """The pieces of an answer, as long as it is within the limits."""
+        limit = LISTING_LIMIT if "/api/" in url else ANSWER_LIMIT
+        taken = 0
+        for piece in raw:
+            taken += len(piece)
+            if self._stopped.is_set():
+                raise self.stop()
+            if taken > limit:
+                raise CheckpointError(
+                    f"an answer of the Hub about {self.repo} has more than {limit} bytes.",
+                    hint="Check HF_ENDPOINT, or download the checkpoint and give its folder.",
+                )
+            yield piece
+
+
+_guards = threading.local()
+
+
+@contextmanager
+def guarded_by(guard: HubGuard) -> Iterator[None]:
+    """This thread's requests to the Hub are bounded by `guard`."""
+    _guards.current = guard
+    try:
+        yield
+    finally:
+        _guards.current = None
+
+
+def install(session: Any) -> None:
+    """Makes a session of the Hub's client obey the guard of the thread that uses it."""
+    if not hasattr(session, "event_hooks") or getattr(session, "moectl_guarded", False):
+        return
+    hooks = session.event_hooks
+    session.event_hooks = {
+        "request": [*hooks.get("request", ()), _ask_plainly],
+        "response": [*hooks.get("response", ()), _bound],
+    }
+    session.moectl_guarded = True
+
+
+def _ask_plainly(request: Any) -> None:
+    if getattr(_guards, "current", None) is not None:
+        request.headers["Accept-Encoding"] = "identity"
+
+
+def _bound(response: Any) -> None:
+    guard: HubGuard | None = getattr(_guards, "current", None)
+    if guard is None:
+        return
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding.strip().lower() not in ("identity", ""):
+        raise CheckpointError(
+            f"the Hub answers about {guard.repo} in the encoding {shown(encoding)}, which was not asked for.",
+            hint="Check HF_ENDPOINT, or download the checkpoint and give its folder.",
+        )
+    response.stream = _bounded_stream(response.stream, guard, str(response.request.url))
+
+
+def _bounded_stream(stream: Any, guard: HubGuard, url: str) -> Any:
+    """The stream of an answer, within the guard's limits; of the type that the client's library wants."""
+    wanted = next((kind for kind in type(stream).__mro__ if kind.__name__ == "SyncByteStream"), object)
+
+    def pieces(_: Any) -> Iterator[bytes]:
+        return guard.pieces(iter(stream), url)
+
+    return type("BoundedStream", (wanted,), {"__iter__": pieces, "close": lambda _: stream.close()})()
+
+
+def within(guard: HubGuard, read: Callable[[], Found]) -> Found:
+    """The result of `read`, which runs in a thread of its own; HubTooSlow after the guard's seconds.
+
+    A thread that a server keeps waiting then ends with its next answer, or with the program.
+    """
+    results: list[Found] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with guarded_by(guard):
+                results.append(read())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="moectl-hub", daemon=True)
+    thread.start()
+    thread.join(guard.seconds)
+    if thread.is_alive():
+        raise guard.stop()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+@contextmanager
+def staged_cache() -> Iterator[Path]:
+    """A folder in the place of the Hub's cache for a download that may fail; it is removed at the end."""
+    folder = tempfile.mkdtemp(prefix="moectl-hub-")
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def move_into_cache(staged: Path, cache: Path) -> str:
+    """Copies the blobs, links and references of a staged cache into the real one; existing files stay.
+
+    Returns the system's reason if something could not be written, which only affects speed.
+    """
+    order = {"blobs": 0, "snapshots": 1, "refs": 2}
+    found = [path for path in staged.glob("models--*/*/**/*") if path.is_symlink() or path.is_file()]
+    try:
+        for path in sorted(found, key=lambda path: order.get(path.relative_to(staged).parts[1], 3)):
+            relative = path.relative_to(staged)
+            if relative.parts[1] not in order or path.suffix in (".incomplete", ".lock"):
+                continue
+            target = cache / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_symlink():
+                with suppress(FileExistsError):
+                    target.symlink_to(path.readlink())
+            elif relative.parts[1] == "refs" or not target.exists():
+                replace_file(target, path.read_bytes())
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

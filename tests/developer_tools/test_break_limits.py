@@ -1,0 +1,44 @@
+"""`scripts/break_limits`: small bombs end in time, and its measure sees what goes too far."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from devtools.limits.bombs import BOMBS, Bomb
+from devtools.limits.measuring import measured
+
+from moectl.checkpoint import open_checkpoint
+from moectl.errors import MoectlError
+
+SMALL = 0.01
+"""Share of the full sizes: cost that grows with the square of a size shows at this one, too."""
+
+CHECKPOINTS = [bomb for bomb in BOMBS if not bomb.file and not bomb.name.startswith("folder")]
+
+
+@pytest.mark.parametrize("bomb", CHECKPOINTS, ids=[bomb.name for bomb in CHECKPOINTS])
+def test_small_bombs(bomb: Bomb, tmp_path: Path) -> None:
+    bomb.make(tmp_path, SMALL)
+    begin = time.process_time()
+    try:
+        open_checkpoint(tmp_path, offline=True)
+    except MoectlError as error:
+        assert error.exit_code == 4, error
+    assert time.process_time() - begin < 6
+
+
+def test_the_measure(tmp_path: Path) -> None:
+    env, bounds = dict(os.environ), {"most_seconds": 20.0, "most_megabytes": 300.0}
+    done = measured([sys.executable, "-c", "import sys; sys.exit('so')"], env, **bounds)
+    assert (done.status, done.stderr, done.stopped) == (1, "so\n", "")
+    grows = "import time; kept = bytearray(b'1') * (400 << 20); time.sleep(60)"
+    grown = measured([sys.executable, "-c", grows], env, **bounds)
+    assert grown.status == -9 and grown.stopped.endswith("MB") and grown.megabytes > 300
+    waits = measured(
+        [sys.executable, "-c", "import time; time.sleep(60)"], env, most_seconds=0.5, most_megabytes=300.0
+    )
+    assert waits.stopped.endswith(" s") and waits.busy < waits.seconds < 20
