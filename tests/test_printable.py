@@ -58,6 +58,7 @@ PIPES = {
     "bench/precompile.py": "a process whose output its parent reads",
     "layer/background_compile.py": "a process whose output its parent reads",
     "layer/compile_ahead.py": "a process whose output its parent reads",
+    "oracle/engines/vllm_0_33_0/own_code/vllm_worker.py": "a process whose output its parent reads",
 }
 """Files that write to a standard stream or make a console."""
 

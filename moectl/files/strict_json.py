@@ -112,9 +112,13 @@ def parse_value(data: bytes | str, where: str, refusal: Refusal = CheckpointErro
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     try:
         if len(raw) > JSON_LIMIT:
-            raise CheckpointError(f"{where} has {len(raw)} bytes, more than the limit of {JSON_LIMIT}")
+            raise CheckpointError(
+                f"{where} has {len(raw)} bytes, more than the limit of {JSON_LIMIT}", hint=FETCH_AGAIN
+            )
         if (values := count_values(raw)) > VALUES_LIMIT:
-            raise CheckpointError(f"{where} has {values} values, expected at most {VALUES_LIMIT}")
+            raise CheckpointError(
+                f"{where} has {values} values, expected at most {VALUES_LIMIT}", hint=FETCH_AGAIN
+            )
         value = _loaded(raw, where, **hooks)
     except CheckpointError as error:
         raise refusal(error.what) from error

@@ -34,7 +34,7 @@ UNFITTED = 10.0
 
 
 @dataclass(frozen=True)
-class Candidate:
+class FittedLaunch:
     """A launch that a layer may take.
 
     Attributes:
@@ -72,7 +72,7 @@ class Plan:
         return self.launches[min(bisect_left(self.most, tokens), len(self.most) - 1)]
 
 
-def plan(problem: MoEProblem, gpu: GpuRates, candidates: Sequence[Candidate]) -> Plan | None:
+def plan(problem: MoEProblem, gpu: GpuRates, candidates: Sequence[FittedLaunch]) -> Plan | None:
     """The launches of a layer; None if there is a number of tokens for which no candidate was fitted.
 
     They are few, within `MOST_GEMM_BINARIES`: those whose fastest is nearest to the fastest of all

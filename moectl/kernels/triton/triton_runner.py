@@ -34,7 +34,7 @@ from .hopper.stream import STREAM_FAMILY
 from .hopper.tma import TMA_FAMILY, tile_for
 from .kernel_family import KernelCall, KernelFamily, accept_scales, layer_of, multiprocessors, scale_name
 from .launch_model import GpuRates, coefficients, predicted_us
-from .launch_plan import Candidate, Plan, plan
+from .launch_plan import FittedLaunch, Plan, plan
 from .launch_table import GpuModel, MeasuredLaunch, TokenSpread, nearest, own_rows, tuned
 from .launches import Launch, launch_for
 from .portable import DECODE_FAMILY, GROUPED_FAMILY
@@ -127,7 +127,8 @@ def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> La
     kernels.
     """
     if device.type == "cuda" and tokens:
-        gpu = GpuModel(torch.cuda.get_device_capability(device), multiprocessors(device))
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        gpu = GpuModel(torch.cuda.get_device_capability(device), sms)
         for row in own_rows(problem, tokens, gpu):
             launch = launch_of(row.family, row.tile)
             if launch is not None and is_runnable(launch, problem, device):
@@ -180,7 +181,7 @@ def _planned(problem: MoEProblem, rates: GpuRates, capability: tuple[int, int]) 
         if not known.format_for(name, problem.scheme.weight):
             continue
         candidates += [
-            Candidate(Launch(name, tile), family.shape(problem, tile), family.tokens_per_expert)
+            FittedLaunch(Launch(name, tile), family.shape(problem, tile), family.tokens_per_expert)
             for tile in family.candidates(problem)
             if not family.fits(problem, tile)
         ]

@@ -32,7 +32,9 @@ def test_every_registered_engine_has_a_line_with_its_backend_and_reason(monkeypa
     assert text.stdout.startswith(f"{GPT}   1x NVIDIA H200   every engine\n")
     assert "vLLM 0.33.0 triton (OpenAI triton_kernels): highest priority" in text.words
     assert "not flashinfer_trtllm: needs SM100-SM109; this device is SM90" in text.words
-    assert "assuming the default packages of vLLM, SGLang and Acme" in " ".join(text.stderr.split())
+    assert "assuming the default packages of vLLM, SGLang, transformers, TensorRT-LLM and Acme" in " ".join(
+        text.stderr.split()
+    )
 
 
 def test_an_answer_that_was_never_recorded_is_marked(monkeypatch):
@@ -40,7 +42,8 @@ def test_an_answer_that_was_never_recorded_is_marked(monkeypatch):
     monkeypatch.setitem(ENGINES, ACME.name, read)
     lines = explain(GPT, "--gpu", "h200", "--quiet").stdout.splitlines()
     assert [line.split("\t")[0] for line in lines if line.endswith("(from source, not recorded)")] == [
-        "acme-1.0"
+        "tensorrt-llm-d1fce83",
+        "acme-1.0",
     ]
 
 

@@ -386,13 +386,13 @@ def test_a_filter_that_an_engine_has_no_cell_for_is_dropped(opened, made):
 
 
 def test_a_page_of_one_engine_has_no_switch_and_less_than_all_of_them(opened, made, tmp_path):
-    """All engines and releases take less than twice the bytes of one: what is equal is there once."""
+    """All engines and releases take less than three times the bytes of one: what is equal is there once."""
     one = tmp_path / "one.html"
     options = ("--gpu", ",".join(GPUS), "--tp", ",".join(map(str, TP)), "--offline", "--html", one)
     done = moectl("explain", *MODELS, *options, "--engine", "vllm")
     assert "engines" not in done.words
     assert not opened(one).locator("#engine").is_visible()
-    assert made[0].stat().st_size < 2 * one.stat().st_size
+    assert made[0].stat().st_size < 3 * one.stat().st_size
 
 
 def test_repeated_reasons_are_stored_once(made):

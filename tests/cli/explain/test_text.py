@@ -307,7 +307,7 @@ def test_assumptions_are_said_to_be_assumed(options, value):
         (["--why", "marlni"], "Did you mean marlin"),
         (["--gpu", "h200,h2000"], "h2000"),
         (["--gpu", "h100,h200", "--why", "marlin"], "--why takes one checkpoint, one GPU"),
-        (["--diff", "/no/such/file"], "cannot be read"),
+        (["--diff", "/no/such/file"], "cannot read /no/such/file"),
     ],
 )
 def test_wrong_usage_says_what_is_right(options, words):

@@ -13,7 +13,7 @@ import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 
 from moectl.kernels.triton.launch_model import GpuRates, coefficients, expert_counts, predicted_us, terms
-from moectl.kernels.triton.launch_plan import MOST_GEMM_BINARIES, SIZES, Candidate, plan
+from moectl.kernels.triton.launch_plan import MOST_GEMM_BINARIES, SIZES, FittedLaunch, plan
 from moectl.kernels.triton.launch_shape import LaunchShape
 from moectl.kernels.triton.launch_table import GpuModel, own_rows
 from moectl.kernels.triton.launches import Launch, launch_for
@@ -169,7 +169,7 @@ def test_formats_and_gpus_that_were_not_fitted_have_no_plan() -> None:
 
 def test_a_plan_without_a_launch_for_some_tokens_is_none() -> None:
     few = [
-        Candidate(launch, shape, FAMILIES[launch.family].tokens_per_expert)
+        FittedLaunch(launch, shape, FAMILIES[launch.family].tokens_per_expert)
         for launch, shape in _known(LAYER)
         if launch.family == "stream"
     ]
