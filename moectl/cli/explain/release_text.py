@@ -27,7 +27,8 @@ def release_blocks(
     if not changes:
         yield TextLine(f"Every one of {count(decisions, 'decision')} is the same.", strong=True)
         return
-    yield TextLine(f"{len(changes)} of {count(decisions, 'decision')} differ.", strong=True)
+    verb = "differs" if len(changes) == 1 else "differ"
+    yield TextLine(f"{len(changes)} of {count(decisions, 'decision')} {verb}.", strong=True)
     yield Listing(tuple(map(_entry, change_groups(changes))))
 
 
