@@ -39,7 +39,7 @@ OF_USERS = [bomb for bomb in BOMBS if bomb.file in (ROWS, CSV, DOCUMENT) and not
 
 @pytest.mark.parametrize("bomb", OF_USERS, ids=[bomb.name for bomb in OF_USERS])
 def test_small_tables_and_documents(bomb: Bomb, tmp_path: Path) -> None:
-    share = 0.3 if "decisions" in bomb.name else 0.05
+    share = 1.0 if "decisions" in bomb.name else 0.05
     bomb.make(tmp_path, share)
     read = read_document if bomb.file == DOCUMENT else read_rows
     begin = time.process_time()
