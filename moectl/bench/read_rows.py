@@ -132,6 +132,22 @@ def _with_current_names(about: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**about, "settings": {**_settings(about), "backends": names}}
 
 
+ROWS_LIMIT = 10_000
+"""Most rows of a file, and lines that are rows or headers of runs; a large bench has some thousands."""
+
+COLUMNS_LIMIT = 1000
+"""Most columns of a CSV file, each of which is looked at for every row."""
+
+
+def _refuse_many(found: int, limit: int, what: str, where: str) -> None:
+    """UsageError when a file has more than `limit` of something."""
+    if found > limit:
+        raise UsageError(
+            f"{where} has {found} {what}, expected at most {limit} in a file of rows",
+            hint="give what `moectl bench -o` wrote, or split it",
+        )
+
+
 ROW_KEYS = ("rows", "unsteady")
 """Keys of a JSON document about its rows; the others are the conditions of the run."""
 
@@ -140,27 +156,25 @@ _Read = tuple[Mapping[str, Any], Iterable[BenchRow]]
 
 def _from_jsonl(text: str, where: str) -> _Read:
     complete, _, _ = text.rpartition("\n")
-    about: Mapping[str, Any] = {}
+    _refuse_many(text.count("\n"), ROWS_LIMIT, "lines", where)
+    runs: list[Mapping[str, Any]] = []
     rows = []
-    for number, line in enumerate(complete.splitlines(), 1):
+    for number, line in enumerate(complete.split("\n") if complete else (), 1):
         line_name = f"{where}, line {number}"
         data = parse_document(line, line_name, _not_rows)
-        if data.get("kind") == "run" and (number == 1 or about):
-            _conditions(data, line_name)
-            about = (
-                data
-                if number == 1
-                else {**about, "settings": merge_settings(_settings(about), _settings(data))}
-            )
+        if data.get("kind") == "run" and (number == 1 or runs):
+            runs.append(_conditions(data, line_name))
         elif data.get("kind") == "row":
             rows.append(BenchRow.from_json(data, line_name))
         else:
             raise UsageError(
                 f"{line_name} is not a line of a bench", hint="give what `moectl bench -o` wrote"
             )
-    if not about:
+    if not runs:
         raise UsageError(f"{where} does not begin with the header of a bench")
-    return about, rows
+    if len(runs) == 1:
+        return runs[0], rows
+    return {**runs[0], "settings": merge_settings(*map(_settings, runs))}, rows
 
 
 def _not_rows(sentence: str) -> UsageError:
@@ -183,6 +197,7 @@ def _from_json(text: str, where: str) -> _Read:
     rows = data.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{where} has no rows of a bench")
+    _refuse_many(len(rows), ROWS_LIMIT, "rows", where)
     about = {name: value for name, value in data.items() if name not in ROW_KEYS}
     return _conditions(about, where), [
         BenchRow.from_json(row, f"{where}, row {i}") for i, row in enumerate(rows, 1)
@@ -190,7 +205,12 @@ def _from_json(text: str, where: str) -> _Read:
 
 
 def _from_csv(text: str, where: str) -> _Read:
-    lines = list(csv.DictReader(io.StringIO(text)))
+    _refuse_many(text.count("\n"), ROWS_LIMIT + 1, "lines", where)
+    _refuse_many(text.partition("\n")[0].count(",") + 1, COLUMNS_LIMIT, "columns", where)
+    try:
+        lines = list(csv.DictReader(io.StringIO(text)))
+    except csv.Error as error:
+        raise _not_rows(f"{where} is not a CSV file: {error}") from error
     about: dict[str, Any] = {name: lines[0].get(name) for name in CONSTANT if lines and name in lines[0]}
     if about.get("versions"):
         pairs = (item.strip().partition(" ") for item in about["versions"].split(","))

@@ -152,14 +152,18 @@ _LATER = {"dispatched": False}
 """Values of settings in the files of versions that had no such setting."""
 
 
-def merge_settings(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, as plain data, of rows that were measured partly with `earlier`, partly with `later`."""
-    merged = {**earlier}
+def merge_settings(first: Mapping[str, Any], *later: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, as plain data, of rows measured partly with `first`, partly with those after it."""
+    merged = {**first}
     for name in EXTENDABLE:
-        lists = [_as_list(settings.get(name)) for settings in (earlier, later)]
+        lists = [_as_list(settings.get(name)) for settings in (first, *later)]
         all_backends = name == "backends" and not all(lists)
         merged[name] = [] if all_backends else list(dict.fromkeys(item for items in lists for item in items))
-    merged["files"] = {**_as_dict(earlier.get("files")), **_as_dict(later.get("files"))}
+    merged["files"] = {
+        file: digest
+        for settings in (first, *later)
+        for file, digest in _as_dict(settings.get("files")).items()
+    }
     return merged
 
 

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 from devtools.limits.bombs import BOMBS, Bomb
 from devtools.limits.measuring import measured
+from devtools.limits.tables import CSV, DOCUMENT, ROWS
 
+from moectl.bench.read_rows import read_rows
 from moectl.checkpoint import open_checkpoint
-from moectl.errors import MoectlError
+from moectl.errors import MoectlError, UsageError
+from moectl.explain.replay import read_document
 
 SMALL = 0.01
 """Share of the full sizes: cost that grows with the square of a size shows at this one, too."""
@@ -29,6 +32,20 @@ def test_small_bombs(bomb: Bomb, tmp_path: Path) -> None:
     except MoectlError as error:
         assert error.exit_code == 4, error
     assert time.process_time() - begin < 6
+
+
+OF_USERS = [bomb for bomb in BOMBS if bomb.file in (ROWS, CSV, DOCUMENT) and not bomb.name.startswith("a ")]
+
+
+@pytest.mark.parametrize("bomb", OF_USERS, ids=[bomb.name for bomb in OF_USERS])
+def test_small_tables_and_documents(bomb: Bomb, tmp_path: Path) -> None:
+    share = 1.0 if "decisions" in bomb.name else 0.05
+    bomb.make(tmp_path, share)
+    read = read_document if bomb.file == DOCUMENT else read_rows
+    begin = time.process_time()
+    with pytest.raises(UsageError, match=bomb.file):
+        read(tmp_path / bomb.file)
+    assert time.process_time() - begin < 8 * share + 1
 
 
 def test_the_measure(tmp_path: Path) -> None:

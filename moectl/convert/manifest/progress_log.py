@@ -20,6 +20,7 @@ from ...files.strict_json import parse_document
 from ..worker_partition import partitions_in
 from .manifest_records import LOG as LOG
 from .manifest_records import LayerRecord, PassthroughRecord
+from .signed_document import LONGEST_MANIFEST
 
 PLAIN = frozenset({"format", "moectl", "layout version", "rank", "experts only"})
 """Facts of a conversion whose values are readable; the others are digests."""
@@ -185,7 +186,15 @@ def logged_conversion(path: Path) -> Mapping[str, Any] | None:
 
 
 def _read(fd: int) -> list[dict[str, Any]]:
-    """The complete lines of the log; an unfinished last line is truncated."""
+    """The complete lines of the log; an unfinished last line is truncated.
+
+    Raises CheckpointError for a log that is longer than any manifest.
+    """
+    if (size := os.fstat(fd).st_size) > LONGEST_MANIFEST:
+        raise CheckpointError(
+            f"{LOG} has {size} bytes, expected at most {LONGEST_MANIFEST}.",
+            hint="Convert into an empty directory.",
+        )
     data = bytearray()
     while block := os.pread(fd, 1 << 20, len(data)):
         data += block

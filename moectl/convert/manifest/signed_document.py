@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
 from ...files.safe_reading import read_bounded
-from ...files.strict_json import parse_document
+from ...files.strict_json import parse_document, shown
 from ..worker_partition import partitions_in
 from .manifest_records import LOG, MANIFEST, READABLE_VERSIONS, READY, REPORT, ready_bytes
 
 LONGEST_MANIFEST = 1 << 29
+
+LONGEST_LIST = 1 << 16
+"""Most layers, files or ranks in a document about a directory; each costs a look at the disk."""
 
 
 def signed_document(folder: Path) -> dict[str, Any]:
@@ -42,7 +46,18 @@ def versioned_document(data: bytes, where: str) -> dict[str, Any]:
             f"{' and '.join(map(str, READABLE_VERSIONS))}.",
             hint="Use the program that wrote it, or convert again.",
         )
+    refuse_long_lists(document, where)
     return document
+
+
+def refuse_long_lists(document: Mapping[str, Any], where: str) -> None:
+    """CheckpointError when a field of a manifest or report lists more than `LONGEST_LIST` things."""
+    for name, value in document.items():
+        if isinstance(value, list) and len(value) > LONGEST_LIST:
+            raise CheckpointError(
+                f"{where} lists {len(value)} {shown(name)}, expected at most {LONGEST_LIST}.",
+                hint="Convert again.",
+            )
 
 
 def read_small(path: Path, limit: int) -> bytes | None:

@@ -18,6 +18,7 @@ from ...problem.layer_ranges import ranges
 from ...whole_numbers import whole_number
 from ..manifest.manifest_records import REPORT as REPORT
 from ..manifest.manifest_records import FileRecord
+from ..manifest.signed_document import refuse_long_lists
 
 PART = "moectl-report-part-"
 
@@ -210,6 +211,7 @@ def read_report(folder: Path) -> dict[str, Any]:
     """The report in `folder`; CheckpointError if it is missing, incomplete, or not as it was written."""
     data = read_bounded(folder / REPORT, LONGEST_REPORT, str(folder / REPORT))
     report = parse_document(data, REPORT)
+    refuse_long_lists(report, str(folder / REPORT))
     from_json(ReportDocument, report, f"{folder / REPORT}: ", _refused)
     if not _is_as_written(data, report):
         raise CheckpointError(f"{REPORT} of {folder} is not what was written.", hint="Convert again.")

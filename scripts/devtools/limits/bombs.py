@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-LARGEST = 64 << 20
-"""Bytes of the largest file."""
+from . import tables
+from .tables import CSV, DOCUMENT, LARGEST, ROWS
 
-ROWS, DOCUMENT, TENSORS = "rows.jsonl", "document.json", "x.safetensors"
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+TENSORS = "x.safetensors"
 
 Maker = Callable[[Path, float], None]
 
@@ -274,26 +274,6 @@ def _many_files(name: str, most: int, folder: Path, share: float) -> None:
         os.close(os.open(folder / (name % number), os.O_CREAT | os.O_WRONLY))
 
 
-def _lines(unit: Callable[[int], bytes], folder: Path, share: float) -> None:
-    from moectl import SCHEMA_VERSION
-
-    head = {"kind": "run", "schema_version": SCHEMA_VERSION, "settings": {}}
-    with (folder / ROWS).open("wb") as file:
-        file.write(json.dumps(head).encode() + b"\n")
-        number = 0
-        while file.tell() < LARGEST * share:
-            file.write(unit(number) + b"\n")
-            number += 1
-
-
-def _row(number: int) -> bytes:
-    from moectl.bench.bench_rows import BenchRow
-    from moectl.files.records import field_kinds
-
-    row = {name: 1 if kind in (int, float) else "x" for name, kind in field_kinds(BenchRow).items()}
-    return json.dumps({"kind": "row", **row, "tokens": number}).encode()
-
-
 def _document(unit: Callable[[int], bytes], key: str, folder: Path, share: float) -> None:
     _filled(folder / DOCUMENT, b'{"%s": [' % key.encode(), unit, b"]}", LARGEST * share)
 
@@ -369,13 +349,19 @@ def _bombs() -> Iterator[Bomb]:
     )
     yield Bomb("folder: a million files", part(_many_files, "%07d.txt", 1_000_000))
     yield Bomb("folder: 200,000 weight files", part(_many_files, "%07d.safetensors", 200_000))
-    yield Bomb("rows: rows", part(_lines, _row), ROWS)
-    yield Bomb("rows: empty objects", part(_lines, UNITS["empty objects"]), ROWS)
-    yield Bomb("rows: empty lines", part(_lines, lambda _: b""), ROWS)
-    yield Bomb("rows: deep", part(_lines, lambda _: _nested(b"[", b"]", 1 << 20)), ROWS)
+    yield Bomb("rows: rows", part(tables.lines, tables.row_line), ROWS)
+    yield Bomb("rows: headers", part(tables.lines, tables.settings_line), ROWS)
+    yield Bomb("rows: CSV rows", tables.csv_rows, CSV)
+    yield Bomb("rows: CSV columns", tables.csv_columns, CSV)
+    yield Bomb("rows: CSV lines", tables.csv_lines, CSV)
+    yield Bomb("rows: empty objects", part(tables.lines, UNITS["empty objects"]), ROWS)
+    yield Bomb("rows: empty lines", part(tables.lines, lambda _: b""), ROWS)
+    yield Bomb("rows: deep", part(tables.lines, lambda _: _nested(b"[", b"]", 1 << 20)), ROWS)
     for key in ("groups", "rows", "checkpoints"):
         for what in ("empty objects", "small numbers"):
             yield Bomb(f"document: {key} of {what}", part(_document, UNITS[what], key), DOCUMENT)
+    for key in ("groups", "rows"):
+        yield Bomb(f"document: decisions in {key}", part(tables.decisions, key), DOCUMENT)
     yield Bomb("document: deep objects", part(_document_deep, b'{"a":', b"}"), DOCUMENT)
     yield Bomb("document: deep lists", part(_document_deep, b"[", b"]"), DOCUMENT)
     yield Bomb("tensors: many", _input, TENSORS)
