@@ -107,10 +107,7 @@ def answered(
 
     Without `names`, of all built-in models.
     """
-    from ...checkpoint import open_checkpoint
-    from ...checkpoint.config.user_assumptions import parse_assumptions
     from ...checkpoint.source.catalogue import model_names
-    from ...checkpoint.source.open_checkpoint import open_built_in
     from ...explain import explain as explain_checkpoint
     from ...explain.decision_matrix import matrix
     from .command_line import ExplainCommand
@@ -140,12 +137,7 @@ def answered(
             f"a {'page' if answer.html else 'matrix'} has at most {most} cells, this has {cells}",
             hint="use fewer checkpoints, GPUs or deployments",
         )
-    assumptions = parse_assumptions(options.activation, options.routing)
-
-    def opened(name: str) -> "Checkpoint":
-        if built_in:
-            return open_built_in(name, assumptions)
-        return open_checkpoint(name, offline=answer.offline, assumptions=assumptions)
+    opened = _opener(options, built_in, answer.offline)
 
     if len(names) > 1:
         sources, unopened = opened_of(names, opened, answers.out)
@@ -289,10 +281,7 @@ def changed(
 ) -> ExitCode:
     """Show which decisions of checkpoints (without `names`, of all built-in models) two releases make
     differently."""
-    from ...checkpoint import open_checkpoint
-    from ...checkpoint.config.user_assumptions import parse_assumptions
     from ...checkpoint.source.catalogue import model_names
-    from ...checkpoint.source.open_checkpoint import open_built_in
     from ...explain.release_changes import decision_changes, uncovered
     from ...oracle.registry import versioned
     from .sides import side_of
@@ -312,12 +301,7 @@ def changed(
             f"at most {MOST_PAGE_CELLS} decisions are compared",
             hint="use fewer checkpoints, GPUs or deployments",
         )
-    assumptions = parse_assumptions(options.activation, options.routing)
-
-    def opened(name: str) -> "Checkpoint":
-        if built_in:
-            return open_built_in(name, assumptions)
-        return open_checkpoint(name, offline=answer.offline, assumptions=assumptions)
+    opened = _opener(options, built_in, answer.offline)
 
     sources, unopened = opened_of(names, opened, answers.out)
     answers.look_at(newer.machines)
@@ -334,6 +318,18 @@ def changed(
             decisions, left_out = decisions + len(now.cells) - ruleless, left_out + ruleless
             changes += decision_changes([was], [now])
     return answers.releases(before, after, changes, decisions, left_out, unopened)
+
+
+def _opener(options: "DecisionOptions", built_in: bool, offline: bool) -> Callable[[str], "Checkpoint"]:
+    """Opens a checkpoint by name with the user's assumptions; the built-in models by what is built in."""
+    from ...checkpoint import open_checkpoint
+    from ...checkpoint.config.user_assumptions import parse_assumptions
+    from ...checkpoint.source.open_checkpoint import open_built_in
+
+    assumptions = parse_assumptions(options.activation, options.routing)
+    if built_in:
+        return lambda name: open_built_in(name, assumptions)
+    return lambda name: open_checkpoint(name, offline=offline, assumptions=assumptions)
 
 
 def opened_of(

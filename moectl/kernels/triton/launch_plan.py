@@ -17,7 +17,8 @@ from .launch_table import TokenSpread
 from .launches import Launch
 
 MOST_TOKENS = 16384
-"""Numbers of tokens up to which launches are compared; more take the launch of this one."""
+"""Numbers of tokens up to which launches are compared and, by default, a layer's binaries are compiled; more
+take the launch of this one."""
 
 SIZES = tuple(sorted({round(2 ** (half / 2)) for half in range(2 * int(math.log2(MOST_TOKENS)) + 1)}))
 """Numbers of tokens at which launches are compared, two for each power of two."""

@@ -33,13 +33,11 @@ from .expert_batches import CHOSEN_FOR, layer_one_each
 from .hopper.gemm_spec import exact_weights
 from .hopper.stream import EXACT_SCALES
 from .kernel_family import LAYER, KernelLayer, layer_of
+from .launch_plan import MOST_TOKENS as MOST_TOKENS
 from .triton_runner import RUNNER
 
 OWN = ("moectl", "moectl_marlin")
 """Backends whose kernels are moectl's own; the others' are compiled by their libraries."""
-
-MOST_TOKENS = 16384
-"""Numbers of tokens up to which a layer's binaries are compiled by default."""
 
 FORMS = (ActivationFormat.STANDARD,)
 """Activation formats whose binaries are compiled by default."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,27 +13,13 @@ from moectl.checkpoint.source.hub_limits import VARIABLE, seconds_allowed
 from moectl.errors import UsageError
 from support.hub_server import HOSTILE, TOKEN, Hub, serve
 
-from .test_hub import ROOT, SERVER, Reader
+from .test_hub import Reader
+from .test_hub import server as server
 
 SECONDS = 1.5
 """What the reader is allowed."""
 
 PLACES = ("/api/", "config.json", ".safetensors")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen[str]]:
-    """The process that `Reader` asks."""
-    with subprocess.Popen(
-        [sys.executable, str(SERVER)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
 
 
 @pytest.fixture
