@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,14 +28,28 @@ def open_regular(path: Path, where: str) -> Iterator[BinaryIO]:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise not_regular(where)
-            with open(fd, "rb", closefd=False) as file:
+            with read_open(fd, where) as file:
                 yield file
         finally:
             os.close(fd)
     except OSError as error:
-        raise CheckpointError(
-            f"{where} cannot be read: {error.strerror or error}.", hint="Check the file and its permissions."
-        ) from error
+        raise _cannot_read(where, error) from error
+
+
+@contextmanager
+def read_open(fd: int, where: str) -> Iterator[BinaryIO]:
+    """The open file `fd`, which stays open; CheckpointError for system errors inside the block."""
+    try:
+        with open(fd, "rb", closefd=False) as file:
+            yield file
+    except OSError as error:
+        raise _cannot_read(where, error) from error
+
+
+def _cannot_read(where: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{where} cannot be read: {error.strerror or error}.", hint="Check the file and its permissions."
+    )
 
 
 def read_bounded(path: Path, limit: int, where: str) -> bytes:
@@ -44,9 +58,14 @@ def read_bounded(path: Path, limit: int, where: str) -> bytes:
     Raises CheckpointError for anything else, before it is read; `where` names the file.
     """
     with open_regular(path, where) as file:
-        size, data = os.fstat(file.fileno()).st_size, b""
-        if size <= limit:
-            data = file.read(limit + 1)
+        return bounded(file, limit, where)
+
+
+def bounded(file: BinaryIO, limit: int, where: str) -> bytes:
+    """The bytes of an open file; CheckpointError, before it is read, if it has more than `limit`."""
+    size, data = os.fstat(file.fileno()).st_size, b""
+    if size <= limit:
+        data = file.read(limit + 1)
     if max(size, len(data)) > limit:
         raise CheckpointError(
             f"{where} has {max(size, len(data))} bytes, expected at most {limit}.",
@@ -151,25 +170,19 @@ def hash_range(digest: Any, fd: int, start: int, end: int, name: str) -> None:
         start += len(piece)
 
 
-def file_sha256(path: Path, advance: Callable[[int], None] = lambda done: None) -> str:
-    """SHA-256 of a file in hexadecimal; `advance` is called with the size of each chunk."""
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file that the user gives, in hexadecimal; CheckpointError if it cannot be read."""
+    with open_regular(path, str(path)) as file:
+        return descriptor_sha256(file.fileno())
+
+
+def descriptor_sha256(fd: int) -> str:
+    """SHA-256 of an open file from where it is to its end, in hexadecimal."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(CHUNK))
-    with open_regular(path, str(path)) as file:
-        while got := os.readv(file.fileno(), [buffer]):
-            digest.update(buffer[:got])
-            advance(got)
+    while got := os.readv(fd, [buffer]):
+        digest.update(buffer[:got])
     return digest.hexdigest()
-
-
-def file_findings(path: Path, size: int, sha256: str) -> list[str]:
-    """Sentences on how a file differs from its recorded size and SHA-256; empty if it does not."""
-    if not path.is_file():
-        return [f"{path.name} is missing"]
-    got = path.stat().st_size
-    if got != size:
-        return [f"{path.name} must have {size} bytes, got {got}"]
-    return [] if file_sha256(path) == sha256 else [f"{path.name} does not have the SHA-256 that was written"]
 
 
 def unreadable(what: str, path: Path, error: Exception, kind: str) -> UsageError:
