@@ -123,12 +123,27 @@ def not_regular(where: str) -> CheckpointError:
     )
 
 
+SYSTEM_LIMIT = 16 << 20
+"""Most bytes that are read of a file of the system's or of an installed package's."""
+
+
 def text_or_empty(file: Path) -> str:
-    """The text of a file of the system's; empty if it cannot be read."""
+    """The text of a file of the system's or a package's; empty if it cannot be read, or is no regular file.
+
+    Of a longer file, the first `SYSTEM_LIMIT` bytes.
+    """
     try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        with open_regular(file, str(file)) as content:
+            return content.read(SYSTEM_LIMIT).decode("utf-8", "replace")
+    except CheckpointError:
         return ""
+
+
+def last_text(file: Path, most: int) -> str:
+    """The last bytes, at most `most`, of a file as text; CheckpointError if it cannot be read."""
+    with open_regular(file, str(file)) as content:
+        content.seek(-min(most, os.fstat(content.fileno()).st_size), os.SEEK_END)
+        return content.read(most).decode("utf-8", "replace")
 
 
 def read_exactly(fd: int, view: memoryview, offset: int, name: str) -> None:

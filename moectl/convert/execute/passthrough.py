@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...errors import CheckpointError
 from ...files.access import Access
 from ...files.atomic import copy_bytes, copy_file, link_or_copy, replacing, write_exactly
 from ...files.folder_handle import FolderHandle, file_findings, open_inside, sha256_inside
@@ -36,8 +37,9 @@ _CONVERSION_FILES = frozenset({CONFIG, SOURCE_CONFIG, INDEX, SOURCE_INDEX, MANIF
 def file_matches(path: Path, file: FilePlan, hashes: Mapping[TensorInfo, str]) -> bool:
     """True if `path` has the planned size and header, and each tensor in `hashes` has its SHA-256."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+        with FolderHandle(path.parent) as folder:
+            fd = folder.open(path.name)
+    except CheckpointError:
         return False
     try:
         if os.fstat(fd).st_size != file.size:

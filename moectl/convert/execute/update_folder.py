@@ -14,7 +14,7 @@ from ...checkpoint.source.catalogue import weights_missing
 from ...checkpoint.source.open_checkpoint import rank_folder, rank_number
 from ...errors import CheckpointError, UsageError
 from ...files.atomic import disk_errors, replace_file, sync_folder
-from ...files.folder_handle import open_inside, sha256_inside
+from ...files.folder_handle import read_inside, sha256_inside
 from ...files.lock import Busy, Lock
 from ...files.records import to_json
 from ...files.safe_reading import range_sha256
@@ -278,13 +278,13 @@ def _logged_layers(folder: Path, plan: ConversionPlan) -> dict[int, LayerRecord]
     logged, facts = logged_conversion(path) or {}, conversion_facts(plan)
     if any(logged.get(name) != fact for name, fact in facts.items()):
         return found
-    with open_inside(folder, LOG, str(path)) as file:
-        for number, line in enumerate(file.read().splitlines(keepends=True), 1):
-            if line.endswith(b"\n"):
-                where = f"line {number} of {LOG}"
-                record = log_entry(parse_document(line, where), where).layer
-                if record is not None:
-                    found[record.layer] = record
+    data = read_inside(folder, LOG, LONGEST_MANIFEST, str(path))
+    for number, line in enumerate(data.splitlines(keepends=True), 1):
+        if line.endswith(b"\n"):
+            where = f"line {number} of {LOG}"
+            record = log_entry(parse_document(line, where), where).layer
+            if record is not None:
+                found[record.layer] = record
     return found
 
 
