@@ -31,9 +31,6 @@ TIMEOUT_S = 300.0
 LONGEST_ANSWER = 64 << 20
 """Most bytes of an answer."""
 
-LAST_BYTES = 1 << 16
-"""Bytes of the end of what the engine's process said, in which its last line is looked for."""
-
 NEEDED = ("selected", "experts_cls", "monolithic", "padded", "error", "gates", "rejected", "priority")
 BEFORE_EXPERTS = ("usable", "gates", "error")
 """Fields that say nothing where moectl refuses the deployment before any backend is asked."""
@@ -229,7 +226,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last_line(said: Path) -> str:
-    lines = [line for line in last_text(said, LAST_BYTES).splitlines() if line.strip()]
+    lines = [line for line in last_text(said).splitlines() if line.strip()]
     return f": {_line(lines[-1])}" if lines else ""
 
 

@@ -25,10 +25,11 @@ def refuse_inside(source: Path, out: Path) -> None:
 
 
 def create_folder(folder: Path, access: Access = BY_UMASK) -> None:
-    """Creates `folder`, with `access`, and its parents; Unavailable when the system refuses."""
+    """Creates `folder` and the parents that it lacks, with `access`; Unavailable when the system refuses."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(access.of_folder(folder.parent), exist_ok=True)
+        for each in (*reversed(folder.parents), folder):
+            if not each.is_dir():
+                each.mkdir(access.of_folder(each.parent), exist_ok=True)
     except OSError as error:
         raise Unavailable(
             f"cannot create {folder}: {error.strerror or error}.", hint="Choose another output folder."

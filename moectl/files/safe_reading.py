@@ -139,11 +139,15 @@ def text_or_empty(file: Path) -> str:
         return ""
 
 
-def last_text(file: Path, most: int) -> str:
-    """The last bytes, at most `most`, of a file as text; CheckpointError if it cannot be read."""
+LAST_BYTES = 1 << 16
+"""Bytes of the end of what another process printed, in which its last line is looked for."""
+
+
+def last_text(file: Path) -> str:
+    """The last `LAST_BYTES` of a file as text; CheckpointError if it cannot be read."""
     with open_regular(file, str(file)) as content:
-        content.seek(-min(most, os.fstat(content.fileno()).st_size), os.SEEK_END)
-        return content.read(most).decode("utf-8", "replace")
+        content.seek(max(0, os.fstat(content.fileno()).st_size - LAST_BYTES))
+        return content.read(LAST_BYTES).decode("utf-8", "replace")
 
 
 def read_exactly(fd: int, view: memoryview, offset: int, name: str) -> None:

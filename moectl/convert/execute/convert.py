@@ -119,8 +119,6 @@ def convert(
         out, worker_plan.disk_needed, "Make room, choose another directory, or give --experts-only."
     )
     source = pin_source(plan.checkpoint, folder)
-    if plan.shard.ranks > 1:
-        create_folder(out.parent, source.access)
     create_folder(out, source.access)
     log = open_log(out, plan.fingerprint(), LOG if partition is None else partition.log, source.access)
     try:
