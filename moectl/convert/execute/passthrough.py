@@ -148,7 +148,7 @@ def copy_small_files(
     records, skipped = [], []
     tensor_files = {file.name for file in source.record.files}
     with FolderHandle(source.folder) as folder:
-        if keep_index and (source.folder / INDEX).is_file():
+        if keep_index and INDEX in source.files:
             records.append(_copy(folder, INDEX, out / SOURCE_INDEX, source.access))
         for name in sorted(path.name for path in source.folder.iterdir()):
             if name in _CONVERSION_FILES or name in tensor_files or name in ignored:

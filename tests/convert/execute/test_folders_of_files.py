@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from moectl.convert.execute.convert import complete, convert
 from moectl.convert.execute.rank_plans import convert_ranks, plan_ranks
 from moectl.convert.layouts.registry import layout_for
 from moectl.convert.manifest.manifest import load_layer, load_manifest
-from moectl.convert.manifest.manifest_records import MANIFEST, READY, REPORT
+from moectl.convert.manifest.manifest_records import CONFIG, INDEX, MANIFEST, READY, REPORT, SOURCE_INDEX
 from moectl.convert.plan.kernel_layout_plan import plan_conversion
 from moectl.convert.portable.options import PortableOptions
 from moectl.convert.portable.portable_plan import plan_portable
@@ -248,19 +247,19 @@ def test_links_of_a_portable_output_lead_nowhere(gpt_oss: Path, tmp_path: Path) 
 def test_links_of_a_source_lead_nowhere(gpt_oss: Path, tmp_path: Path) -> None:
     """Links that appear once a conversion is planned are refused; what is not needed is left out."""
     plan = plan_of(gpt_oss)
-    shutil.copytree(gpt_oss, tmp_path / "outside")
-    for number, name in enumerate(sorted(path.name for path in gpt_oss.iterdir())):
-        (gpt_oss / name).rename(tmp_path / "kept")
-        (gpt_oss / name).symlink_to(tmp_path / "outside" / name)
-        out = tmp_path / f"out{number}"
-        if name.endswith(".safetensors") or name in ("config.json", "model.safetensors.index.json"):
-            with pytest.raises(CheckpointError, match="outside of its folder"):
-                convert(plan, out)
-        else:
-            assert name in convert(plan, out).skipped_files
-            assert not os.path.lexists(out / name)
+    names = {path.name for path in gpt_oss.iterdir()}
+    needed = {name for name in names if name.endswith(".safetensors")} | {CONFIG}
+    lead_out(gpt_oss, names - needed, tmp_path / "small files")
+    assert set(convert(plan, tmp_path / "out").skipped_files) == names - needed - {INDEX}
+    assert not any(
+        os.path.lexists(tmp_path / "out" / name) for name in (*(names - needed - {INDEX}), SOURCE_INDEX)
+    )
+    for name in needed:
+        lead_out(gpt_oss, [name], tmp_path / f"outside of {name}")
+        with pytest.raises(CheckpointError, match=f"{name} is a link to .*, outside of its folder"):
+            convert(plan, tmp_path / "refused")
         (gpt_oss / name).unlink()
-        (tmp_path / "kept").rename(gpt_oss / name)
+        (tmp_path / f"outside of {name}" / name).rename(gpt_oss / name)
 
 
 @pytest.mark.parametrize("work", CONVERSIONS)
