@@ -268,10 +268,10 @@ def test_another_process_may_complete_the_directory(
     out = converted(source, tmp_path / "out", 2, 1, rank=0)
     opened = shared_files.open_log
 
-    def locked(folder: Path, *more: Any) -> Any:
+    def locked(folder: Path, *more: Any, **named: Any) -> Any:
         with (folder / "progress.jsonl").open("w") as file:
             Lock(folder / "progress.jsonl", file.fileno()).take()
-            return opened(folder, *more)
+            return opened(folder, *more, **named)
 
     monkeypatch.setattr(shared_files, "open_log", locked)
     converted(source, out, 2, 1, rank=1)
