@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,12 +117,12 @@ def read(path: Path, kind: CacheFileKind[Entry], device: DeviceKey | None = None
     if found.damaged is None:
         return found
     try:
-        with _locked(path.with_suffix(".lock")):
+        with locked(path.with_suffix(".lock")):
             # Another process may have made it anew since.
-            if path.read_bytes() == found.damaged:
+            if read_bounded(path, LARGEST, path.name) == found.damaged:
                 warnings.warn(set_aside(path, found.note), CacheWarning, stacklevel=2)
                 return CacheContents()
-    except OSError:
+    except (OSError, CheckpointError):
         pass
     return CacheContents(note=f"{path} is ignored: {found.note}")
 
@@ -189,7 +190,7 @@ def change(
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
+        with locked(path.with_suffix(".lock")):
             found = _contents(path, kind, device)
             if found.damaged is not None:
                 warnings.warn(set_aside(path, found.note), CacheWarning, stacklevel=2)
@@ -204,13 +205,16 @@ def change(
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on `path`, if the file system supports locks."""
-    with path.open("w") as file:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
         try:
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(fd, fcntl.LOCK_EX)
         except (ImportError, OSError):
             pass  # without locks the last writer wins, and its file is still whole
         yield
+    finally:
+        os.close(fd)

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import Unavailable
-from .safe_reading import CHUNK, open_regular, read_exactly
+from .access import BY_UMASK, Access
+from .safe_reading import CHUNK, read_exactly
 
 PARTIAL = ".partial"
 """Suffix of a file while it is being written."""
@@ -18,7 +19,16 @@ PARTIAL = ".partial"
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 _FULL[errno.EFBIG] = "the file would be larger than the allowed file size"
 
-_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_LINK = (
+    errno.EXDEV,
+    errno.EPERM,
+    errno.EMLINK,
+    errno.EACCES,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.ENOENT,
+)
+"""Errors of linking after which a file is copied; the last one without /proc, or if the file was removed."""
 
 
 @contextmanager
@@ -87,15 +97,17 @@ def sync_folder(folder: Path) -> None:
 class NewFile:
     """A file of known size, written under a temporary name, then either committed or discarded.
 
-    Raises Unavailable when the system refuses to create, write or rename it.
+    What has one of the two names, such as a link, is replaced and never written to. Raises Unavailable when
+    the system refuses to create, write or rename it.
     """
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, access: Access = BY_UMASK) -> None:
         self.path, self.size = path, size
         self._partial = path.with_name(path.name + PARTIAL)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with disk_errors(path, size):
-            self.fd = os.open(self._partial, flags, 0o644)
+            self._partial.unlink(missing_ok=True)
+            self.fd = os.open(self._partial, flags, access.of_file(path.parent))
         self._open = True
 
     def reserve(self) -> None:
@@ -138,14 +150,14 @@ class NewFile:
 
 
 @contextmanager
-def replacing(path: Path, size: int) -> Iterator[int]:
+def replacing(path: Path, size: int, access: Access = BY_UMASK) -> Iterator[int]:
     """A descriptor of a file with `size` preallocated bytes, which replaces `path` when the block succeeds.
 
     The data are written to a temporary file and synced; on any error, including an interrupt, that file is
     removed and `path` is unchanged. Unavailable when the file cannot be written; other errors of the block
     propagate unchanged.
     """
-    file = NewFile(path, size)
+    file = NewFile(path, size, access)
     try:
         file.reserve()
         try:
@@ -173,9 +185,9 @@ def _reserve(fd: int, size: int) -> None:
     os.ftruncate(fd, size)
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes, access: Access = BY_UMASK) -> None:
     """Replaces `path` by `data` atomically: readers see the old file or the complete new one."""
-    with replacing(path, len(data)) as fd:
+    with replacing(path, len(data), access) as fd:
         write_exactly(fd, memoryview(data), 0)
 
 
@@ -190,26 +202,33 @@ def copy_bytes(source: int, target: int, read_at: int, write_at: int, nbytes: in
         done += len(piece)
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """Copies a file to a temporary name, then renames it."""
-    with open_regular(source, str(source)) as file:
-        size = os.fstat(file.fileno()).st_size
-        with replacing(target, size) as out:
-            copy_bytes(file.fileno(), out, 0, 0, size, source.name)
+def copy_file(source: int, name: str, target: Path, access: Access = BY_UMASK) -> None:
+    """Copies the open file `source`, called `name` in errors, to a temporary name, then renames it."""
+    size = os.fstat(source).st_size
+    with replacing(target, size, access) as out:
+        copy_bytes(source, out, 0, 0, size, name)
 
 
-def link_or_copy(source: Path, target: Path) -> None:
-    """Creates `target` as a hard link to `source`, or as a copy if the file system cannot link."""
-    resolved = source.resolve()
+def link_or_copy(source: int, name: str, target: Path, access: Access = BY_UMASK) -> None:
+    """Creates `target` as a hard link to the open file `source`, called `name` in errors.
+
+    It becomes a copy where the file system cannot link, or a link would be open to more than `access`.
+    """
     target.unlink(missing_ok=True)
+    if not access.admits(os.fstat(source), target.parent):
+        copy_file(source, name, target, access)
+        return
+    with disk_errors(target, 0):
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.link(resolved, target)
+        # The descriptor's name in /proc, since a path might mean another file by now.
+        os.link(f"/proc/self/fd/{source}", target.name, dst_dir_fd=folder, follow_symlinks=True)
+        os.fsync(folder)
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise Unavailable(
-                f"cannot link {source} to {target}: {error.strerror or error}.",
-                hint="Check the output folder.",
+                f"cannot link {name} to {target}: {error.strerror or error}.", hint="Check the output folder."
             ) from error
-        copy_file(resolved, target)
-    else:
-        sync_folder(target.parent)
+        copy_file(source, name, target, access)
+    finally:
+        os.close(folder)

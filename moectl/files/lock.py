@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 from ..errors import Unavailable
+from .safe_reading import text_or_empty
 
 SUFFIX = ".lock"
 
@@ -64,10 +65,9 @@ class Lock:
             try:
                 fd = os.open(self._lock_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             except FileExistsError:
-                try:
-                    holder = self._lock_file.read_text(errors="replace").split()
-                except FileNotFoundError:  # released in the meantime
+                if not os.path.lexists(self._lock_file):  # released in the meantime
                     continue
+                holder = text_or_empty(self._lock_file).split()
                 if (
                     len(holder) != 2
                     or holder[0] != host

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import Unavailable, UsageError
+from .access import BY_UMASK, Access
 from .atomic import disk_errors
 
 
@@ -23,10 +24,12 @@ def refuse_inside(source: Path, out: Path) -> None:
         raise UsageError(f"the output {out} is a file.", hint="Choose a folder.")
 
 
-def create_folder(folder: Path) -> None:
-    """Creates `folder` and its parents; Unavailable when the system refuses."""
+def create_folder(folder: Path, access: Access = BY_UMASK) -> None:
+    """Creates `folder` and the parents that it lacks, with `access`; Unavailable when the system refuses."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for each in (*reversed(folder.parents), folder):
+            if not each.is_dir():
+                each.mkdir(access.of_folder(each.parent), exist_ok=True)
     except OSError as error:
         raise Unavailable(
             f"cannot create {folder}: {error.strerror or error}.", hint="Choose another output folder."

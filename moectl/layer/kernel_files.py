@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from pathlib import Path
 from ..cache.measurement_keys import built
 from ..errors import CheckpointError, UsageError
 from ..files.atomic import replace_file, write_file
+from ..files.folder_handle import read_inside
 from ..files.records import from_json, to_json
-from ..files.safe_reading import open_regular
 from ..files.strict_json import parse_document
 from ..kernels.triton.layer_binaries import Binary
 from .compile_ahead import cache_directory
@@ -68,7 +67,7 @@ def export_kernels(binaries: Iterable[Binary], folder: Path) -> int:
         (folder / binary.key).mkdir(parents=True, exist_ok=True)
         for suffix in SUFFIXES:
             name = _file(binary.name, suffix)
-            data = _read(cache_directory() / binary.key / name)
+            data = _read(cache_directory() / binary.key, name)
             write_file(folder / binary.key / name, data)
             files[suffix] = hashlib.sha256(data).hexdigest()
         kernels[binary.key] = KernelFiles(binary.name, files)
@@ -92,13 +91,14 @@ def import_kernels(binaries: Iterable[Binary], folder: Path) -> int:
             continue
         contents = {}
         for suffix in SUFFIXES:
-            file = folder / binary.key / _file(binary.name, suffix)
-            data = _read(file)
+            name = _file(binary.name, suffix)
+            data = _read(folder, f"{binary.key}/{name}")
             if hashlib.sha256(data).hexdigest() != listed.files.get(suffix):
                 raise CheckpointError(
-                    f"{file} does not have the contents that {INDEX} lists", hint="copy the directory again"
+                    f"{folder / binary.key / name} does not have the contents that {INDEX} lists",
+                    hint="copy the directory again",
                 )
-            contents[file.name] = data
+            contents[name] = data
         target = cache_directory() / binary.key
         target.mkdir(parents=True, exist_ok=True)
         for name, data in contents.items():
@@ -118,7 +118,7 @@ def read_index(folder: Path) -> KernelIndex:
         raise CheckpointError(
             f"{folder} has no {INDEX}", hint="moectl warm CKPT --gpu NAME --to DIR writes it"
         )
-    index = from_json(KernelIndex, parse_document(_read(file), INDEX), INDEX)
+    index = from_json(KernelIndex, parse_document(_read(folder, INDEX), INDEX), INDEX)
     if index.version != VERSION:
         raise CheckpointError(
             f"{file} has version {index.version}, this moectl reads {VERSION}",
@@ -142,9 +142,5 @@ def _file(name: str, suffix: str) -> str:
     return f"{name[:150]}.{suffix}"
 
 
-def _read(path: Path) -> bytes:
-    with open_regular(path, str(path)) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MOST_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes, at most {MOST_BYTES} are read")
-        return file.read()
+def _read(folder: Path, name: str) -> bytes:
+    return read_inside(folder, name, MOST_BYTES, str(folder / name))

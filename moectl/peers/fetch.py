@@ -16,9 +16,10 @@ from ..capabilities.kernel_packages import KERNEL_PACKAGES
 from ..capabilities.unpacked_libraries import LOCATIONS, find_peer, installed_part
 from ..environment.cache_folder import VARIABLE as CACHE_VARIABLE
 from ..environment.installed_packages import find_package
-from ..errors import Unavailable
+from ..errors import CheckpointError, Unavailable
 from ..files.atomic import disk_errors, sync_folder
 from ..files.lock import Lock
+from ..files.safe_reading import file_sha256
 from .pinned import PinnedFile, PinnedPeer, target
 from .wheel_stream import RETRY, WheelStream, find_wheel
 
@@ -47,13 +48,9 @@ def _matches(file: PinnedFile, folder: Path) -> bool:
     try:
         if path.stat().st_size != file.size:
             return False
-        with path.open("rb") as content:
-            digest = hashlib.sha256()
-            while chunk := content.read(1 << 20):
-                digest.update(chunk)
-    except OSError:
+        return file_sha256(path) == file.sha256
+    except (OSError, CheckpointError):
         return False
-    return digest.hexdigest() == file.sha256
 
 
 def usable_already(peer: PinnedPeer, folder: Path | None) -> str:

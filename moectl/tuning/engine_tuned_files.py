@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..capabilities.vllm_launches import LARGEST_FILE
 from ..environment import Device, Packages, device_names, find_device
 from ..errors import NoBackend, Unavailable, UsageError
 from ..files.atomic import replace_file
+from ..files.safe_reading import read_given
 from ..files.strict_json import parse_document
 from ..oracle.decision import Decision
 from ..oracle.engine import Engine
@@ -114,7 +116,7 @@ def write_choices(path: Path, rows: Mapping[int, Mapping[str, int]], triton: str
     choices = files_of(engine).choices
     check_choices(path, triton, engine)
     if path.exists():
-        kept = parse_document(path.read_bytes(), str(path), UsageError)
+        kept = parse_document(read_given(path, "a tuned file", limit=LARGEST_FILE), str(path), UsageError)
         kept.pop("triton_version", None)
     for tokens, tile in rows.items():
         kept[str(tokens)] = {name: tile[field] for name, field in choices.items()}

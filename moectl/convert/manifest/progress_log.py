@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, UsageError
+from ...files.access import BY_UMASK, Access
 from ...files.atomic import disk_errors, write_exactly
+from ...files.folder_handle import open_inside
 from ...files.lock import Busy, Lock
 from ...files.records import from_json, to_json
-from ...files.safe_reading import open_regular
 from ...files.strict_json import parse_document
 from ..worker_partition import partitions_in
 from .manifest_records import LOG as LOG
@@ -133,7 +134,9 @@ def refuse_other_conversion(folder: Path, existing: Mapping[str, Any], requested
     raise UsageError(what, hint="Resume with the same arguments, or convert into an empty directory.")
 
 
-def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> ProgressLog:
+def open_log(
+    folder: Path, fingerprint: Mapping[str, str], name: str = LOG, access: Access = BY_UMASK
+) -> ProgressLog:
     """The locked log called `name` in `folder`, created with `fingerprint` or read back.
 
     Raises:
@@ -143,7 +146,8 @@ def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> P
     """
     path = folder / name
     with disk_errors(path, 0):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(path, flags, access.of_file(folder))
     lock = Lock(path, fd)
     log = ProgressLog(path, fd, lock)
     try:
@@ -177,7 +181,7 @@ def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> P
 
 def logged_conversion(path: Path) -> Mapping[str, Any] | None:
     """The facts in a log's first line; None if another process has not finished writing that line."""
-    with open_regular(path, str(path)) as file:
+    with open_inside(path.parent, path.name, str(path)) as file:
         line = file.readline(1 << 20)
     if not line.endswith(b"\n"):
         return None

@@ -72,7 +72,7 @@ class PortableFinalizer:
         """Copies small files, writes index, report and config. Returns the names of skipped files."""
         files, skipped = copy_small_files(source, out, STALE, keep_index=False)
         documents = {INDEX: json_bytes(plan.index), CONFIG: json_bytes(self.config)}
-        write_file(out / INDEX, documents[INDEX])
+        write_file(out / INDEX, documents[INDEX], source.access)
         written = [FileRecord(name, len(data), _digest(data)) for name, data in documents.items()]
         report = {
             "format": self.target,
@@ -93,8 +93,8 @@ class PortableFinalizer:
             ],
         }
         source.check()
-        write_file(out / REPORT, report_bytes(report))
-        write_file(out / CONFIG, documents[CONFIG])
+        write_file(out / REPORT, report_bytes(report), source.access)
+        write_file(out / CONFIG, documents[CONFIG], source.access)
         remove_parts(out)
         return skipped
 

@@ -18,6 +18,7 @@ from moectl.convert.execute.convert import convert
 from moectl.convert.restore.verify import verify
 from moectl.errors import CheckpointError, ExitCode, MoectlError, Unavailable, UsageError
 from moectl.files.atomic import replacing, write_exactly
+from support.opened_paths import opened_path
 from support.sampling import every_nth
 from support.stream_checkpoints import folder_bytes, gpt_oss_checkpoint
 
@@ -357,18 +358,18 @@ def test_an_output_that_cannot_be_created(gpt_oss: Path, tmp_path: Path) -> None
 def test_the_source_is_opened_for_reading_only(
     gpt_oss: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[tuple[str, int]] = []
+    opened: list[tuple[Path, int]] = []
     plain = os.open
 
     def spy(path: Any, flags: int, *args: Any, **options: Any) -> int:
-        opened.append((str(path), flags))
+        opened.append((opened_path(path, options.get("dir_fd")), flags))
         return plain(path, flags, *args, **options)
 
     monkeypatch.setattr(os, "open", spy)
     times = {path.name: path.stat().st_mtime_ns for path in gpt_oss.iterdir()}
     convert(plan_of(gpt_oss), tmp_path / "out")
-    inside = [flags for path, flags in opened if path.startswith(str(gpt_oss))]
-    assert inside
+    inside = [flags for path, flags in opened if path.is_relative_to(gpt_oss)]
+    assert {path.name for path, _ in opened if path.parent == gpt_oss} == set(times)
     assert all(flags & os.O_ACCMODE == os.O_RDONLY for flags in inside)
     assert {path.name: path.stat().st_mtime_ns for path in gpt_oss.iterdir()} == times
 

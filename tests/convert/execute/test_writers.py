@@ -20,6 +20,7 @@ from moectl.convert.restore.unconvert import unconvert
 from moectl.convert.restore.verify import verify
 from moectl.convert.worker_partition import parse_partition
 from moectl.errors import MoectlError, Unavailable, UsageError
+from moectl.files.access import Access
 from support.stream_checkpoints import folder_bytes
 
 from ..conftest import plan_of
@@ -88,7 +89,7 @@ def test_a_finished_directory_is_not_overwritten_by_who_began_before(
     out, plain = tmp_path / "out", convert_module.create_folder
     finished: dict[str, bytes] = {}
 
-    def wait(folder: Path) -> None:
+    def wait(folder: Path, access: Access) -> None:
         monkeypatch.undo()
         EARLY[early](gpt_oss, out)
         finished.update(folder_bytes(out))
@@ -113,7 +114,7 @@ def test_who_finds_another_at_work_stops(
     out, plain = tmp_path / "out", convert_module.create_folder
     work = LATE.get(late, part("2/2"))
 
-    def wait(folder: Path) -> None:
+    def wait(folder: Path, access: Access) -> None:
         monkeypatch.undo()
         part("1/2")(gpt_oss, out)
         plain(folder)
