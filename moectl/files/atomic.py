@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import Unavailable
+from .lock import is_at, wait_for
 from .safe_reading import CHUNK, open_regular, read_exactly
 
 PARTIAL = ".partial"
@@ -19,6 +20,10 @@ _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used
 _FULL[errno.EFBIG] = "the file would be larger than the allowed file size"
 
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Of Linux's renameat2."""
 
 
 @contextmanager
@@ -57,31 +62,108 @@ def write_exactly(fd: int, view: memoryview, offset: int) -> None:
             raise WriteRefused(fd, error) from error
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a file of `path`'s folder: readers see the old or the new contents. Raises OSError.
-
-    The temporary name is unique, so that of several writers the last one to end counts.
-    """
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=PARTIAL)
-    temporary = Path(name)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` durable."""
+    """Makes new, renamed and removed names in `folder` durable. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file if it is there; Unavailable when the system refuses."""
+    with disk_errors(path, 0):
+        path.unlink(missing_ok=True)
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Exchanges the names of two files or directories at once, so that neither is ever missing.
+
+    Where the system cannot, they are renamed one after the other. Raises OSError.
+    """
+    if rename_exchange(first, second):
+        return
+    aside = first.with_name(f"{first.name}.old")
+    second.rename(aside)
+    try:
+        first.rename(second)
+    except BaseException:
+        aside.rename(second)
+        raise
+    aside.rename(first)
+
+
+def rename_exchange(first: Path, second: Path) -> bool:
+    """Linux's ``renameat2`` with RENAME_EXCHANGE; False where that is not possible. Raises OSError."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS, errno.EXDEV):
+        return False
+    raise OSError(number, os.strerror(number), str(second))
+
+
+class _Replacement:
+    """An empty file under a temporary name beside `path`, whose place it takes. Raises OSError.
+
+    One process at a time has it: another one waits until that has committed or discarded it. What a killed
+    process left under the temporary name is used again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.partial = path, path.with_name(path.name + PARTIAL)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.fd = -1
+        while self.fd < 0:
+            fd = os.open(self.partial, flags, 0o644)
+            try:
+                wait_for(fd)
+                if is_at(self.partial, fd):
+                    os.ftruncate(fd, 0)
+                    self.fd = fd
+            finally:
+                if self.fd < 0:
+                    os.close(fd)
+
+    def commit(self) -> None:
+        """Syncs the file and renames it to its final name."""
+        try:
+            os.fsync(self.fd)
+            self.partial.replace(self.path)
+        except BaseException:
+            self.discard()
+            raise
+        self._close()
+        sync_folder(self.path.parent)
+
+    def discard(self) -> None:
+        """Removes the file, unless it was committed. A file that the system keeps is left."""
+        if self.fd >= 0:
+            with suppress(OSError):
+                self.partial.unlink()
+            self._close()
+
+    def _close(self) -> None:
+        # After this the temporary name may be another process's.
+        fd, self.fd = self.fd, -1
+        os.close(fd)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replaces `path` by `data`: readers see the old or the new contents. Raises OSError.
+
+    Of several writers the last one to end counts.
+    """
+    file = _Replacement(path)
+    try:
+        write_exactly(file.fd, memoryview(data), 0)
+        file.commit()
+    except BaseException:
+        file.discard()
+        raise
 
 
 class NewFile:
@@ -92,11 +174,13 @@ class NewFile:
 
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size = path, size
-        self._partial = path.with_name(path.name + PARTIAL)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with disk_errors(path, size):
-            self.fd = os.open(self._partial, flags, 0o644)
-        self._open = True
+            self._file = _Replacement(path)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; negative once the file was committed or discarded."""
+        return self._file.fd
 
     def reserve(self) -> None:
         """Preallocates the file, so that a full disk is detected before the work."""
@@ -115,26 +199,13 @@ class NewFile:
         return _cannot_write(self.path, self.size, error)
 
     def commit(self) -> None:
-        """Syncs the file and renames it to its final name."""
-        try:
-            with disk_errors(self.path, self.size):
-                os.fsync(self.fd)
-                self._close()
-                self._partial.replace(self.path)
-                sync_folder(self.path.parent)
-        except BaseException:
-            self.discard()
-            raise
+        """Syncs the file and renames it to its final name; discards it when the system refuses."""
+        with disk_errors(self.path, self.size):
+            self._file.commit()
 
     def discard(self) -> None:
         """Removes the temporary file, unless it was committed."""
-        if self._open:
-            self._close()
-        self._partial.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        self._open = False
-        os.close(self.fd)
+        self._file.discard()
 
 
 @contextmanager
@@ -201,7 +272,7 @@ def copy_file(source: Path, target: Path) -> None:
 def link_or_copy(source: Path, target: Path) -> None:
     """Creates `target` as a hard link to `source`, or as a copy if the file system cannot link."""
     resolved = source.resolve()
-    target.unlink(missing_ok=True)
+    remove_file(target)
     try:
         os.link(resolved, target)
     except OSError as error:
@@ -212,4 +283,5 @@ def link_or_copy(source: Path, target: Path) -> None:
             ) from error
         copy_file(resolved, target)
     else:
-        sync_folder(target.parent)
+        with disk_errors(target, 0):
+            sync_folder(target.parent)

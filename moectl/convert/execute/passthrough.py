@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...files.atomic import copy_bytes, copy_file, link_or_copy, replacing, write_exactly
+from ...files.atomic import copy_bytes, copy_file, link_or_copy, remove_file, replacing, write_exactly
 from ...files.safe_reading import (
     file_findings,
     file_sha256,
@@ -72,7 +72,7 @@ def write_passthrough(
         if source.samefile(path) or not file_findings(source, logged.size, logged.sha256):
             meter.advance(size)
             return logged
-    path.unlink(missing_ok=True)
+    remove_file(path)
     if item.file is None:
         link_or_copy(folder / item.source, path)
         record = _recorded(path, item)
