@@ -22,8 +22,7 @@ from moectl.convert.worker_partition import parse_partition
 from moectl.errors import MoectlError, Unavailable, UsageError
 from support.stream_checkpoints import folder_bytes
 
-from ..conftest import plan_of
-from .test_convert_faults import assert_incomplete, poke
+from ..conftest import assert_incomplete, plan_of, poke
 
 Work = Callable[[Path, Path], None]
 
