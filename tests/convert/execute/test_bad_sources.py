@@ -1,4 +1,4 @@
-"""Sources that are damaged, unreadable, or not what their headers say: refused by name, and not written to."""
+"""Sources that are damaged, unreadable, or not what their headers say: refused by name, never written to."""
 
 from __future__ import annotations
 
