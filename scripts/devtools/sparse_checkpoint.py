@@ -10,9 +10,10 @@ from pathlib import Path
 
 from moectl.checkpoint.source.catalogue import CatalogueEntry
 from moectl.checkpoint.source.shards import CONFIG, INDEX
-from moectl.convert.manifest.progress_log import only_writer, refuse_filled
+from moectl.convert.manifest.progress_log import only_writer
 from moectl.errors import UsageError
 from moectl.files.atomic import disk_errors
+from moectl.files.output_folder import refuse_filled
 from moectl.files.safetensors_writer import TensorSpec, header_bytes, in_file_order
 
 SHARD_BYTES = 10_000_000_000

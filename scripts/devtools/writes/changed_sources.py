@@ -84,7 +84,7 @@ CHANGED = ("marlin", "experts only", "ranks", "parts", "int8", "refit")
 
 
 class ChangedSources:
-    """Conversions of a copy of the checkpoint, which changes at one call that reads it or writes the output."""
+    """Conversions of a copy of the checkpoint, which changes before one call of the conversion."""
 
     def __init__(self, workshop: Workshop) -> None:
         self.shop, self.inputs = workshop, workshop.work / "changing"

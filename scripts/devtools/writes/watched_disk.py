@@ -33,7 +33,7 @@ class DiskChange:
             ``rename``, ``exchange``, ``link``, ``symlink``, ``unlink``, ``mkdir``, ``rmdir``.
         path: what it is about; the new name for ``rename`` and ``link``.
         file: a number that stands for the file, whatever names it has.
-        before: the old name for ``rename`` and ``link``, the other one for ``exchange``, the target of a ``symlink``.
+        before: the old name for ``rename`` and ``link``, the other one for ``exchange``, a symlink's target.
         data, offset: what a ``write`` writes; for ``resize`` the size is the offset.
     """
 
