@@ -122,10 +122,75 @@ def test_choices_among_measured_launches_are_near_the_fastest() -> None:
         ]
         us = predicted_us(problem, [tokens], shapes, RATES[gpu])[0]
         ratios.append(rows[int(us.argmin())][2] / min(us for _, _, us in rows))
-    assert len(ratios) >= 120
+    assert len(ratios) >= 400
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     within = [sum(ratio <= limit for ratio in ratios) / len(ratios) for limit in (1.03, 1.1)]
-    assert mean < 1.02 and within[0] > 0.85 and within[1] > 0.95, (mean, within)
+    assert mean < 1.02 and within[0] > 0.83 and within[1] > 0.95, (mean, within)
+
+
+def test_planned_launches_are_near_the_fastest_where_they_were_measured() -> None:
+    ratios = []
+    for (gpu, *_, tokens), rows in _measured_cells().items():
+        planned = _planned(rows[0][0], RATES[gpu], ON_SM90)
+        assert planned is not None
+        times = [us for _, launch, us in rows if launch == planned.launch(tokens)]
+        ratios += [times[0] / min(us for _, _, us in rows)] if times else []
+    assert len(ratios) >= 300
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    assert mean < 1.03 and sum(ratio > 1.2 for ratio in ratios) <= 5 and max(ratios) < 1.45, sorted(ratios)[
+        -6:
+    ]
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int4-g32", "int4-g128", "nvfp4"])
+@pytest.mark.parametrize("gpu", [H200, H100, GpuRates(78, 4e12)], ids=["h200", "h100", "h20"])
+def test_predictions_are_times(format: str, gpu: GpuRates) -> None:
+    problem = replace(LAYER, scheme=SCHEMES[format])
+    launches = [(launch.family, shape) for launch, shape in _known(problem)]
+    us = predicted_us(problem, SIZES, launches, gpu)
+    assert us.shape == (len(SIZES), len(launches)) and bool(torch.isfinite(us).all())
+    floor = torch.tensor([terms(problem, [m], [launches[0][1]]).gemms[0].bytes.item() for m in SIZES])
+    assert bool((us.min(1).values > 1e6 * floor / gpu.bandwidth).all())
+
+
+def test_more_bandwidth_never_costs_time() -> None:
+    launches = [(launch.family, shape) for launch, shape in _known(LAYER)]
+    slow, fast = (predicted_us(LAYER, SIZES, launches, gpu) for gpu in (H100, H200))
+    assert bool((fast <= slow).all())
+
+
+def _measured_cells() -> dict[tuple[str, str, str, int], list[tuple[MoEProblem, Launch, float]]]:
+    cells = defaultdict(list)
+    for path in sorted(DOCS.glob("launches_*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            launch = launch_of(row["family"], row["tile"])
+            if launch is None or "us" not in row or FAMILIES[launch.family].shape is None:
+                continue
+            problem = MoEProblem(
+                Dims(row["hidden"], row["intermediate"]),
+                row["experts"],
+                row["top_k"],
+                SCHEMES[row["format"]],
+                local_experts=row["local_experts"],
+            )
+            cells[row["gpu"], row["name"], row["format"], row["tokens"]].append((problem, launch, row["us"]))
+    return {cell: rows for cell, rows in cells.items() if len(rows) > 2}
+
+
+def test_choices_among_measured_launches_are_near_the_fastest() -> None:
+    ratios = []
+    for (gpu, *_, tokens), rows in _measured_cells().items():
+        problem = rows[0][0]
+        shapes = [
+            (launch.family, FAMILIES[launch.family].shape(problem, launch.tile)) for _, launch, _ in rows
+        ]
+        us = predicted_us(problem, [tokens], shapes, RATES[gpu])[0]
+        ratios.append(rows[int(us.argmin())][2] / min(us for _, _, us in rows))
+    assert len(ratios) >= 400
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    within = [sum(ratio <= limit for ratio in ratios) / len(ratios) for limit in (1.03, 1.1)]
+    assert mean < 1.02 and within[0] > 0.83 and within[1] > 0.95, (mean, within)
 
 
 def test_planned_launches_are_near_the_fastest_where_they_were_measured() -> None:
