@@ -182,8 +182,8 @@ def change(
 ) -> None:
     """Replaces the entries in the file at `path`, which is created if missing, by what `edit` makes of them.
 
-    A lock allows one writer at a time; readers see the file either before or after the update. A damaged
-    file is set aside, with a `CacheWarning`.
+    A file without entries is removed. A lock allows one writer at a time; readers see the file either before
+    or after the update. A damaged file is set aside, with a `CacheWarning`.
 
     Raises Unavailable when the existing file is of another version or device, in which case it is left
     unchanged, and when the system refuses to write.
@@ -196,12 +196,30 @@ def change(
                 warnings.warn(set_aside(path, found.note), CacheWarning, stacklevel=2)
             elif found.note:
                 raise Unavailable(f"the cache cannot be written: {found.note}", hint=f"remove {path}")
-            document = kind.document(device, edit(found.entries))
+            entries = edit(found.entries)
+            if not entries:
+                path.unlink(missing_ok=True)
+                return
+            document = kind.document(device, entries)
             replace_file(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
-        raise Unavailable(
-            f"cannot write {path}: {error.strerror or error}", hint=f"name another folder with {VARIABLE}"
-        ) from error
+        raise _unwritable(path, error) from error
+
+
+def remove(path: Path) -> None:
+    """Removes a file that cannot be used; Unavailable when the system refuses."""
+    try:
+        if path.exists():
+            with locked(path.with_suffix(".lock")):
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> Unavailable:
+    return Unavailable(
+        f"cannot write {path}: {error.strerror or error}", hint=f"name another folder with {VARIABLE}"
+    )
 
 
 @contextlib.contextmanager

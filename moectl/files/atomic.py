@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import Unavailable
 from .access import BY_UMASK, Access
+from .lock import is_at, wait_for
 from .safe_reading import CHUNK, read_exactly
 
 PARTIAL = ".partial"
@@ -29,6 +30,10 @@ _NO_LINK = (
     errno.ENOENT,
 )
 """Errors of linking after which a file is copied; the last one without /proc, or if the file was removed."""
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Of Linux's renameat2."""
 
 
 @contextmanager
@@ -67,31 +72,127 @@ def write_exactly(fd: int, view: memoryview, offset: int) -> None:
             raise WriteRefused(fd, error) from error
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a file of `path`'s folder: readers see the old or the new contents. Raises OSError.
-
-    The temporary name is unique, so that of several writers the last one to end counts.
-    """
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=PARTIAL)
-    temporary = Path(name)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` durable."""
+    """Makes new, renamed and removed names in `folder` durable. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file if it is there; Unavailable when the system refuses."""
+    with disk_errors(path, 0):
+        path.unlink(missing_ok=True)
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Exchanges the names of two files or directories at once, so that neither is ever missing.
+
+    Where the system cannot, they are renamed one after the other. Raises OSError.
+    """
+    if rename_exchange(first, second):
+        return
+    aside = first.with_name(f"{first.name}.old")
+    second.rename(aside)
+    try:
+        first.rename(second)
+    except BaseException:
+        aside.rename(second)
+        raise
+    aside.rename(first)
+
+
+def rename_exchange(first: Path, second: Path) -> bool:
+    """Linux's ``renameat2`` with RENAME_EXCHANGE; False where that is not possible. Raises OSError."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS, errno.EXDEV):
+        return False
+    raise OSError(number, os.strerror(number), str(second))
+
+
+class _Replacement:
+    """An empty file under a temporary name beside `path`, whose place it takes. Raises OSError.
+
+    One process at a time has it: another one waits until that has committed or discarded it. What a killed
+    process left under the temporary name, or a link there, is removed and never written to.
+    """
+
+    def __init__(self, path: Path, access: Access = BY_UMASK) -> None:
+        self.path, self.partial = path, path.with_name(path.name + PARTIAL)
+        self.fd = -1
+        flags, mode = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, access.of_file(path.parent)
+        while self.fd < 0:
+            try:
+                fd, new = os.open(self.partial, flags | os.O_CREAT | os.O_EXCL, mode), True
+            except FileExistsError:
+                fd, new = self._left_over(flags), False
+            if fd < 0:
+                continue
+            try:
+                wait_for(fd)
+                if is_at(self.partial, fd):
+                    if new:
+                        self.fd = fd
+                    else:
+                        self.partial.unlink()
+            finally:
+                if self.fd < 0:
+                    os.close(fd)
+
+    def _left_over(self, flags: int) -> int:
+        """Opens what has the temporary name; negative if it is gone, or was a link, which is removed."""
+        try:
+            return os.open(self.partial, flags | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return -1
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            self.partial.unlink(missing_ok=True)
+            return -1
+
+    def commit(self) -> None:
+        """Syncs the file and renames it to its final name."""
+        try:
+            os.fsync(self.fd)
+            self.partial.replace(self.path)
+        except BaseException:
+            self.discard()
+            raise
+        self._close()
+        sync_folder(self.path.parent)
+
+    def discard(self) -> None:
+        """Removes the file, unless it was committed. A file that the system keeps is left."""
+        if self.fd >= 0:
+            with suppress(OSError):
+                self.partial.unlink()
+            self._close()
+
+    def _close(self) -> None:
+        # After this the temporary name may be another process's.
+        fd, self.fd = self.fd, -1
+        os.close(fd)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replaces `path` by `data`: readers see the old or the new contents. Raises OSError.
+
+    Of several writers the last one to end counts.
+    """
+    file = _Replacement(path)
+    try:
+        write_exactly(file.fd, memoryview(data), 0)
+        file.commit()
+    except BaseException:
+        file.discard()
+        raise
 
 
 class NewFile:
@@ -103,12 +204,13 @@ class NewFile:
 
     def __init__(self, path: Path, size: int, access: Access = BY_UMASK) -> None:
         self.path, self.size = path, size
-        self._partial = path.with_name(path.name + PARTIAL)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with disk_errors(path, size):
-            self._partial.unlink(missing_ok=True)
-            self.fd = os.open(self._partial, flags, access.of_file(path.parent))
-        self._open = True
+            self._file = _Replacement(path, access)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; negative once the file was committed or discarded."""
+        return self._file.fd
 
     def reserve(self) -> None:
         """Preallocates the file, so that a full disk is detected before the work."""
@@ -127,26 +229,13 @@ class NewFile:
         return _cannot_write(self.path, self.size, error)
 
     def commit(self) -> None:
-        """Syncs the file and renames it to its final name."""
-        try:
-            with disk_errors(self.path, self.size):
-                os.fsync(self.fd)
-                self._close()
-                self._partial.replace(self.path)
-                sync_folder(self.path.parent)
-        except BaseException:
-            self.discard()
-            raise
+        """Syncs the file and renames it to its final name; discards it when the system refuses."""
+        with disk_errors(self.path, self.size):
+            self._file.commit()
 
     def discard(self) -> None:
         """Removes the temporary file, unless it was committed."""
-        if self._open:
-            self._close()
-        self._partial.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        self._open = False
-        os.close(self.fd)
+        self._file.discard()
 
 
 @contextmanager
@@ -214,7 +303,7 @@ def link_or_copy(source: int, name: str, target: Path, access: Access = BY_UMASK
 
     It becomes a copy where the file system cannot link, or a link would be open to more than `access`.
     """
-    target.unlink(missing_ok=True)
+    remove_file(target)
     if not access.admits(os.fstat(source), target.parent):
         copy_file(source, name, target, access)
         return
@@ -223,12 +312,14 @@ def link_or_copy(source: int, name: str, target: Path, access: Access = BY_UMASK
     try:
         # The descriptor's name in /proc, since a path might mean another file by now.
         os.link(f"/proc/self/fd/{source}", target.name, dst_dir_fd=folder, follow_symlinks=True)
-        os.fsync(folder)
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise Unavailable(
                 f"cannot link {name} to {target}: {error.strerror or error}.", hint="Check the output folder."
             ) from error
         copy_file(source, name, target, access)
+    else:
+        with disk_errors(target, 0):
+            os.fsync(folder)
     finally:
         os.close(folder)

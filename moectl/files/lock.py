@@ -6,6 +6,8 @@ import errno
 import fcntl
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import Unavailable
@@ -15,6 +17,37 @@ SUFFIX = ".lock"
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of network file systems that do not support locks."""
+
+
+def is_at(path: Path, fd: int) -> bool:
+    """True if `path` still names the open file."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(fd: int) -> None:
+    """Locks the open file once no other process has it locked; does nothing where there are no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (*_NO_LOCKS, errno.EBADF):  # NFS locks only what is open for writing
+            raise
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Keeps other processes that take this lock out of an existing folder during the block; waits for them.
+
+    It leaves nothing behind, and does nothing where there are no locks. Raises OSError.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        wait_for(fd)
+        yield
+    finally:
+        os.close(fd)
 
 
 class Busy(Unavailable):
@@ -48,16 +81,23 @@ class Lock:
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                raise Unavailable(
-                    f"cannot lock {self._path}: {error.strerror or error}.", hint="Check the output folder."
-                ) from error
-            self._create_lock_file()
+                raise self._refused(error) from error
+            try:
+                self._create_lock_file()
+            except OSError as refused:
+                raise self._refused(refused) from refused
+
+    def _refused(self, error: OSError) -> Unavailable:
+        return Unavailable(
+            f"cannot lock {self._path}: {error.strerror or error}.", hint="Check the output folder."
+        )
 
     def release(self) -> None:
         """Removes the lock file, if there is one; a `flock` ends when the file is closed."""
         if self._owns_lock_file:
             self._owns_lock_file = False
-            self._lock_file.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._lock_file.unlink()
 
     def _create_lock_file(self) -> None:
         host = socket.gethostname()

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from ..cache.measurement_keys import built
 from ..errors import CheckpointError, UsageError
-from ..files.atomic import replace_file, write_file
+from ..files.atomic import PARTIAL, disk_errors, write_file
 from ..files.folder_handle import read_inside
+from ..files.lock import folder_lock
+from ..files.output_folder import create_folder
 from ..files.records import from_json, to_json
 from ..files.strict_json import parse_document
 from ..kernels.triton.layer_binaries import Binary
@@ -56,26 +58,35 @@ def export_kernels(binaries: Iterable[Binary], folder: Path) -> int:
 
     Raises UsageError if `folder` has other things in it, and CheckpointError if its index is damaged.
     """
-    kernels = dict(read_index(folder).kernels) if (folder / INDEX).exists() else {}
-    if not kernels and folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} is not empty and has no {INDEX}", hint="give --to a new directory")
-    copied = 0
-    for binary in binaries:
-        if not binary.cached:
-            continue
-        files = {}
-        (folder / binary.key).mkdir(parents=True, exist_ok=True)
-        for suffix in SUFFIXES:
-            name = _file(binary.name, suffix)
-            data = _read(cache_directory() / binary.key, name)
-            write_file(folder / binary.key / name, data)
-            files[suffix] = hashlib.sha256(data).hexdigest()
-        kernels[binary.key] = KernelFiles(binary.name, files)
-        copied += 1
-    folder.mkdir(parents=True, exist_ok=True)
+    create_folder(folder)
+    with disk_errors(folder, 0), folder_lock(folder):  # of two writers neither loses the other's kernels
+        if not (folder / INDEX).exists():
+            if any(path.name != f"{INDEX}{PARTIAL}" for path in folder.iterdir()):
+                raise UsageError(
+                    f"{folder} is not empty and has no {INDEX}", hint="give --to a new directory"
+                )
+            _write_index(folder, {})  # an interrupted export goes on in the directory
+        kernels = dict(read_index(folder).kernels)
+        copied = 0
+        for binary in binaries:
+            if not binary.cached:
+                continue
+            files = {}
+            create_folder(folder / binary.key)
+            for suffix in SUFFIXES:
+                name = _file(binary.name, suffix)
+                data = _read(cache_directory() / binary.key, name)
+                write_file(folder / binary.key / name, data)
+                files[suffix] = hashlib.sha256(data).hexdigest()
+            kernels[binary.key] = KernelFiles(binary.name, files)
+            copied += 1
+        _write_index(folder, kernels)
+    return copied
+
+
+def _write_index(folder: Path, kernels: Mapping[str, KernelFiles]) -> None:
     index = KernelIndex(VERSION, built(), dict(sorted(kernels.items())))
     write_file(folder / INDEX, (json.dumps(to_json(index), indent=1) + "\n").encode())
-    return copied
 
 
 def import_kernels(binaries: Iterable[Binary], folder: Path) -> int:
@@ -100,13 +111,13 @@ def import_kernels(binaries: Iterable[Binary], folder: Path) -> int:
                 )
             contents[name] = data
         target = cache_directory() / binary.key
-        target.mkdir(parents=True, exist_ok=True)
+        create_folder(target)
         for name, data in contents.items():
-            replace_file(target / name, data)
+            write_file(target / name, data)
         # Triton finds a kernel's files by this group, which names them with their directory.
         paths = {name: str(target / name) for name in contents}
         group = json.dumps({"child_paths": paths}).encode()
-        replace_file(target / f"__grp__{_file(binary.name, 'json')}", group)
+        write_file(target / f"__grp__{_file(binary.name, 'json')}", group)
         taken += 1
     return taken
 

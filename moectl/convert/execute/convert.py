@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...checkpoint.source.catalogue import weights_missing
 from ...errors import CheckpointError, UsageError
-from ...files.atomic import PARTIAL
+from ...files.atomic import PARTIAL, remove_file
 from ...files.lock import Busy
 from ...files.output_folder import create_folder, refuse_small_disk
 from ...files.records import to_json
@@ -315,7 +315,7 @@ def _convert(
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[PassthroughRecord]]:
     """Layers converted now, layers finished before, and the records of passthrough files; all are logged."""
     for name in (*(layer.file.name for layer in plan.layers), *(item.name for item in plan.passthrough)):
-        (out / f"{name}{PARTIAL}").unlink(missing_ok=True)
+        remove_file(out / f"{name}{PARTIAL}")
     with FolderReader(source.folder) as reader:
         source.check_open(reader)
         unfinished: list[LayerPlan] = []

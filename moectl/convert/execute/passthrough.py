@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...files.access import Access
-from ...files.atomic import copy_bytes, copy_file, link_or_copy, replacing, write_exactly
+from ...files.atomic import copy_bytes, copy_file, link_or_copy, remove_file, replacing, write_exactly
 from ...files.folder_handle import FolderHandle, file_findings, open_inside, sha256_inside
 from ...files.safe_reading import hash_range, range_sha256, read_exactly
 from ...files.safetensors_header import read_header
@@ -74,7 +74,7 @@ def write_passthrough(
         if linked or not file_findings(source.folder, item.source, logged.size, logged.sha256):
             meter.advance(size)
             return logged
-    path.unlink(missing_ok=True)
+    remove_file(path)
     if item.file is None:
         link_or_copy(reader.fd(item.source), item.source, path, source.access)
         record = _recorded(path, item)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...checkpoint.source.open_checkpoint import rank_folder
 from ...errors import CheckpointError, UsageError
+from ...files.atomic import disk_errors, remove_file, sync_folder
 from ...files.folder_handle import read_inside
 from ...files.output_folder import refuse_small_disk
 from ..manifest.manifest import Deployment, load_directory, load_rank_record
@@ -107,7 +108,9 @@ def finish_ranks(
         log.close(remove=log.new)
         raise
     try:
-        (out / READY).unlink(missing_ok=True)
+        remove_file(out / READY)
+        with disk_errors(out, 0):
+            sync_folder(out)
         meter = Meter(progress, sum(info.nbytes for item in passthrough for info in item.tensors))
         with FolderReader(source.folder) as reader:
             source.check_open(reader)

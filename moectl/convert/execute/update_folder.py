@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.source.catalogue import weights_missing
 from ...checkpoint.source.open_checkpoint import rank_folder, rank_number
 from ...errors import CheckpointError, UsageError
-from ...files.atomic import disk_errors, replace_file, sync_folder
+from ...files.atomic import disk_errors, remove_file, replace_file, sync_folder
 from ...files.folder_handle import read_inside, sha256_inside
-from ...files.lock import Busy, Lock
+from ...files.lock import Busy, Lock, is_at
 from ...files.records import to_json
 from ...files.safe_reading import range_sha256
 from ...files.strict_json import parse_document
@@ -35,7 +35,7 @@ from ..manifest.manifest_records import (
     RankRecord,
     SourceRecord,
 )
-from ..manifest.progress_log import Meter, Progress, is_at, log_entry, logged_conversion, open_log, silent
+from ..manifest.progress_log import Meter, Progress, log_entry, logged_conversion, open_log, silent
 from ..manifest.rank_directories import load_rank_manifests, rank_numbers
 from ..manifest.signed_document import LONGEST_MANIFEST, read_small, versioned_document
 from ..plan.conversion_plan import ConversionPlan, LayerPlan, PassthroughPlan, conversion_facts
@@ -319,7 +319,7 @@ def update_folder(update: FolderUpdate, *, progress: Progress = silent, device: 
         _begin(folder, fingerprint, first.kept if whole else (), old.rest, READY)
         files = {item.name for item in _passthrough([(folder, first.plan, None)])}
         for item in (*old.files, *old.documents, *(item for item in old.rest if item.file not in files)):
-            (folder / item.file).unlink(missing_ok=True)
+            remove_file(folder / item.file)
     if whole:
         convert(first.plan, folder, resume=True, progress=progress, device=device)
         return
@@ -381,7 +381,8 @@ def _only_writer(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         if created and is_at(path, fd):
-            path.unlink()
+            with suppress(OSError):
+                path.unlink()
         raise
     finally:
         lock.release()

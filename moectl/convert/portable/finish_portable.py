@@ -53,12 +53,12 @@ class PortableFinalizer:
                     f"{out} holds another conversion; it differs in {key}.",
                     hint="Resume with the same arguments, or convert into an empty directory.",
                 )
+        remove_parts(out)  # which a writer leaves that was stopped after its last file
         findings = verify_portable(out).findings
         if findings:
             raise CheckpointError(
                 f"{out} is damaged: {findings[0]}.", hint="Convert into an empty directory."
             )
-        remove_parts(out)
 
     def finish(
         self,

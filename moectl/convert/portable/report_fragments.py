@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...files.access import Access
-from ...files.atomic import write_file
+from ...files.atomic import remove_file, write_file
 from ...files.folder_handle import read_inside
 from ...files.records import Count, From0, Size, extensible, from_json
 from ...files.strict_json import json_bytes, parse_document
@@ -223,4 +223,4 @@ def read_report(folder: Path) -> dict[str, Any]:
 def remove_parts(folder: Path) -> None:
     """Removes the fragments once the report holds them."""
     for path in folder.glob(f"{PART}*.json"):
-        path.unlink()
+        remove_file(path)
