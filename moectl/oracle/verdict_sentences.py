@@ -96,6 +96,18 @@ def sentence(verdict: Verdict) -> str:
     return makers_spelling(template.format(question=question, wanted=wanted, offered=offered))
 
 
+def predicate(verdict: Verdict) -> str:
+    """The failing `verdict` as what follows a candidate's name in a sentence.
+
+    Example:
+        >>> predicate(Verdict("order", "policy", "in the automatic order", "only when asked for by name", False))
+        'is used only when asked for by name'
+    """
+    if verdict.question != "order":
+        return sentence(verdict)
+    return f"is {'used ' if verdict.offered.startswith('only ') else ''}{sentence(verdict)}"
+
+
 def _template(question: str, wanted: str, offered: str) -> str:
     if (question, wanted) in _SPECIAL:
         return _SPECIAL[question, wanted]

@@ -407,7 +407,7 @@ def test_plug_ins_compute_unquantized_and_fp8_layers_and_nothing_is_said_of_othe
 def test_cutlass_by_name_says_that_the_method_never_takes_it() -> None:
     decision = ask(FP8, "h100", only="cutlass")
     assert decision.error_kind == "ValueError"
-    assert "never by this method" in decision.error
+    assert "never used by this method" in decision.error
     assert ask(COMPRESSED, "h100", only="cutlass").require().engine_name == "VLLM_CUTLASS"
 
 

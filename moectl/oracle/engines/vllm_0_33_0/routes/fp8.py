@@ -291,7 +291,7 @@ _FP8 = replace(
     key=exact_key,
     declares=_fp8_act,
     exclusions=(
-        Exclusion(_CUTLASS_PAIR, "never by this method", by_name=True),
+        Exclusion(_CUTLASS_PAIR, "never used by this method", by_name=True),
         *_SHARED_EXCLUSIONS,
     ),
     fit_shard=_fit_blocks,

@@ -85,5 +85,5 @@ def without_deep_gemm(*backends: Backend) -> tuple[Exclusion, ...]:
             lambda ask: _stated(ask, _DEEP_GEMM_SWITCHES) and not _deep_gemm_on(ask),
             _DEEP_GEMM_SWITCHES,
         ),
-        Exclusion(backends, "not for this model on Blackwell", _hurt),
+        Exclusion(backends, "not used for this model on Blackwell", _hurt),
     )
