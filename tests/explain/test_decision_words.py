@@ -31,7 +31,7 @@ def test_no_sentence_about_a_recorded_decision_has_a_hole(version: str) -> None:
             said.append(failure(decision))
         for text in said:
             assert not HOLES.search(text), text
-            asked, _, lacks = text.partition(" was requested by name, but it ")
+            _, _, lacks = text.partition(" was requested by name, but it ")
             assert not lacks or lacks.startswith(VERBS), text
             refused += bool(lacks)
     assert refused > 5

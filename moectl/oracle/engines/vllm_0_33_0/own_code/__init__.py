@@ -97,6 +97,7 @@ def _model(group: LayerGroup, problem: MoEProblem) -> dict[str, Any]:
         "e_bias": problem.routing.correction_bias,
         "routed_scaling_factor": problem.routing.scale,
         "apply_router_weight_on_input": problem.routing.weight_on_input,
+        "router_dtype": problem.router_dtype,
     }
     if problem.routing.groups is not None:
         groups = {"num_expert_group": problem.routing.groups, "topk_group": problem.routing.topk_groups}
