@@ -16,7 +16,6 @@ INVARIANCE = "batch invariance"
 SENTENCES: Mapping[str, str] = {
     "device": "needs {offered}; this device is {wanted}",
     "activation function": "supports only {offered}; model uses {wanted}",
-    "activation clamp": "does not clamp activations; model clamps at {wanted}",
     "gating": "supports only {offered} experts; these are {wanted}",
     "checkpoint storage": "supports only {offered} checkpoints; this one is {wanted}",
     "activation order": "does not support activation order {wanted}",

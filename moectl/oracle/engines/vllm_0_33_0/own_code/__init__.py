@@ -49,6 +49,11 @@ def question(checkpoint: Checkpoint, asked: list[tuple[LayerGroup, SelectionInpu
                 "vLLM's own code is asked about the checkpoint as its config describes it",
                 hint="leave out --assume act= and lora=",
             )
+        if config is not None and group.declared is not None:
+            raise Unavailable(
+                f"vLLM goes by the config of {checkpoint.origin.name}, which declares {group.declared}; the "
+                f"tensors, by which moectl goes, have {group.problem.scheme}"
+            )
         if config is None and inputs.problem.storage != "plain":
             raise Unavailable(
                 f"vLLM needs the quantization config of {checkpoint.origin.name}, and none is known here",

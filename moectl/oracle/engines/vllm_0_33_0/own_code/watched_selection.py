@@ -178,8 +178,8 @@ CODES = (
     (r"activation ordering", "act_order"),
     (r"parallel config", "parallel"),
     (r"routing method", "routing_method"),
-    (r"dimensions|number of experts|hidden dim", "shape"),
-    (r"MoEActivation|no act_and_mul| activation$", "activation"),
+    (r"dimensions|number of experts|padded experts|hidden dim", "shape"),
+    (r"MoEActivation|no act_and_mul| activation$|supports only SiLU", "activation"),
 )
 """Words of a refusal, with the code that it is recorded under; the first that matches."""
 

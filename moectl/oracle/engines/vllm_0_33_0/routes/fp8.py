@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from .....problem.moe_problem import Dims, MoEProblem
 from .....problem.schemes import (
+    A16,
     FP8_ACT_GROUP_128,
     FP8_ACT_TENSOR_STATIC,
     FP8_ACT_TOKEN,
@@ -62,6 +63,11 @@ def _fp8_act(problem: MoEProblem, invariant: bool) -> ActFormat:
 
 def _modelopt_act(problem: MoEProblem, invariant: bool) -> ActFormat:
     return FP8_ACT_TENSOR_STATIC
+
+
+def _per_tensor(weight: WeightFormat) -> str:
+    """Scales per channel are requested as one per tensor, too."""
+    return exact_key(replace(weight, block=(FULL, FULL)))
 
 
 def _compressed_act(problem: MoEProblem, invariant: bool) -> ActFormat:
@@ -266,6 +272,11 @@ def _quantizes(act: ActFormat) -> bool:
 _COMPRESSED_REFUSES = (
     Condition(
         "activations",
+        lambda ask: ask.problem.scheme.act == A16 and exact_key(ask.problem.scheme.weight) == "fp8 per channel",
+        lambda ask: "compressed-tensors' weights per channel with 16-bit activations must be packed integers",
+    ),
+    Condition(
+        "activations",
         lambda ask: not _quantizes(ask.problem.scheme.act),
         lambda ask: f"the engine has no method for {ask.problem.scheme} of compressed-tensors",
         kind="RuntimeError",
@@ -303,6 +314,7 @@ _MODELOPT_FP8 = replace(
     name="FP8 of ModelOpt",
     method="ModelOptFp8MoEMethod",
     storages=only("modelopt"),
+    key=_per_tensor,
     declares=_modelopt_act,
     fit_shard=None,
     minimum=80,
