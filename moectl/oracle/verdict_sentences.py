@@ -99,8 +99,8 @@ def predicate(verdict: Verdict) -> str:
     """The failing `verdict` as what follows a candidate's name in a sentence.
 
     Example:
-        >>> predicate(Verdict("order", "policy", "in the automatic order", "only when asked for by name", False))
-        'is used only when asked for by name'
+        >>> predicate(Verdict("order", "policy", "in the automatic order", "only by name", False))
+        'is used only by name'
     """
     if verdict.question != "order":
         return sentence(verdict)

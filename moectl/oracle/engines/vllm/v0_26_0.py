@@ -96,7 +96,6 @@ _CLASSES = (
     ClassChange(
         ("BatchedTritonExperts",),
         {
-            "activations": _NO_SITU,
             "arch": (CUDA, ROCM),
             "formats": tuple(
                 replace(row, where=(sm(89), gfx("gfx90a", "gfx942", "gfx950"))) if row.where else row
@@ -319,7 +318,6 @@ DIFFERENCE = Difference(
         {
             "MXFP4 experts of Kimi-K3",
             "MXFP4 experts of Kimi-K3 with AITER",
-            "MXFP4 of compressed-tensors with FP8 activations",
         }
     ),
     split={_ORDERED: _beside_marlin, "unquantized experts with adapters": _on_cpu},

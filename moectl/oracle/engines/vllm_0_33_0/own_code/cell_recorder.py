@@ -219,7 +219,10 @@ class Recorder:
     def _layer(self, cell: dict[str, Any], quant_config: Any, vllm_config: Any) -> None:
         model = self.grid["MODELS"][cell["model"]]
         routing = dict(model["routing"])
-        if model["activation"].endswith("_no_mul") and "ckpt_names" in inspect.signature(self.factory).parameters:
+        if (
+            model["activation"].endswith("_no_mul")
+            and "ckpt_names" in inspect.signature(self.factory).parameters
+        ):
             routing["ckpt_names"] = ("up_proj", "down_proj", None)
         if "custom_routing_function" in routing:
             routing["custom_routing_function"] = _function(routing["custom_routing_function"])

@@ -77,7 +77,7 @@ def _compressed_act(problem: MoEProblem, invariant: bool) -> ActFormat:
     return FP8_ACT_GROUP_128 if _blocks(problem.scheme.weight) or dynamic_tensor else declared
 
 
-def _compressed_key(weight: WeightFormat) -> str:
+def blocks_alike(weight: WeightFormat) -> str:
     """Blocks of any size are requested as 128x128."""
     return _BLOCK if _blocks(weight) else exact_key(weight)
 
@@ -176,7 +176,7 @@ _COMPRESSED_FP8 = Route(
     weights=frozenset({"fp8"}),
     act=DECLARED_ACT,
     declares=_compressed_act,
-    key=_compressed_key,
+    key=blocks_alike,
     orders=(
         Order(
             (
@@ -272,7 +272,9 @@ def _quantizes(act: ActFormat) -> bool:
 _COMPRESSED_REFUSES = (
     Condition(
         "activations",
-        lambda ask: ask.problem.scheme.act == A16 and exact_key(ask.problem.scheme.weight) == "fp8 per channel",
+        lambda ask: (
+            ask.problem.scheme.act == A16 and exact_key(ask.problem.scheme.weight) == "fp8 per channel"
+        ),
         lambda ask: "compressed-tensors' weights per channel with 16-bit activations must be packed integers",
     ),
     Condition(
