@@ -109,7 +109,7 @@ def _model(group: LayerGroup, problem: MoEProblem) -> dict[str, Any]:
         routed |= {"use_grouped_topk": True, **groups}
     if (method := routing(problem)) in CUSTOM_ROUTING:
         routed |= {"custom_routing_function": CUSTOM_ROUTING[method], "scoring_func": "softmax"}
-    if problem.activation.name == "silu" and problem.activation.limit is not None:
+    if activation(problem) != "swigluoai" and problem.activation.limit is not None:
         routed["swiglu_limit"] = problem.activation.limit
     return {
         "model_type": problem.model_type,
