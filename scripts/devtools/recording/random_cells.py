@@ -224,7 +224,7 @@ def _floats() -> list[Table]:
         {"quant_method": "mxfp4"},
         {"quant_method": "mxfp4"},
     ]
-    modelopt = {"quant_method": "modelopt", "ignore": [], "kv_cache_quant_algo": None}
+    modelopt: Table = {"quant_method": "modelopt", "ignore": [], "kv_cache_quant_algo": None}
     for name in ("FP8", "NVFP4", "NVFP4", "MXFP8", "FP8_PER_CHANNEL_PER_TOKEN", "W4A16_NVFP4"):
         more = {"group_size": 16} if "NVFP4" in name else {}
         found.append({**modelopt, "quant_algo": name, **more, "producer": {"name": "modelopt"}})
