@@ -255,7 +255,7 @@ def _compared(
                 hint="leave --ask-engine out for the answer by moectl's rules",
             )
         try:
-            asked = AskedGroup(group.layers, row, group.decision, _differences(row, group.decision))
+            asked = AskedGroup(group.layers, row, group.decision, differences(row, group.decision))
             asked.to_json()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             problem = f"{type(error).__name__}: {_line(error)}"
@@ -265,7 +265,7 @@ def _compared(
     return EngineAnswer(title, python, bool(reply.get("own_device")), bare, tuple(groups))
 
 
-def _differences(row: Mapping[str, Any], decision: Decision) -> tuple[FieldDifference, ...]:
+def differences(row: Mapping[str, Any], decision: Decision) -> tuple[FieldDifference, ...]:
     """Where the engine's decision is not ours."""
     pair, found = DecisionPair(row, decision), []
     early = any(gate.kind == DEPLOYMENT for gate in decision.gates)

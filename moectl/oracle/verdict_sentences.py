@@ -16,7 +16,6 @@ INVARIANCE = "batch invariance"
 SENTENCES: Mapping[str, str] = {
     "device": "needs {offered}; this device is {wanted}",
     "activation function": "supports only {offered}; model uses {wanted}",
-    "activation clamp": "does not clamp activations; model clamps at {wanted}",
     "gating": "supports only {offered} experts; these are {wanted}",
     "checkpoint storage": "supports only {offered} checkpoints; this one is {wanted}",
     "activation order": "does not support activation order {wanted}",
@@ -94,6 +93,18 @@ def sentence(verdict: Verdict) -> str:
     wanted, offered = (_WORDS.get(text, text) for text in (verdict.wanted, verdict.offered))
     template = _template(question, wanted, offered)
     return makers_spelling(template.format(question=question, wanted=wanted, offered=offered))
+
+
+def predicate(verdict: Verdict) -> str:
+    """The failing `verdict` as what follows a candidate's name in a sentence.
+
+    Example:
+        >>> predicate(Verdict("order", "policy", "in the automatic order", "only by name", False))
+        'is used only by name'
+    """
+    if verdict.question != "order":
+        return sentence(verdict)
+    return f"is {'used ' if verdict.offered.startswith('only ') else ''}{sentence(verdict)}"
 
 
 def _template(question: str, wanted: str, offered: str) -> str:

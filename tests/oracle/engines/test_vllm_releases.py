@@ -30,6 +30,16 @@ def test_every_recorded_decision_of_a_release_agrees(version: str) -> None:
     assert all(tally.asked for tally in report.fields.values())
 
 
+@pytest.mark.parametrize("version", ["0.33.0", "0.28.0"])
+def test_random_decisions_agree(version: str) -> None:
+    """Sizes, formats, layouts, requests and variables that no published model suggests."""
+    records = list(read_decisions(DATA / f"random-{version}.jsonl.gz"))
+    grid = read_grid(DATA / f"random-grid-{version}.json")
+    report = compare(records, grid, policy_named(f"vllm=={version}"))
+    assert not report.disagreements, "\n".join(map(str, report.disagreements[:20]))
+    assert report.total.outside == 0 and report.total.asked >= 400
+
+
 @pytest.mark.parametrize("version", UNQUANTIZED)
 def test_every_recorded_decision_about_unquantized_experts_agrees(version: str) -> None:
     records = list(read_decisions(UNQUANTIZED[version]))
