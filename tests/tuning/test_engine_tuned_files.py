@@ -14,7 +14,7 @@ import torch
 from moectl.checkpoint import open_checkpoint
 from moectl.environment import find_device
 from moectl.errors import NoBackend, Unavailable, UsageError
-from moectl.kernels.triton.launches import Launch
+from moectl.kernels.choice.launch import Launch
 from moectl.oracle.engines.vllm_0_33_0.tuned_files import CHOICES, KERNELS, file_remark, parse_name
 from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.registry import engine_named

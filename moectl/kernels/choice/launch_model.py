@@ -1,0 +1,281 @@
+"""A model of the time of a launch: which launch a layer takes that was not measured.
+
+A GEMM takes the longest of three times, smoothly: that of reading its active experts' weights, that of the
+instructions and matrix products of its programs, and that of waiting for memory where few programs run.
+Its work (`work_of`) follows from sizes, routing and the launch's shape; coefficients, ``launch_model.json``,
+are fitted to measured launches (``scripts/fit_launch_model``, docs/launches.md).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any
+
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import WeightFormat
+from .expert_load import ExpertLoad
+from .launch import token_tiles
+from .launch_shape import GemmShape, LaunchShape
+
+FILE = "launch_model.json"
+
+CLOCK = 1.75e9
+"""Clocks per second that coefficients in clocks refer to."""
+
+Number = Any
+"""A number, or a tensor of numbers: the fit has those of all rows at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRates:
+    """What the time depends on: number of multiprocessors, and published bandwidth in bytes per second."""
+
+    sms: int
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class GemmWork:
+    """One GEMM's part of the work.
+
+    Attributes:
+        bytes: weights and scales of the active experts.
+        programs: (token tile, row tile) pairs, times the split.
+        tiles: 64x64 tiles of weights in one.
+        steps: of its loop.
+        width: average tokens of a token tile.
+        resident: programs per multiprocessor by shared memory.
+        copied: 64-column pieces of tokens that a program copies first.
+        idle: programs that find no work, as grids are for the most tiles that a routing can need.
+    """
+
+    bytes: Number
+    programs: Number
+    tiles: Number
+    steps: Number
+    width: Number
+    resident: Number
+    copied: Number
+    idle: Number
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchWork:
+    """A layer's work under a launch, for a number of tokens.
+
+    Attributes:
+        gemms: the first and the second GEMM.
+        rows: bytes of rows between and after the GEMMs.
+        persistent: `LaunchShape.persistent`.
+    """
+
+    gemms: tuple[GemmWork, GemmWork]
+    rows: Number
+    persistent: Number
+
+
+@dataclass(frozen=True, slots=True)
+class GemmCoefficients:
+    """Coefficients of a GEMM.
+
+    Attributes:
+        bandwidth: share of the memory's bandwidth, at most 1.
+        tile: clocks of a 64x64 tile of weights.
+        token: more of them for each token of the token tile.
+        program, latency, start: clocks of a program, of a step, and of the first one.
+    """
+
+    bandwidth: Number
+    tile: Number
+    token: Number
+    program: Number
+    latency: Number
+    start: Number
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCoefficients:
+    """Coefficients of a launch.
+
+    Attributes:
+        gemms: those of the first and of the second GEMM.
+        fixed: seconds of all small kernels.
+        resident: programs per multiprocessor by registers.
+        combine: bytes per second of the final sum.
+        sharpness: how sharply the longest time wins.
+        rounding: how much of a last round of programs is waited for.
+        copying: clocks to copy 64 columns of one token.
+        idle: clocks of a multiprocessor for a program without work.
+    """
+
+    gemms: tuple[GemmCoefficients, GemmCoefficients]
+    fixed: Number
+    resident: Number
+    combine: Number
+    sharpness: Number
+    rounding: Number
+    copying: Number
+    idle: Number
+
+
+LAUNCH = tuple(name for name in LaunchCoefficients.__slots__ if name != "gemms")
+GEMM = GemmCoefficients.__slots__
+BY_FORMAT = ("bandwidth", "tile", "token")
+"""Coefficients that have a factor for each weight format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What `seconds` computes with besides operators: functions of numbers, or of tensors."""
+
+    least: Callable[[Number, Number], Number]
+    most: Callable[[Number, Number], Number]
+    exp: Callable[[Number], Number]
+    ceil: Callable[[Number], Number]
+    where: Callable[[Number, Number, Number], Number]
+
+
+NUMBERS = Arithmetic(min, max, math.exp, math.ceil, lambda condition, yes, no: yes if condition else no)
+
+
+def load_of(problem: MoEProblem, tokens: int) -> ExpertLoad:
+    """The load of a rank's experts for `tokens` tokens."""
+    return ExpertLoad(problem.experts, problem.local_experts, problem.top_k, tokens)
+
+
+def work_of(problem: MoEProblem, tokens: int, shape: LaunchShape, load: ExpertLoad) -> LaunchWork:
+    """The work of `problem` for `tokens` tokens, whose `load` is that of `load_of`, under a launch."""
+    dims, assignments = problem.dims, tokens * problem.top_k
+    tiles, width = load.tiles(shape.widths, shape.even)
+    idle = 0.0
+    if not shape.persistent:  # others stay and take tiles as there are
+        local = problem.local_experts
+        most = token_tiles(assignments, local, shape.widths[-1]) if shape.widths else assignments
+        idle = max(0.0, most - tiles)
+    first = _matrix(problem, True), shape.gemms[0]
+    second = _matrix(problem, False), shape.gemms[1]
+    gemms = [
+        _gemm_work(n, k, nbytes * load.active, gemm, tiles, width, idle)
+        for (n, k, nbytes), gemm in (first, second)
+    ]
+    rows = assignments * problem.local_experts / problem.experts * 4 * (dims.hidden + dims.intermediate)
+    return LaunchWork((gemms[0], gemms[1]), rows, shape.persistent)
+
+
+@lru_cache(maxsize=64)
+def _matrix(problem: MoEProblem, first: bool) -> tuple[int, int, int]:
+    """Rows, columns and bytes of one expert's matrix."""
+    dims = problem.dims
+    gated = 2 if problem.activation.gated else 1
+    n, k = (gated * dims.intermediate, dims.hidden) if first else (dims.hidden, dims.intermediate)
+    return n, k, int(problem.scheme.weight.nbytes(n, k))
+
+
+def _gemm_work(
+    n: int, k: int, nbytes: float, shape: GemmShape, tiles: float, width: float, idle: float
+) -> GemmWork:
+    columns, programs = -(-k // 64), -(-n // shape.rows) * shape.split
+    return GemmWork(
+        nbytes,
+        tiles * programs,
+        shape.rows / 64 * columns / shape.split,
+        math.ceil(columns / shape.split / shape.step),
+        width,
+        shape.resident,
+        shape.copied * columns / shape.split,
+        idle * programs,
+    )
+
+
+def seconds(
+    work: LaunchWork, sms: Number, bandwidth: Number, of: LaunchCoefficients, by: Arithmetic = NUMBERS
+) -> Number:
+    """Seconds of the layer under a launch, on a GPU of `sms` multiprocessors and `bandwidth`."""
+    total = of.fixed + work.rows / of.combine
+    sharpness, rounding = 1.5 + of.sharpness, of.rounding / (1 + of.rounding)
+    stays = work.persistent > 0
+    for gemm, its in zip(work.gemms, of.gemms, strict=True):
+        memory = gemm.bytes / (bandwidth * by.least(its.bandwidth, 1.0))
+        resident = by.where(stays, work.persistent, by.least(gemm.resident, of.resident))
+        rounds = by.most(gemm.programs / (sms * resident), 1e-6)
+        whole = by.where(stays, by.ceil(rounds - 0.02), rounds + 0.5 * by.exp(-rounds))
+        waited = rounding * by.most(whole, 1.0) + (1 - rounding) * by.most(rounds, 1.0)
+        copying = of.copying * gemm.copied
+        program = gemm.tiles * (its.tile + its.token * gemm.width) + its.program + copying
+        at_once = by.where(stays, work.persistent * waited, by.most(gemm.programs / sms, 1.0))
+        issued = at_once * program / CLOCK
+        latency = waited * (gemm.steps * its.latency + its.start + 2 * copying) / CLOCK
+        total = total + of.idle * gemm.idle / (sms * CLOCK)
+        total = total + (memory**sharpness + issued**sharpness + latency**sharpness) ** (1 / sharpness)
+    return total
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Natural logarithms of coefficients: of families, and what is added for a shape's name and a format.
+
+    Attributes:
+        families: family -> coefficient -> value.
+        shapes: name of a `GemmShape` or `LaunchShape` -> coefficient -> value to add.
+        formats: family -> weight format -> coefficient -> value to add.
+        errors: name of a GPU that was measured -> median relative error of the predicted times of its
+            fast launches, of layers that were left out of the fit.
+    """
+
+    families: Mapping[str, Mapping[str, float]]
+    shapes: Mapping[str, Mapping[str, float]]
+    formats: Mapping[str, Mapping[str, Mapping[str, float]]]
+    errors: Mapping[str, float]
+
+    def format_for(self, family: str, weight: WeightFormat) -> str:
+        """The fitted format that stands for a layer's: itself, or another group of its codes; else empty."""
+        fitted = self.formats.get(family, {})
+        if str(weight) in fitted:
+            return str(weight)
+        alike = [name for name in fitted if name.startswith(f"{weight.name} group ")]
+        group = weight.group if weight.group > 0 else 128
+        return min(alike, key=lambda name: abs(math.log2(int(name.split()[2]) / group)), default="")
+
+    def of(self, family: str, shape: LaunchShape, weight: str) -> LaunchCoefficients:
+        """The coefficients of a launch, for a fitted weight format."""
+        own, by_format = self.families[family], self.formats[family][weight]
+
+        def values(names: tuple[str, ...], part: str) -> list[float]:
+            added = self.shapes.get(part, {})
+            return [
+                math.exp(own[name] + added.get(name, 0.0) + (by_format[name] if name in BY_FORMAT else 0.0))
+                for name in names
+            ]
+
+        first, second = (GemmCoefficients(*values(GEMM, gemm.name)) for gemm in shape.gemms)
+        return LaunchCoefficients((first, second), *values(LAUNCH, shape.name))
+
+
+@cache
+def coefficients() -> Coefficients:
+    """The coefficients that ship with the package."""
+    return Coefficients(**json.loads((files(__package__) / FILE).read_text("utf-8")))
+
+
+@lru_cache(maxsize=1 << 10)
+def fitted(family: str, shape: LaunchShape, weight: WeightFormat) -> LaunchCoefficients | None:
+    """The shipped coefficients of a launch; None if its family was not fitted in a format like `weight`."""
+    known = coefficients()
+    format = known.format_for(family, weight)
+    return known.of(family, shape, format) if format else None
+
+
+def predicted_us(
+    problem: MoEProblem, tokens: int, family: str, shape: LaunchShape, gpu: GpuRates
+) -> float | None:
+    """Microseconds of `problem`'s layer under a launch; None if its family or the format was not fitted."""
+    of = fitted(family, shape, problem.scheme.weight)
+    if of is None:
+        return None
+    work = work_of(problem, tokens, shape, load_of(problem, tokens))
+    return 1e6 * float(seconds(work, gpu.sms, gpu.bandwidth, of))
