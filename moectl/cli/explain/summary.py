@@ -140,7 +140,7 @@ def _predicted(groups: Sequence[GroupExplanation]) -> str:
 
 
 def predicted_words(decision: Decision) -> str:
-    """``28 us at 1 token, 172 us at 64, 428 us at 1024, one layer (...)``; empty if moectl is no candidate."""
+    """``28 us at 1 token, 172 us at 64 a layer (...)``; empty if moectl is no candidate."""
     found = predicted_of(decision)
     if found is None:
         return ""

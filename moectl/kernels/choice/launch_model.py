@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import WeightFormat
@@ -31,16 +31,14 @@ Number = Any
 """A number, or a tensor of numbers: the fit has those of all rows at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuRates:
+class GpuRates(NamedTuple):
     """What the time depends on: number of multiprocessors, and published bandwidth in bytes per second."""
 
     sms: int
     bandwidth: float
 
 
-@dataclass(frozen=True, slots=True)
-class GemmWork:
+class GemmWork(NamedTuple):
     """One GEMM's part of the work.
 
     Attributes:
@@ -64,8 +62,7 @@ class GemmWork:
     idle: Number
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchWork:
+class LaunchWork(NamedTuple):
     """A layer's work under a launch, for a number of tokens.
 
     Attributes:
@@ -79,8 +76,7 @@ class LaunchWork:
     persistent: Number
 
 
-@dataclass(frozen=True, slots=True)
-class GemmCoefficients:
+class GemmCoefficients(NamedTuple):
     """Coefficients of a GEMM.
 
     Attributes:
@@ -98,8 +94,7 @@ class GemmCoefficients:
     start: Number
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchCoefficients:
+class LaunchCoefficients(NamedTuple):
     """Coefficients of a launch.
 
     Attributes:
@@ -123,14 +118,12 @@ class LaunchCoefficients:
     idle: Number
 
 
-LAUNCH = tuple(name for name in LaunchCoefficients.__slots__ if name != "gemms")
-GEMM = GemmCoefficients.__slots__
+LAUNCH, GEMM = LaunchCoefficients._fields[1:], GemmCoefficients._fields
 BY_FORMAT = ("bandwidth", "tile", "token")
 """Coefficients that have a factor for each weight format."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
+class Arithmetic(NamedTuple):
     """What `seconds` computes with besides operators: functions of numbers, or of tensors."""
 
     least: Callable[[Number, Number], Number]

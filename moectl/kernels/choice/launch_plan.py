@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from operator import indexOf
+from typing import NamedTuple
 
 from ...problem.moe_problem import MoEProblem
 from .launch import Launch
@@ -48,8 +48,7 @@ UNFITTED = 10.0
 """Loss, a logarithm, of a launch where it was not fitted: beyond that of any that was."""
 
 
-@dataclass(frozen=True)
-class CandidateLaunch:
+class CandidateLaunch(NamedTuple):
     """A launch that a layer may take.
 
     Attributes:
@@ -68,8 +67,7 @@ class CandidateLaunch:
         return 1 if getattr(self.launch.tile, "fused", 0) else 2
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Launches by number of tokens.
 
     Attributes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...capabilities.own_kernels import GATED, UNGATED
 from ...problem.moe_problem import MoEProblem
@@ -21,8 +22,7 @@ UNIT = 16
 """Tokens in a unit: token tiles have widths of whole units."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillShape:
+class PrefillShape(NamedTuple):
     """Warps and register counts of a program.
 
     Attributes:

@@ -21,7 +21,6 @@ from moectl.kernels.choice.launch_table import (
     nearest,
 )
 from moectl.kernels.choice.prefill_launches import PROMISING
-from moectl.kernels.triton import triton_runner
 from moectl.kernels.triton.expert_batches import one_each
 from moectl.kernels.triton.hopper.mid import MID_FAMILY
 from moectl.kernels.triton.launches import launch_for
