@@ -27,7 +27,7 @@ FILE = "launch_model.json"
 CLOCK = 1.75e9
 """Clocks per second that coefficients in clocks refer to."""
 
-Number = Any
+Quantity = Any
 """A number, or a tensor of numbers: the fit has those of all rows at once."""
 
 
@@ -43,6 +43,7 @@ class GemmWork(NamedTuple):
 
     Attributes:
         bytes: weights and scales of the active experts.
+        again: those that further token tiles of an expert read again.
         programs: (token tile, row tile) pairs, times the split.
         tiles: 64x64 tiles of weights in one.
         steps: of its loop.
@@ -52,14 +53,15 @@ class GemmWork(NamedTuple):
         idle: programs that find no work, as grids are for the most tiles that a routing can need.
     """
 
-    bytes: Number
-    programs: Number
-    tiles: Number
-    steps: Number
-    width: Number
-    resident: Number
-    copied: Number
-    idle: Number
+    bytes: Quantity
+    again: Quantity
+    programs: Quantity
+    tiles: Quantity
+    steps: Quantity
+    width: Quantity
+    resident: Quantity
+    copied: Quantity
+    idle: Quantity
 
 
 class LaunchWork(NamedTuple):
@@ -72,8 +74,8 @@ class LaunchWork(NamedTuple):
     """
 
     gemms: tuple[GemmWork, GemmWork]
-    rows: Number
-    persistent: Number
+    rows: Quantity
+    persistent: Quantity
 
 
 class GemmCoefficients(NamedTuple):
@@ -86,12 +88,12 @@ class GemmCoefficients(NamedTuple):
         program, latency, start: clocks of a program, of a step, and of the first one.
     """
 
-    bandwidth: Number
-    tile: Number
-    token: Number
-    program: Number
-    latency: Number
-    start: Number
+    bandwidth: Quantity
+    tile: Quantity
+    token: Quantity
+    program: Quantity
+    latency: Quantity
+    start: Quantity
 
 
 class LaunchCoefficients(NamedTuple):
@@ -105,17 +107,19 @@ class LaunchCoefficients(NamedTuple):
         sharpness: how sharply the longest time wins.
         rounding: how much of a last round of programs is waited for.
         copying: clocks to copy 64 columns of one token.
+        again: cost of a byte that is read again, mostly from L2, in bytes of memory.
         idle: clocks of a multiprocessor for a program without work.
     """
 
     gemms: tuple[GemmCoefficients, GemmCoefficients]
-    fixed: Number
-    resident: Number
-    combine: Number
-    sharpness: Number
-    rounding: Number
-    copying: Number
-    idle: Number
+    fixed: Quantity
+    resident: Quantity
+    combine: Quantity
+    sharpness: Quantity
+    rounding: Quantity
+    copying: Quantity
+    again: Quantity
+    idle: Quantity
 
 
 LAUNCH, GEMM = LaunchCoefficients._fields[1:], GemmCoefficients._fields
@@ -126,55 +130,68 @@ BY_FORMAT = ("bandwidth", "tile", "token")
 class Arithmetic(NamedTuple):
     """What `seconds` computes with besides operators: functions of numbers, or of tensors."""
 
-    least: Callable[[Number, Number], Number]
-    most: Callable[[Number, Number], Number]
-    exp: Callable[[Number], Number]
-    ceil: Callable[[Number], Number]
-    where: Callable[[Number, Number, Number], Number]
+    least: Callable[[Quantity, Quantity], Quantity]
+    most: Callable[[Quantity, Quantity], Quantity]
+    exp: Callable[[Quantity], Quantity]
+    ceil: Callable[[Quantity], Quantity]
+    where: Callable[[Quantity, Quantity, Quantity], Quantity]
 
 
 NUMBERS = Arithmetic(min, max, math.exp, math.ceil, lambda condition, yes, no: yes if condition else no)
 
 
-def load_of(problem: MoEProblem, tokens: int) -> ExpertLoad:
-    """The load of a rank's experts for `tokens` tokens."""
-    return ExpertLoad(problem.experts, problem.local_experts, problem.top_k, tokens)
+class LayerLoad(NamedTuple):
+    """A layer's work for a number of tokens, as far as it does not depend on the launch.
+
+    Attributes:
+        problem: the layer, a rank's share.
+        tokens: the number of tokens.
+        experts: the load of the rank's experts.
+        matrices: rows, columns and bytes of one expert's first and second matrix.
+    """
+
+    problem: MoEProblem
+    tokens: int
+    experts: ExpertLoad
+    matrices: tuple[tuple[int, int, int], tuple[int, int, int]]
 
 
-def work_of(problem: MoEProblem, tokens: int, shape: LaunchShape, load: ExpertLoad) -> LaunchWork:
-    """The work of `problem` for `tokens` tokens, whose `load` is that of `load_of`, under a launch."""
-    dims, assignments = problem.dims, tokens * problem.top_k
-    tiles, width = load.tiles(shape.widths, shape.even)
-    idle = 0.0
+def load_of(problem: MoEProblem, tokens: int) -> LayerLoad:
+    """The work of `problem` for `tokens` tokens under any launch."""
+    dims, nbytes = problem.dims, problem.scheme.weight.nbytes
+    rows = (2 if problem.activation.gated else 1) * dims.intermediate
+    first = rows, dims.hidden, int(nbytes(rows, dims.hidden))
+    second = dims.hidden, dims.intermediate, int(nbytes(dims.hidden, dims.intermediate))
+    experts = ExpertLoad(problem.experts, problem.local_experts, problem.top_k, tokens)
+    return LayerLoad(problem, tokens, experts, (first, second))
+
+
+def work_of(load: LayerLoad, shape: LaunchShape) -> LaunchWork:
+    """The work of a layer under a launch."""
+    problem, assignments = load.problem, load.tokens * load.problem.top_k
+    tiles, width = load.experts.tiles(shape.widths, shape.even)
+    active, idle = load.experts.active, 0.0
     if not shape.persistent:  # others stay and take tiles as there are
         local = problem.local_experts
         most = token_tiles(assignments, local, shape.widths[-1]) if shape.widths else assignments
         idle = max(0.0, most - tiles)
-    first = _matrix(problem, True), shape.gemms[0]
-    second = _matrix(problem, False), shape.gemms[1]
-    gemms = [
-        _gemm_work(n, k, nbytes * load.active, gemm, tiles, width, idle)
-        for (n, k, nbytes), gemm in (first, second)
-    ]
-    rows = assignments * problem.local_experts / problem.experts * 4 * (dims.hidden + dims.intermediate)
-    return LaunchWork((gemms[0], gemms[1]), rows, shape.persistent)
-
-
-@lru_cache(maxsize=64)
-def _matrix(problem: MoEProblem, first: bool) -> tuple[int, int, int]:
-    """Rows, columns and bytes of one expert's matrix."""
-    dims = problem.dims
-    gated = 2 if problem.activation.gated else 1
-    n, k = (gated * dims.intermediate, dims.hidden) if first else (dims.hidden, dims.intermediate)
-    return n, k, int(problem.scheme.weight.nbytes(n, k))
+    again = max(0.0, tiles - active)
+    first, second = (
+        _gemm_work(n, k, nbytes * active, nbytes * again, gemm, tiles, width, idle)
+        for (n, k, nbytes), gemm in zip(load.matrices, shape.gemms, strict=True)
+    )
+    sizes = problem.dims.hidden + problem.dims.intermediate
+    rows = assignments * problem.local_experts / problem.experts * 4 * sizes
+    return LaunchWork((first, second), rows, shape.persistent)
 
 
 def _gemm_work(
-    n: int, k: int, nbytes: float, shape: GemmShape, tiles: float, width: float, idle: float
+    n: int, k: int, nbytes: float, again: float, shape: GemmShape, tiles: float, width: float, idle: float
 ) -> GemmWork:
     columns, programs = -(-k // 64), -(-n // shape.rows) * shape.split
     return GemmWork(
         nbytes,
+        again,
         tiles * programs,
         shape.rows / 64 * columns / shape.split,
         math.ceil(columns / shape.split / shape.step),
@@ -186,14 +203,14 @@ def _gemm_work(
 
 
 def seconds(
-    work: LaunchWork, sms: Number, bandwidth: Number, of: LaunchCoefficients, by: Arithmetic = NUMBERS
-) -> Number:
+    work: LaunchWork, sms: Quantity, bandwidth: Quantity, of: LaunchCoefficients, by: Arithmetic = NUMBERS
+) -> Quantity:
     """Seconds of the layer under a launch, on a GPU of `sms` multiprocessors and `bandwidth`."""
     total = of.fixed + work.rows / of.combine
     sharpness, rounding = 1.5 + of.sharpness, of.rounding / (1 + of.rounding)
     stays = work.persistent > 0
     for gemm, its in zip(work.gemms, of.gemms, strict=True):
-        memory = gemm.bytes / (bandwidth * by.least(its.bandwidth, 1.0))
+        memory = (gemm.bytes + of.again * gemm.again) / (bandwidth * by.least(its.bandwidth, 1.0))
         resident = by.where(stays, work.persistent, by.least(gemm.resident, of.resident))
         rounds = by.most(gemm.programs / (sms * resident), 1e-6)
         whole = by.where(stays, by.ceil(rounds - 0.02), rounds + 0.5 * by.exp(-rounds))
@@ -270,5 +287,5 @@ def predicted_us(
     of = fitted(family, shape, problem.scheme.weight)
     if of is None:
         return None
-    work = work_of(problem, tokens, shape, load_of(problem, tokens))
+    work = work_of(load_of(problem, tokens), shape)
     return 1e6 * float(seconds(work, gpu.sms, gpu.bandwidth, of))

@@ -147,10 +147,10 @@ def _predicted(
         low, high = candidate.tokens_per_expert
         predicted.append(
             [
-                1e6 * seconds(work_of(problem, tokens, candidate.shape, load), gpu.sms, gpu.bandwidth, of)
+                1e6 * seconds(work_of(load, candidate.shape), gpu.sms, gpu.bandwidth, of)
                 if low <= per_expert <= high
                 else math.inf
-                for tokens, load, per_expert in zip(SIZES, loads, spread, strict=True)
+                for load, per_expert in zip(loads, spread, strict=True)
             ]
         )
     return predicted

@@ -77,7 +77,7 @@ def test_tiles_cover_an_experts_tokens() -> None:
 
 
 def _work(problem: MoEProblem, tokens: int, shape: LaunchShape) -> GemmWork:
-    return work_of(problem, tokens, shape, load_of(problem, tokens)).gemms[0]
+    return work_of(load_of(problem, tokens), shape).gemms[0]
 
 
 def test_work_of_one_token_is_that_of_its_experts() -> None:
@@ -86,6 +86,15 @@ def test_work_of_one_token_is_that_of_its_experts() -> None:
         work = _work(LAYER, 1, shape)
         assert work.bytes == pytest.approx(6 * nbytes)
         assert work.programs == pytest.approx(6 * math.ceil(2 * 1536 / shape.gemms[0].rows))
+
+
+def test_further_token_tiles_read_the_weights_again() -> None:
+    """A share of them is from memory; tiles that hold all tokens of an expert read them once."""
+    each, wide = (LaunchShape("any", _known(LAYER)[0][1].gemms, widths) for widths in ((), (256,)))
+    nbytes = LAYER.scheme.weight.nbytes(2 * 1536, 2560)
+    active = 64 * (1 - (1 - 6 / 64) ** 40)
+    assert _work(LAYER, 40, each).again == pytest.approx((40 * 6 - active) * nbytes, rel=1e-3)
+    assert _work(LAYER, 40, wide).again == pytest.approx(0, abs=1e-3 * nbytes)
 
 
 def test_a_rank_of_many_has_programs_without_work() -> None:
@@ -156,7 +165,7 @@ def test_choices_among_measured_launches_are_near_the_fastest() -> None:
     assert len(ratios) >= 120
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     within = [sum(ratio <= limit for ratio in ratios) / len(ratios) for limit in (1.03, 1.1)]
-    assert mean < 1.02 and within[0] > 0.85 and within[1] > 0.95, (mean, within)
+    assert mean < 1.015 and within[0] > 0.88 and within[1] > 0.97, (mean, within)
 
 
 def test_planned_launches_are_near_the_fastest_where_they_were_measured() -> None:
