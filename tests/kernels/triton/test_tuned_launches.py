@@ -32,7 +32,7 @@ def _row(tokens: int, family: str = "grouped", tile: dict[str, int] | None = Non
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch says that it has an H200."""
-    about = type("About", (), {"multi_processor_count": 132})()
+    about = type("About", (), {"multi_processor_count": 132, "name": H200.name})()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: about)
     monkeypatch.setattr(triton_runner, "gpu_of", lambda device: H200)

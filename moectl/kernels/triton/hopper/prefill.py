@@ -103,9 +103,7 @@ def split(offsets: Tensor, assignments: int, experts: int, tile: PrefillTile) ->
     bound = token_tiles(assignments, experts, UNIT * tile.tokens_x16)
     tiles, count = offsets.new_empty(bound, 4), offsets.new_empty(3)
     padded = triton.next_power_of_2(experts)
-    _schedule_kernel[(1,)](
-        offsets, tiles, count, E=experts, EPAD=padded, MOST=tile.tokens_x16, **launch_options()
-    )
+    _schedule_kernel[(1,)](offsets, tiles, count, tile.tokens_x16, E=experts, EPAD=padded, **launch_options())
     return tiles, count, bound
 
 
