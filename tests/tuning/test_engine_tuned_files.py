@@ -16,7 +16,7 @@ from moectl.checkpoint import open_checkpoint
 from moectl.environment import find_device
 from moectl.errors import NoBackend, Unavailable, UsageError
 from moectl.files.lock import folder_lock
-from moectl.kernels.triton.launches import Launch
+from moectl.kernels.choice.launch import Launch
 from moectl.oracle.engines.vllm_0_33_0.tuned_files import CHOICES, KERNELS, file_remark, parse_name
 from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.registry import engine_named

@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 import torch
 
+from moectl.kernels.choice.launch import Launch
 from moectl.kernels.layer_inputs import LayerInputs, make_inputs
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.tolerance import check
 from moectl.kernels.triton.hopper.tma import PROMISING, TMA_FAMILY, TmaTile
-from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.layer.experts import ExpertLayer
 from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Dims, MoEProblem
