@@ -8,6 +8,7 @@ from devtools.sglang_recording.compare import compared
 
 from moectl.checkpoint import open_checkpoint
 from moectl.environment import find_device
+from moectl.explain.decision_words import reason_words
 from moectl.oracle import SelectionInputs, decide, engine_named, packages_from
 from moectl.oracle.decision import ARGUMENTS
 from moectl.problem.moe_problem import Parallel
@@ -58,6 +59,13 @@ def test_both_stages_agree_with_every_recorded_decision():
 def test_the_first_stage_follows_the_model_and_the_gpu(name, gpu, runner, experts):
     chosen = decision(name, gpu).require()
     assert (chosen.engine_name, chosen.variant.experts) == (runner, experts)
+
+
+def test_the_first_stage_is_the_reason_where_it_decides():
+    says = reason_words(decision(GPT, "b200"))
+    assert says == "SGLang's default runner of GptOssForCausalLM on SM100; all checks pass"
+    assert reason_words(decision(FP8, "h200")).startswith("highest priority")
+    assert reason_words(decision(GPT, "h200", "triton")) == "requested by name; all checks pass"
 
 
 def test_a_named_runner_is_refused_by_server_arguments_with_the_reason():
@@ -115,6 +123,15 @@ def test_what_was_not_recorded_is_marked():
     balanced = decision(FP8, "h200", parallel=Parallel(tp=2, ep=True, eplb=True, all2all="none"))
     assert "from source, not recorded: expert load balancing" in balanced.notes
     assert not any("not recorded" in note for note in decision(FP8, "h200").notes)
+
+
+def test_why_is_about_the_runner_that_was_named():
+    """Methods that put Triton in its place do not make it the answer."""
+    assert SGLANG.policy.requested_backends("deep_gemm") == {"deep_gemm"}
+    said = moectl(
+        "explain", FP8, "--offline", "--gpu", "h200", "--engine", "sglang", "--why", "deep_gemm"
+    ).words
+    assert "is chosen" not in said and "deep_gemm" in said
 
 
 def test_explain_answers_with_a_command_of_its_own():
