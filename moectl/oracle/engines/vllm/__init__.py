@@ -13,4 +13,5 @@ def engine(version: str) -> Engine:
     """vLLM `version`, made of the rules of the releases from there to the newest, which are imported now."""
     above, name = ("..", f"vllm_{version}") if version == NEWEST else (".", f"v{version}")
     module = import_module(f"{above}{name.replace('.', '_')}", __package__)
-    return replace(getattr(module, f"VLLM_{version.replace('.', '_')}"), reports=REPORTS)
+    made: Engine = getattr(module, f"VLLM_{version.replace('.', '_')}")
+    return replace(made, reports=REPORTS)
