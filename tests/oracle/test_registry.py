@@ -61,5 +61,5 @@ def test_an_unknown_engine_is_refused_with_the_nearest_name(named: str, hint: st
     done = moectl(*asked, code=2)
     said = " ".join(done.stderr.split())
     assert f"no rules for '{named}'; it has those of vLLM" in said
-    wanted = f"Did you mean --engine {hint}?" if hint else "Name one of them, such as --engine sglang"
+    wanted = f"Did you mean --engine {hint}?" if hint else "Name one of them, or --engine all"
     assert wanted in said

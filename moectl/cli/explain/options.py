@@ -73,7 +73,7 @@ def policy_called(name: str) -> str:
         f"moectl has no rules for {name!r}; it has those of {known_releases()}",
         hint=f"did you mean --engine {near[0]}?"
         if near and not any(letter.isdigit() for letter in key)
-        else "name one of them, such as --engine sglang, or --engine all",
+        else "name one of them, or --engine all",
     )
 
 
