@@ -122,10 +122,10 @@ def test_choices_among_measured_launches_are_near_the_fastest() -> None:
         ]
         us = predicted_us(problem, [tokens], shapes, RATES[gpu])[0]
         ratios.append(rows[int(us.argmin())][2] / min(us for _, _, us in rows))
-    assert len(ratios) >= 120
+    assert len(ratios) >= 400
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     within = [sum(ratio <= limit for ratio in ratios) / len(ratios) for limit in (1.03, 1.1)]
-    assert mean < 1.02 and within[0] > 0.85 and within[1] > 0.95, (mean, within)
+    assert mean < 1.02 and within[0] > 0.83 and within[1] > 0.95, (mean, within)
 
 
 def test_planned_launches_are_near_the_fastest_where_they_were_measured() -> None:
@@ -135,9 +135,10 @@ def test_planned_launches_are_near_the_fastest_where_they_were_measured() -> Non
         assert planned is not None
         times = [us for _, launch, us in rows if launch == planned.launch(tokens)]
         ratios += [times[0] / min(us for _, _, us in rows)] if times else []
-    assert len(ratios) >= 60
-    assert math.exp(sum(map(math.log, ratios)) / len(ratios)) < 1.05 and max(ratios) < 1.35, sorted(ratios)[
-        -5:
+    assert len(ratios) >= 300
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    assert mean < 1.03 and sum(ratio > 1.2 for ratio in ratios) <= 5 and max(ratios) < 1.45, sorted(ratios)[
+        -6:
     ]
 
 
