@@ -40,6 +40,8 @@ def reason_words(decision: Decision) -> str:
         return "requested by name; all checks pass"
     if decision.ranking is not None:
         return str(decision.ranking)
+    if decision.arguments is not None and decision.arguments.why:
+        return f"{makers_spelling(decision.arguments.why)}; all checks pass"
     moves = "; ".join(_deciding_moves(decision, chosen))
     special = f" ({moves})" if moves else ""
     if any(candidate.rank < chosen.rank for candidate in decision.candidates):

@@ -23,7 +23,7 @@ from ..files.strict_json import parse_value
 from ..oracle.decision import DEPLOYMENT, Decision
 from ..oracle.engine import Engine
 from ..oracle.recorded_fields import FIELDS, DecisionPair
-from ..oracle.registry import ENGINES
+from ..oracle.registry import newest_engines
 from .explanation import Explanation
 
 TIMEOUT_S = 300.0
@@ -111,7 +111,7 @@ class EngineAnswer:
 def can_be_asked(engine: Engine) -> None:
     """Raises UsageError if moectl does not know how to ask the engine's own code."""
     if engine.own_code is None:
-        asked = dict.fromkeys(each.title for each in ENGINES.values() if each.own_code)
+        asked = dict.fromkeys(each.title for each in newest_engines() if each.own_code)
         raise UsageError(
             f"--ask-engine cannot ask {engine.title}, only {' and '.join(asked) or 'no engine'}",
             hint="leave --ask-engine out for the answer by moectl's rules",

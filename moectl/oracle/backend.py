@@ -243,11 +243,18 @@ class BackendRule:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeFailure:
-    """A failure when kernels run, with exception class `kind`; the engine's choice does not depend on it."""
+    """A failure after the choice, with exception class `kind`; the engine's choice does not depend on it.
+
+    `at` says when: on the first token, when kernels run, or `LOADING` weights.
+    """
 
     when: Callable[[SupportQuery], bool]
     says: str
     kind: str
+    at: str = "on the first token"
+
+
+LOADING = "on loading weights"
 
 
 def weighted_input(kind: str) -> RuntimeFailure:

@@ -335,7 +335,7 @@ def _runtime_failures(ask: SupportQuery, chosen: Candidate | None) -> tuple[str,
     if chosen is None:
         return ()
     return tuple(
-        f"{chosen.variant.experts} fails on the first token ({failure.kind}): it {failure.says}"
+        f"{chosen.variant.experts} fails {failure.at} ({failure.kind}): it {failure.says}"
         for failure in chosen.variant.capability.runtime_failures
         if failure.when(ask)
     )

@@ -114,7 +114,7 @@ def _template(question: str, wanted: str, offered: str) -> str:
         return EXCLUDED[question]
     if question == "token exchange" and offered == "none":
         return "does not support an all2all exchange; this setup uses {wanted}"
-    variable = _deciding_variables(tuple(ENGINES)).get(question)
+    variable = _deciding_variables(ENGINES.made()).get(question)
     if question == INVARIANCE and variable:
         return f"is not batch-invariant, which {variable}=1 requires"
     if question in SENTENCES:

@@ -8,12 +8,12 @@ from devtools.conformance import compare, decide, read_decisions, read_grid
 
 from moectl.errors import UsageError
 from moectl.oracle import engine_named, policy_named
-from moectl.oracle.engines.vllm import RELEASES
 from moectl.oracle.machine_packages import default_engine
-from moectl.oracle.registry import answered_by
+from moectl.oracle.registry import ENGINES, answered_by
 from support.invoking import moectl
 
 DATA = Path(__file__).parents[2] / "data" / "oracle"
+RELEASES = [engine for engine in ENGINES.values() if engine.family == "vllm"]
 WHOLE = [engine for engine in RELEASES if not engine.policy.complete]
 PARTIAL = [engine for engine in RELEASES if engine.policy.complete]
 OLDER = {engine.version: DATA / f"decisions-{engine.version}.jsonl.gz" for engine in WHOLE[1:]}
