@@ -9,7 +9,7 @@ from ...release import ClassChange, Difference, RouteChange
 from ...route import Condition
 from ..vllm_0_33_0.backends import triton
 from ..vllm_0_33_0.routes.order import AITER_DEMANDED
-from ..vllm_0_33_0.routes.terms import refuses, routing
+from ..vllm_0_33_0.routes.terms import ROUTES_AS_DEEPSEEK_V4, refuses, routing
 from .v0_31_0 import VLLM_0_31_0
 
 _PLAIN = tuple(
@@ -26,6 +26,14 @@ def _unscaled(problem: MoEProblem) -> str:
     return "Unspecified" if name == "MiniMax2" and problem.routing.scale != 1.0 else name
 
 
+_LOADED_AS_DEEPSEEK_V4 = replace(
+    ROUTES_AS_DEEPSEEK_V4,
+    holds=lambda ask: (
+        ROUTES_AS_DEEPSEEK_V4.holds(ask)
+        and (ask.problem.storage != "quark" or ask.problem.model_type.startswith("deepseek_v4"))
+    ),
+)
+
 DIFFERENCE = Difference(
     version="0.30.0",
     without=frozenset({"ZentorchExpertsInt4", "PowerCPUExpertsInt8", "CPUExpertsFp8W8A8", "MoonEPExperts"}),
@@ -39,7 +47,7 @@ DIFFERENCE = Difference(
     ),
     routes=(
         # Quark's MXFP4 of that model was loaded by the model's own quantization config.
-        RouteChange((V4_EXPERTS,), {"storages": only("mxfp4", "quark")}),
+        RouteChange((V4_EXPERTS,), {"storages": only("mxfp4", "quark"), "when": _LOADED_AS_DEEPSEEK_V4}),
         RouteChange(
             ("unquantized experts",),
             {"switch_requests": (AITER_DEMANDED,)},
