@@ -20,6 +20,7 @@ from ..convert.sources import output_name, output_prefix
 from ..convert.stream.source_reader import FolderReader, as_bytes
 from ..errors import CheckpointError, UsageError
 from ..files.folder_handle import open_inside
+from ..files.safe_reading import open_given
 from ..files.safetensors_header import METADATA, header_length, read_header
 from ..files.strict_json import parse_json_object
 from ..files.tensor_table import TensorInfo
@@ -45,9 +46,13 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def dumped(path: Path) -> LayerParameters:
     """The parameters in a file of `dump_parameters`, or in all safetensors files of a directory.
 
-    Strides are known if the metadata have them. Raises CheckpointError for damaged files, or names twice.
+    Strides are known if the metadata have them. Raises UsageError if `path` cannot be read, CheckpointError
+    for damaged files, or names twice.
     """
     whole = path.is_dir()
+    if not whole:
+        with open_given(path, str(path), "a safetensors file"):
+            pass  # what it links to is opened below, under a name that the user did not give
     folder = path if whole else path.resolve().parent
     names = sorted(file.name for file in path.glob("*.safetensors")) if whole else [path.resolve().name]
     if not names:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..capabilities.vllm_launches import LARGEST_FILE
 from ..environment import Device, Packages, device_names, find_device
 from ..errors import NoBackend, Unavailable, UsageError
 from ..files.atomic import replace_file
@@ -121,7 +120,7 @@ def write_choices(path: Path, rows: Mapping[int, Mapping[str, int]], triton: str
             kept: dict[str, Any] = {}
             check_choices(path, triton, engine)
             if path.exists():
-                data = read_given(path, "a tuned file", limit=LARGEST_FILE)
+                data = read_given(path, "a tuned file")
                 kept = parse_document(data, str(path), UsageError)
                 kept.pop("triton_version", None)
             for tokens, tile in rows.items():

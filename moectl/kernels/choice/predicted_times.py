@@ -70,7 +70,7 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
     Example:
         >>> from moectl.environment import find_device
         >>> from moectl.problem.published_layers import model_problem
-        >>> times = predicted_times(model_problem("gpt-oss-120b"), find_device("h200"), (1, 64)).times
+        >>> times = predicted_times(model_problem("gpt-oss-120b"), find_device("h200"), (1, 1024)).times
         >>> [time.family for time in times]
         ['stream', 'mid']
     """
