@@ -103,6 +103,7 @@ class Policy:
         exchanges: all2all names that the engine's command line accepts; `default_exchange`: its default.
         serve: the options of that command line.
         exchange_sizes: supported hidden sizes, by all2all name.
+        exchange_packages: the package without which the engine does not start, by all2all name.
         batching_exchanges: all2all names with the batched activation format.
         sequence_exchanges: all2all names with sequence parallelism over tensor-parallel ranks.
         default_forms: by weight format name, the padding for a backend without its own rule.
@@ -129,6 +130,7 @@ class Policy:
     default_exchange: str
     serve: ServeOptions
     exchange_sizes: Mapping[str, ExchangeSizes] = field(default_factory=dict, hash=False)
+    exchange_packages: Mapping[str, str] = field(default_factory=dict, hash=False)
     batching_exchanges: frozenset[str] = frozenset()
     sequence_exchanges: frozenset[str] = frozenset()
     default_forms: Mapping[str, tuple[WeightForm, ...]] = field(default_factory=dict, hash=False)

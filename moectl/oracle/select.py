@@ -32,7 +32,7 @@ from .registry import policy_named, request_note, versioned
 from .route import OWN_ACT, Route
 from .selection_inputs import SelectionInputs
 from .server_arguments import ServerArguments
-from .verdict_sentences import makers_spelling, predicate
+from .verdict_sentences import absent_package, makers_spelling, predicate
 
 NOTHING = MeasuredTimes()
 """No measurements: the policy's priority order decides."""
@@ -104,6 +104,7 @@ def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
         *_remarks(found.ask, chosen),
         *_runtime_failures(found.ask, chosen),
         *_unbalanced(policy, taken, found.ask, chosen),
+        *_without_exchange(found.ask, policy),
     )
     sized = chosen is not None or bool(found.stand_in)
     if sized:
@@ -359,6 +360,15 @@ def _unbalanced(policy: Policy, route: Route, ask: SupportQuery, chosen: Candida
     if policy.balancing.get(route.method, NONE).allows(chosen.engine_name):
         return ()
     return (f"{versioned(policy.name)} does not support EPLB with {route.method} and {chosen.backend.name}",)
+
+
+def _without_exchange(ask: SupportQuery, policy: Policy) -> tuple[str, ...]:
+    """A note if the all-to-all backend's package is not installed."""
+    package = policy.exchange_packages.get(ask.exchange)
+    if package is None or ask.packages.has(package):
+        return ()
+    option = policy.serve.exchange.format(ask.exchange)
+    return (f"{option} {absent_package(package)}: {versioned(policy.name)} stops at start",)
 
 
 def _variables(packages: Packages, policy: Policy) -> tuple[str, ...]:

@@ -178,6 +178,13 @@ def _matches(weight: str, name: str) -> bool:
     return weight == name or (name.endswith("*") and weight.startswith(name[:-1]))
 
 
+def absent_package(name: str, versions: str = "") -> str:
+    """That a package, or certain `versions` of it, is needed and not installed, and how to get it."""
+    probe = known_packages().get(name)
+    get = f" ({probe.get})" if probe and probe.get else ""
+    return f"needs {versions or name}, which is not installed{get}"
+
+
 def _package(verdict: Verdict, name: str) -> str:
     """What is missing: one symbol, a newer version, or a whole package without the list of its symbols."""
     probe = known_packages().get(name)
@@ -186,12 +193,11 @@ def _package(verdict: Verdict, name: str) -> str:
         return f"needs {name} {probe.oldest} or newer; found {version}"
     if verdict.offered != "not installed":
         return f"needs {verdict.wanted}; found {verdict.offered}"
-    get = f" ({probe.get})" if probe and probe.get else ""
     _, *alternatives = verdict.wanted.split(" or ")
     if alternatives:
+        get = f" ({probe.get})" if probe and probe.get else ""
         return f"needs {name} or {' or '.join(alternatives)}, none of which is available{get}"
-    versions = verdict.wanted if verdict.wanted.startswith(f"{name} ") else name
-    return f"needs {versions}, which is not installed{get}"
+    return absent_package(name, verdict.wanted if verdict.wanted.startswith(f"{name} ") else name)
 
 
 def reasons(candidate: Candidate) -> tuple[tuple[str, str], ...]:

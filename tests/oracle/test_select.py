@@ -67,6 +67,19 @@ def test_every_candidate_is_asked_every_question() -> None:
     assert {v.question for v in trtllm.reasons()["parallel"]} >= {"token exchange", "token format"}
 
 
+def test_a_missing_package_of_the_exchange_is_noted() -> None:
+    def said(packages: str, exchange: str) -> list[str]:
+        notes = ask(GPT_OSS.on(replace(DP8_LL, all2all=exchange)), "h200", packages_from(packages)).notes
+        return [note for note in notes if "stops at start" in note]
+
+    needed = {"deepep_low_latency": "deep_ep", "flashinfer_nvlink_one_sided": "flashinfer"}
+    for exchange, package in needed.items():
+        [note] = said("none", exchange)
+        assert note.startswith(f"--all2all-backend {exchange} needs {package}, which is not installed (")
+        assert not said("full", exchange)
+    assert not said("none", "allgather_reducescatter")
+
+
 @pytest.mark.parametrize(
     ("gpu", "problem", "winner"),
     [

@@ -84,6 +84,13 @@ POLICY = Policy(
     balancing=_BALANCING,
     variables=VARIABLES,
     default_forms={"mxfp4": mxfp4_forms("")},
+    exchange_packages={
+        "deepep_high_throughput": "deep_ep",
+        "deepep_low_latency": "deep_ep",
+        "deepep_v2": "deep_ep",
+        "flashinfer_nvlink_one_sided": "flashinfer",
+        "flashinfer_nvlink_two_sided": "flashinfer",
+    },
     batching_exchanges=frozenset({"deepep_low_latency", "nixl_ep"}),
     sequence_exchanges=frozenset(
         {
