@@ -14,6 +14,7 @@ from moectl.checkpoint import open_checkpoint
 from moectl.convert.execute.convert import complete, convert
 from moectl.convert.execute.rank_plans import convert_ranks, plan_ranks
 from moectl.convert.execute.update_folder import plan_update, update_folder
+from moectl.convert.manifest.progress_log import LOG
 from moectl.convert.plan.conversion_plan import ConversionPlan
 from moectl.convert.rank_slice import RankShard
 from moectl.convert.restore.unconvert import unconvert
@@ -103,6 +104,35 @@ def test_a_finished_directory_is_not_overwritten_by_who_began_before(
     assert finished and folder_bytes(out) == finished
     if early != "unconvert":
         assert verify(out, gpt_oss).ok
+
+
+def test_who_resumes_stops_if_another_has_finished_and_was_killed_before_its_log_was_removed(
+    gpt_oss: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, plain = tmp_path / "out", convert_module.create_folder
+    finished: dict[str, bytes] = {}
+
+    def interrupt(done: int, total: int, text: str) -> None:
+        if list(out.glob("*.experts")):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(plan_of(gpt_oss), out, progress=interrupt, threads=1)
+
+    def wait(folder: Path, access: Access) -> None:
+        monkeypatch.undo()
+        log = (out / LOG).read_bytes()
+        whole("marlin", resume=True)(gpt_oss, out)
+        (out / LOG).write_bytes(log)
+        finished.update(folder_bytes(out))
+        plain(folder)
+
+    monkeypatch.setattr(convert_module, "create_folder", wait)
+    with pytest.raises(Unavailable, match="another conversion has finished in"):
+        whole("marlin", resume=True)(gpt_oss, out)
+    assert finished and folder_bytes(out) == finished
+    whole("marlin", resume=True)(gpt_oss, out)
+    assert verify(out, gpt_oss).ok
 
 
 @pytest.mark.parametrize("late", [*LATE, "the other part"])
