@@ -76,7 +76,7 @@ def compared(routing: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, fl
     for table, columns, values in zip(dense, (ids, wanted_ids), (weights, wanted_weights), strict=True):
         table.scatter_(1, columns.long(), values.float())
     y = torch.empty_like(x)
-    VllmExperts.apply(SimpleNamespace(kernel=kernel), y, x, None, None, weights, ids)
+    VllmExperts.apply(SimpleNamespace(kernel=kernel, load=None), y, x, None, None, weights, ids)
     expert = layer.experts.reference
     wanted = reference.moe_reference(x, wanted_ids, wanted_weights, expert, problem)
     error = (y.float() - wanted).norm() / wanted.norm()
