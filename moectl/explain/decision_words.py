@@ -26,8 +26,8 @@ def because(decision: Decision) -> str:
 
 
 def remark(answer: GroupExplanation) -> str:
-    """What a table says of an answer below it: no backend, a fallback, or shards that cut across blocks."""
-    return ". ".join(filter(None, (fallback_words(answer), *answer.decision.cut)))
+    """What a table says of an answer below it: no backend, a fallback, or warnings."""
+    return ". ".join(filter(None, (fallback_words(answer), *answer.decision.warnings)))
 
 
 def reason_words(decision: Decision) -> str:
@@ -109,17 +109,25 @@ def _lacks(candidate: Candidate) -> str:
     return ", and ".join(dict.fromkeys(map(predicate, candidate.failed)))
 
 
+def _by_name_only(candidate: Candidate) -> bool:
+    return any(verdict.question == "order" for verdict in candidate.failed)
+
+
 def failure(decision: Decision) -> str:
     """Why there is no backend: the engine's refusals, or the nearest candidates with their reasons."""
     if decision.gates:
         return "; ".join(map(str, decision.gates))
     if decision.chosen is not None:
         return f"{decision.chosen.backend.name} would be chosen, but {decision.error}"
-    if decision.error and any(c.usable for c in decision.candidates):
+    if decision.error and (decision.refused or any(c.usable for c in decision.candidates)):
         return decision.error
-    near = [c for c in decision.candidates if "arch" not in c.reasons()]
-    near = sorted(near, key=lambda c: len(c.failed))[:CLOSEST]
+    fitting = sorted(
+        (c for c in decision.candidates if "arch" not in c.reasons()), key=lambda c: len(c.failed)
+    )
+    near = [c for c in fitting if not _by_name_only(c)][:CLOSEST]
+    sentences = [f"{c.backend.name} {_lacks(c)}" for c in near]
     if not near:
-        return f"no candidate of {decision.route} supports {decision.inputs.device.arch}"
-    sentences = (f"{c.backend.name} {_lacks(c)}" for c in near)
+        arch = makers_spelling(decision.inputs.device.arch)
+        by_name = [f"{c.backend.name} {_lacks(c)}" for c in fitting if len(c.failed) == 1]
+        sentences = [f"no candidate of {decision.route} supports {arch}", *by_name[:1]]
     return ". ".join(dict.fromkeys(sentences))

@@ -122,11 +122,12 @@ class Decision:
         gates: refusals before any backend is checked; the engine would not start.
         error: why nothing is chosen, or what fails after the choice; empty on success.
         error_kind: the engine's exception class for it; empty if the engine continues without a choice.
+        refused: the error is of the engine's method, whatever the backend.
         ignored: the request by name had no effect.
         order: the engine's names of all backends in its automatic priority order.
         stand_in: the engine's name of what it continues with when nothing is chosen and nothing fails.
         notes: remarks for the user on how the choice was made.
-        cut: those of the notes about shards that are not aligned with weight blocks.
+        warnings: those of the notes about what does not work, or costs time, although there is a choice.
         ranking: the measured times behind the choice; None if the priority order decided.
         arguments: what the engine's server arguments became; None for an engine without that stage.
     """
@@ -141,11 +142,12 @@ class Decision:
     gates: tuple[Gate, ...] = ()
     error: str = ""
     error_kind: str = ""
+    refused: bool = False
     ignored: bool = False
     order: tuple[str, ...] = ()
     stand_in: str = ""
     notes: tuple[str, ...] = ()
-    cut: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     ranking: TimeRanking | None = None
     arguments: ServerArguments | None = None
 

@@ -95,16 +95,19 @@ def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
         gates = tuple(gate for gate in gates if gate.kind not in (NAME, ARGUMENTS)) + refused
     found, ranking = _by_time(found, policy, inputs.measured)
     chosen, failure = found.chosen, found.failure
-    notes = (*found.cut, *found.notes, *_variables(inputs.packages, policy), *_unrecorded(found.ask, policy))
+    warnings = (
+        *found.cut,
+        *_runtime_failures(found.ask, chosen),
+        *_without_exchange(found.ask, policy),
+    )
+    notes = (*warnings, *found.notes, *_variables(inputs.packages, policy), *_unrecorded(found.ask, policy))
     if chosen is not None and chosen.assigned and chosen.failed:
         notes = (*notes, _unchecked(policy, chosen))
     notes = (
         *notes,
         *_fallen(policy, taken, found),
         *_remarks(found.ask, chosen),
-        *_runtime_failures(found.ask, chosen),
         *_unbalanced(policy, taken, found.ask, chosen),
-        *_without_exchange(found.ask, policy),
     )
     sized = chosen is not None or bool(found.stand_in)
     if sized:
@@ -125,8 +128,9 @@ def _decided(inputs: SelectionInputs, policy: Policy) -> Decision:
         gates=gates,
         error=failure.says if failure else "",
         error_kind=failure.kind if failure else "",
+        refused=found.refused,
         notes=notes,
-        cut=found.cut,
+        warnings=warnings,
         ranking=ranking,
         arguments=found.arguments,
     )
@@ -216,6 +220,7 @@ class _RouteOutcome:
     stand_in: str = ""
     cut: tuple[str, ...] = ()
     arguments: ServerArguments | None = None
+    refused: bool = False
 
 
 def _settled(
@@ -260,7 +265,7 @@ def _choose(inputs: SelectionInputs, policy: Policy, route: Route, name: str | N
         refused = _wordless(route, judged)
     chosen = next((c for c in judged if c.usable), None) if refused is None else None
     if refused or chosen:
-        return _RouteOutcome(ask, judged, chosen, refused, notes, cut=cut)
+        return _RouteOutcome(ask, judged, chosen, refused, notes, cut=cut, refused=refused is not None)
     asked_for = None if route.ignores(name) else name
     demand = None if asked_for else route.switch_request(ask)
     if demand is not None and not demand.falls_back:

@@ -17,6 +17,7 @@ SENTENCES: Mapping[str, str] = {
     "device": "needs {offered}; this device is {wanted}",
     "activation function": "supports only {offered}; model uses {wanted}",
     "gating": "supports only {offered} experts; these are {wanted}",
+    "quantization": "supports only {offered}; this checkpoint is {wanted}",
     "checkpoint storage": "supports only {offered} checkpoints; this one is {wanted}",
     "activation order": "does not support activation order {wanted}",
     "zero points": "does not support zero points; the checkpoint has them",

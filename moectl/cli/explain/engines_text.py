@@ -100,8 +100,7 @@ def _decided(cell: MatrixCell, answer: GroupExplanation) -> str:
     decision = answer.decision
     if not cell.usable or decision.chosen is None:
         return remark(answer) or because(decision)
-    if passed := fallback_words(answer):
-        return f"{because(decision)}; {passed}"
-    rejected = next_higher(decision, decision.chosen)
-    lower = f"; not {rejected.backend.name}: {lacking(rejected)}" if rejected else ""
-    return because(decision) + lower
+    passed = fallback_words(answer)
+    if not passed and (rejected := next_higher(decision, decision.chosen)):
+        passed = f"not {rejected.backend.name}: {lacking(rejected)}"
+    return "; ".join(filter(None, (because(decision), passed, *decision.warnings)))

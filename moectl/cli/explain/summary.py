@@ -100,7 +100,7 @@ def _choice(groups: Sequence[GroupExplanation], which: str) -> LabelledValues:
     formats = format_words(decision.problem.scheme)
     if chosen is None:
         reasons = [("because", reason) for reason in refusals(decision)]
-        if not (decision.gates or decision.inputs.requested or decision.chosen):
+        if not (decision.gates or decision.inputs.requested or decision.chosen or decision.refused):
             reasons.append(("nearest", failure(decision)))
         return LabelledValues(
             (("backend", f"none for {which} ({formats})"), *reasons), tones={"backend": "wrong"}
@@ -186,12 +186,12 @@ def _ruled_out(decision: Decision, chosen: Candidate) -> str:
 
 
 def _remarks(group: GroupExplanation) -> Iterator[str]:
-    """Other notes of the decision: shards cut across blocks, failures to come; not special orders."""
+    """Other notes of the decision: warnings, and what was assumed; not special orders."""
     decision = group.decision
     rows = policy_named(decision.inputs.policy).rows()
     orders = {move.why for row in rows if row.name == decision.route for move in row.moves}
     assigned = decision.chosen is not None and decision.chosen.assigned
-    for note in (*decision.cut, *notes_of(decision)):
+    for note in notes_of(decision):
         if note not in orders and not (assigned and " assigns the backend of " in note):
             yield note
 

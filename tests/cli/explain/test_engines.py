@@ -64,6 +64,31 @@ def test_an_engine_that_refuses_says_why_and_fails_only_a_strict_call(monkeypatc
     assert row["usable"] is False and row["backends"] == [] and row["because"] and refused["usable"]
 
 
+@pytest.mark.parametrize(
+    ("model", "gpu", "engine", "says"),
+    [
+        # The engine refuses the config, whatever the backend.
+        ("kimi-k2", "b200", "tensorrt-llm", "none: TensorRT-LLM fails on the checkpoint's config: "),
+        # What would do if it were asked for by name is named, and nothing else that is asked for by name.
+        (
+            "deepseek-v3",
+            "a100",
+            "tensorrt-llm",
+            "supports SM80. vanilla is used only with moe_config.backend ",
+        ),
+        ("gpt-oss-20b", "a100", "tensorrt-llm", "none: no candidate of W4A16_MXFP4 supports SM80 ("),
+        ("deepseek-v3", "a100", "sglang", "not deep_gemm: needs SM90 or newer; this device is SM80 ("),
+        ("deepseek-v3", "h200", "sglang", "deep_gemm has higher priority and fits, but needs all2all deepep"),
+        # A choice that fails later is said to.
+        ("qwen3-30b", "cpu", "sglang", "checks pass; CompressedTensorsWNA16MoE fails on loading weights ("),
+    ],
+)
+def test_the_reason_is_what_decides(model, gpu, engine, says):
+    lines = explain(model, "--gpu", gpu, "--tp", "8" if gpu != "cpu" else "1", "--quiet").stdout.splitlines()
+    [line] = [line for line in lines if line.startswith(engine)]
+    assert says in line.replace("\t", ": ")
+
+
 def test_no_engine_at_all_is_a_failure():
     done = explain(GPT, "--gpu", "tpu", "--quiet", code=1)
     assert {line.split("\t")[1] for line in done.stdout.splitlines()} == {"none"}

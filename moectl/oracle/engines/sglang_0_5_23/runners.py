@@ -11,12 +11,13 @@ from ...backend import (
     Capability,
     EnvironmentSwitch,
     ExpertsClass,
+    PackageNeed,
     RuntimeFailure,
     SupportQuery,
     only,
 )
 from ...gpu_archs import ROCM, Archs
-from .terms import AITER_EXCHANGES, USE_AITER, exchange, has_deep_gemm
+from .terms import AITER_EXCHANGES, USE_AITER, exchange
 
 _FUSED = {
     "marlin": ("none",),
@@ -66,6 +67,7 @@ def runner(
     also: tuple[str, ...] = (),
     rules: tuple[BackendRule, ...] = (),
     switches: tuple[EnvironmentSwitch, ...] = (),
+    needs: tuple[PackageNeed, ...] = (),
     failures: tuple[RuntimeFailure, ...] = (),
     checked: bool = True,
 ) -> Backend:
@@ -79,6 +81,7 @@ def runner(
     capability = Capability(
         arch=arch,
         switches=switches,
+        needs=needs,
         rules=(*((fused,) if fused else ()), *apart, *rules),
         runtime_failures=failures,
         activations=only("silu", "situ") if value == "deep_gemm" else ANY,
@@ -133,13 +136,4 @@ DEEP_GEMM_AUTO = BackendRule(
     holds=lambda ask: exchange(ask) in ("deepep", "mooncake", "nixl"),
     wanted=exchange,
     offered="deepep, mooncake, nixl",
-)
-DEEP_GEMM_HERE = BackendRule(
-    question="DeepGEMM",
-    group="package",
-    code="deep_gemm",
-    holds=has_deep_gemm,
-    wanted=lambda ask: "DeepGEMM on SM90 or newer",
-    offered="DeepGEMM on SM90 or newer",
-    switch="SGLANG_ENABLE_JIT_DEEPGEMM",
 )

@@ -35,7 +35,18 @@ CT_FP8 = Route(
 )
 
 _WNA16, _WNA16_TRITON = "CompressedTensorsWNA16MoE", "CompressedTensorsWNA16TritonMoE"
-_INT_MARLIN = runner("marlin", _WNA16)
+_INT_MARLIN = runner(
+    "marlin",
+    _WNA16,
+    failures=(
+        RuntimeFailure(
+            lambda ask: ask.device.platform == "cpu",
+            "arranges the weights by a kernel that needs a GPU",
+            "RuntimeError",
+            LOADING,
+        ),
+    ),
+)
 _INT_TRITON = runner("triton", _WNA16_TRITON)
 
 

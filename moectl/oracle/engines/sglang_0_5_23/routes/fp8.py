@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .....problem.schemes import FULL
-from ....backend import LOADING, RuntimeFailure, SupportQuery, but, only
-from ....gpu_archs import ROCM
+from ....backend import LOADING, EnvironmentSwitch, PackageNeed, RuntimeFailure, SupportQuery, but, only
+from ....gpu_archs import ROCM, sm
 from ....route import Condition, Order, Route
-from ..runners import DEEP_GEMM_AUTO, DEEP_GEMM_HERE, NO_KERNEL, aiter, runner
-from ..terms import SM90, SM100, SM120, exchange, uses_aiter
+from ..runners import DEEP_GEMM_AUTO, NO_KERNEL, aiter, runner
+from ..terms import JIT_DEEP_GEMM, SM90, SM100, SM120, exchange, uses_aiter
 from .shared import LATE_FAILURES, TRTLLM_NAMES, RunnerNames, every, without_deepep_v2, without_hpc_ops
 
 _FP8 = "Fp8MoEMethod"
@@ -80,7 +80,14 @@ FP8 = Route(
     orders=(
         Order(
             (
-                runner("deep_gemm", _FP8, rules=(DEEP_GEMM_AUTO, DEEP_GEMM_HERE)),
+                runner(
+                    "deep_gemm",
+                    _FP8,
+                    (sm(90),),
+                    rules=(DEEP_GEMM_AUTO,),
+                    switches=(EnvironmentSwitch(JIT_DEEP_GEMM),),
+                    needs=(PackageNeed("deep_gemm"),),
+                ),
                 aiter(_FP8),
                 _FP8_TRITON,
             )
