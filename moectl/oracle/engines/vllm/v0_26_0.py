@@ -20,12 +20,13 @@ from ...route import Assignment, Condition, Order, Route
 from ..vllm_0_33_0.backends import aiter, cpu, triton, trtllm_bf16, trtllm_fp8
 from ..vllm_0_33_0.backends.defaults import NO_NVLINK_EXCHANGE, SHARED, mxfp4_forms
 from ..vllm_0_33_0.backends.marlin import shape_fits
-from ..vllm_0_33_0.backends.trtllm_fp8 import ROUTED_EXPERTS
+from ..vllm_0_33_0.backends.trtllm_fp8 import CLAMP, ROUTED_EXPERTS
 from ..vllm_0_33_0.routes.order import CPU
 from ..vllm_0_33_0.routes.terms import AWQ_HAS_4_BITS, AWQ_NEEDS_TURING, GPTQ_ZERO_POINTS, WHOLE_GROUPS
 from .v0_28_0 import VLLM_0_28_0
 from .v0_30_0 import V4_EXPERTS
 
+_LATER_RULES = (ROUTED_EXPERTS, CLAMP)
 _COMPRESSED = "int4 and int8 weights of compressed-tensors"
 _ORDERED = f"{_COMPRESSED}, with activation order"
 _INT8 = "int8 weights and activations"
@@ -107,7 +108,11 @@ _CLASSES = (
     *(
         ClassChange(
             (variant.experts,),
-            {"rules": tuple(rule for rule in variant.capability.rules if rule is not ROUTED_EXPERTS)},
+            {
+                "rules": tuple(
+                    rule for rule in variant.capability.rules if rule not in (ROUTED_EXPERTS, CLAMP)
+                )
+            },
         )
         for backend in (trtllm_bf16.TRTLLM_PLAIN, trtllm_fp8.TRTLLM_FP8)
         for variant in backend.variants

@@ -9,7 +9,7 @@ from ...decision import Candidate
 from ...gpu_archs import gfx
 from ...release import ClassChange, Difference, RouteChange
 from ...route import Condition, LateFailure, Route, SwitchRequest
-from ..vllm_0_33_0.backends import humming, triton
+from ..vllm_0_33_0.backends import humming, triton, trtllm_fp8
 from ..vllm_0_33_0.backends.defaults import SHARED
 from ..vllm_0_33_0.backends.marlin import shape_fits
 from ..vllm_0_33_0.routes import fp8
@@ -176,6 +176,13 @@ DIFFERENCE = Difference(
                     SHARED.only, frozenset({"situ", "swiglustep", "swigluoai_uninterleave"})
                 )
             },
+        ),
+        *(
+            ClassChange(
+                (variant.experts,),
+                {"rules": tuple(rule for rule in variant.capability.rules if rule is not trtllm_fp8.CLAMP)},
+            )
+            for variant in trtllm_fp8.TRTLLM_FP8.variants
         ),
         ClassChange(_CPU, monolithic=True),
         ClassChange(("CPUExpertsFp8",), {"routing": only("Default", "Renormalize", "RenormalizeNaive")}),

@@ -36,7 +36,7 @@ def _clamp_fits(ask: SupportQuery) -> bool:
     return not ask.parametrized or (ask.weight in _BLOCKS and ask.activation in _SWIGLU)
 
 
-_CLAMP = BackendRule(
+CLAMP = BackendRule(
     question="activation parameters",
     group="scheme",
     code="other",
@@ -77,7 +77,7 @@ _MODULAR = Capability(
         ),
         eplb=False,
     ),
-    rules=(ROUTED_EXPERTS, _CLAMP),
+    rules=(ROUTED_EXPERTS, CLAMP),
 )
 _MONOLITHIC = replace(
     _MODULAR,
@@ -96,7 +96,7 @@ _MONOLITHIC = replace(
     ),
     logits=only("bf16", "fp32"),
     parallel=ParallelSupport(exchange=only(*_ALONE_OR_GATHERED), eplb=False, sequence=False),
-    rules=(ROUTED_EXPERTS, _CLAMP, _LLAMA4),
+    rules=(ROUTED_EXPERTS, CLAMP, _LLAMA4),
 )
 
 TRTLLM_FP8 = Backend(
