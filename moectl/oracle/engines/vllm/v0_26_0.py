@@ -16,7 +16,7 @@ from ...backend import (
 )
 from ...gpu_archs import CUDA, ROCM, SM10X, SM90, X86_AMX, Arch, Archs, gfx, sm
 from ...release import ClassChange, Difference, RouteChange
-from ...route import Assignment, Condition, Order, Route
+from ...route import Assignment, Condition, Exclusion, Order, Route
 from ..vllm_0_33_0.backends import aiter, cpu, triton, trtllm_bf16, trtllm_fp8
 from ..vllm_0_33_0.backends.defaults import NO_NVLINK_EXCHANGE, SHARED, mxfp4_forms
 from ..vllm_0_33_0.backends.marlin import shape_fits
@@ -247,6 +247,19 @@ def _on_cpu(route: Route) -> Route:
     )
 
 
+_CLAMPED = frozenset({"FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "MARLIN"})
+
+
+def _clamped_nvfp4() -> RouteChange:
+    """NVFP4 with a clamp was left to three backends."""
+    names = tuple(route.name for route in VLLM_0_28_0.policy.routes if "nvfp4" in route.weights)
+    others = tuple(backend for name, backend in _backends(names[0]).items() if name not in _CLAMPED)
+    excluded = Exclusion(
+        others, "only for activations without a clamp", lambda ask: ask.clamped, by_name=True
+    )
+    return RouteChange(names, {"exclusions": (excluded,)})
+
+
 def _native_as_gpt_oss() -> RouteChange:
     """Native MXFP4 had the method of gpt-oss."""
     oss = _route(_GPT_OSS[0])
@@ -285,6 +298,7 @@ DIFFERENCE = Difference(
             },
             unranked=frozenset({"TRITON_MXFP8"}),
         ),
+        _clamped_nvfp4(),
         _native_as_gpt_oss(),
         RouteChange((*_GPT_OSS, "native MXFP4"), last_resorts=("TRITON_UNFUSED",), more=(_UNFUSED_ON_ROCM,)),
         RouteChange((_DEEPSEEK_V4,), orders={0: ("AITER_MXFP4_BF16",)}),
