@@ -30,7 +30,7 @@ def test_every_recorded_decision_of_a_release_agrees(version: str) -> None:
     assert all(tally.asked for tally in report.fields.values())
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.28.0"])
+@pytest.mark.parametrize("version", ["0.33.0", "0.28.0", "0.26.0"])
 def test_random_decisions_agree(version: str) -> None:
     """Sizes, formats, layouts, requests and variables that no published model suggests."""
     records = list(read_decisions(DATA / f"random-{version}.jsonl.gz"))
