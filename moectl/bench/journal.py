@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -13,6 +14,7 @@ from typing import Any
 
 from .. import SCHEMA_VERSION, __version__
 from ..errors import Unavailable, UsageError
+from ..files.atomic import sync_folder
 from ..files.lock import Lock
 from ..files.safe_reading import read_given, unreadable
 from .bench_rows import BenchRow
@@ -134,8 +136,11 @@ class RowJournal:
             while line:
                 line = line[os.write(self._fd, line) :]
             os.fsync(self._fd)
+            if not end:
+                sync_folder(self.path.parent)
         except OSError as error:
-            os.ftruncate(self._fd, end)
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, end)
             raise _unwritable(self.path, error) from error
 
     def _close(self) -> None:
@@ -149,7 +154,8 @@ class RowJournal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not os.fstat(self._fd).st_size:
-            self.path.unlink(missing_ok=True)  # no row was measured
+            with contextlib.suppress(OSError):
+                self.path.unlink()  # no row was measured
         self._close()
 
 

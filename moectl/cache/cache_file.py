@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,12 +117,12 @@ def read(path: Path, kind: CacheFileKind[Entry], device: DeviceKey | None = None
     if found.damaged is None:
         return found
     try:
-        with _locked(path.with_suffix(".lock")):
+        with locked(path.with_suffix(".lock")):
             # Another process may have made it anew since.
-            if path.read_bytes() == found.damaged:
+            if read_bounded(path, LARGEST, path.name) == found.damaged:
                 warnings.warn(set_aside(path, found.note), CacheWarning, stacklevel=2)
                 return CacheContents()
-    except OSError:
+    except (OSError, CheckpointError):
         pass
     return CacheContents(note=f"{path} is ignored: {found.note}")
 
@@ -181,36 +182,57 @@ def change(
 ) -> None:
     """Replaces the entries in the file at `path`, which is created if missing, by what `edit` makes of them.
 
-    A lock allows one writer at a time; readers see the file either before or after the update. A damaged
-    file is set aside, with a `CacheWarning`.
+    A file without entries is removed. A lock allows one writer at a time; readers see the file either before
+    or after the update. A damaged file is set aside, with a `CacheWarning`.
 
     Raises Unavailable when the existing file is of another version or device, in which case it is left
     unchanged, and when the system refuses to write.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
+        with locked(path.with_suffix(".lock")):
             found = _contents(path, kind, device)
             if found.damaged is not None:
                 warnings.warn(set_aside(path, found.note), CacheWarning, stacklevel=2)
             elif found.note:
                 raise Unavailable(f"the cache cannot be written: {found.note}", hint=f"remove {path}")
-            document = kind.document(device, edit(found.entries))
+            entries = edit(found.entries)
+            if not entries:
+                path.unlink(missing_ok=True)
+                return
+            document = kind.document(device, entries)
             replace_file(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
-        raise Unavailable(
-            f"cannot write {path}: {error.strerror or error}", hint=f"name another folder with {VARIABLE}"
-        ) from error
+        raise _unwritable(path, error) from error
+
+
+def remove(path: Path) -> None:
+    """Removes a file that cannot be used; Unavailable when the system refuses."""
+    try:
+        if path.exists():
+            with locked(path.with_suffix(".lock")):
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> Unavailable:
+    return Unavailable(
+        f"cannot write {path}: {error.strerror or error}", hint=f"name another folder with {VARIABLE}"
+    )
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on `path`, if the file system supports locks."""
-    with path.open("w") as file:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
         try:
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(fd, fcntl.LOCK_EX)
         except (ImportError, OSError):
             pass  # without locks the last writer wins, and its file is still whole
         yield
+    finally:
+        os.close(fd)

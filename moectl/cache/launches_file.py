@@ -16,7 +16,7 @@ from ..environment import Device
 from ..errors import Unavailable
 from ..files.records import Above0, Count, From0, Size, to_json
 from ..problem.moe_problem import MoEProblem
-from .cache_file import CacheFileKind, DeviceKey, change, device_key, read
+from .cache_file import CacheFileKind, DeviceKey, change, device_key, read, remove
 from .measurement_keys import LayerKey, built, layer_key
 
 
@@ -208,11 +208,16 @@ def clear(path: Path, drop: Callable[[CachedLayer], bool], kind: LaunchFileKind 
     """
     file = load(path, kind=kind)
     if file.device is None:
-        path.unlink(missing_ok=True)
+        remove(path)
         return 0
-    dropped = [entry for entry in file.entries if drop(entry)]
-    if len(dropped) == len(file.entries):
-        path.unlink(missing_ok=True)
-    elif dropped:
-        change(path, kind, file.device, lambda entries: [entry for entry in entries if not drop(entry)])
-    return len(dropped)
+    dropped = 0
+
+    def kept(entries: tuple[CachedLayer, ...]) -> list[CachedLayer]:
+        nonlocal dropped
+        left = [entry for entry in entries if not drop(entry)]
+        dropped = len(entries) - len(left)
+        return left
+
+    if any(drop(entry) for entry in file.entries):
+        change(path, kind, file.device, kept)
+    return dropped

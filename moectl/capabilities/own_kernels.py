@@ -24,6 +24,9 @@ GATED, UNGATED = ("silu", "swigluoai", "gelu_tanh"), ("relu2",)
 TILES = "moectl-mtile64"
 """The layout of formats that kernels decode in tiles; weights of the others are read in rows."""
 
+ROW_FORMATS = ("bf16", "fp8")
+"""Names of weight formats that are read in rows; those of 16 bits are of the model's dtype."""
+
 TRITON = KernelSupport(
     (
         WeightSupport((MXFP4, *integers(4), *integers(8)), TILES),

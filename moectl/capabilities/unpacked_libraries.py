@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ..environment.cache_folder import cache_folder
 from ..environment.installed_packages import InstalledPackage, lacking, package_folder, source_version
-from ..errors import UsageError
+from ..errors import CheckpointError, UsageError
+from ..files.safe_reading import open_regular
 from ..files.user_paths import user_path
 from .kernel_packages import CUTLASS_LIBRARY, KERNEL_PACKAGES, MARLIN_LIBRARY, TRITON_EXPERTS
 
@@ -140,7 +141,7 @@ def _hash(files: tuple[Path, ...], folder: Path) -> str:
         stats = [file.stat() for file in files]
         stamps = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
         return HASHED + _digest(files, folder, stamps)
-    except OSError:
+    except (OSError, CheckpointError):
         return ""
 
 
@@ -150,7 +151,7 @@ def _digest(files: tuple[Path, ...], folder: Path, stamps: tuple[tuple[int, int]
     digest = hashlib.sha256()
     for file, (size, _) in zip(files, stamps, strict=True):
         digest.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode())
-        with file.open("rb") as content:
+        with open_regular(file, str(file)) as content:
             while block := content.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()[:12]

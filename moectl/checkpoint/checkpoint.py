@@ -11,6 +11,7 @@ from ..files.tensor_table import TensorInfo
 from ..problem.layer_ranges import ranges
 from ..problem.model_shape import BlockedMatrix, ModelShape
 from ..problem.moe_problem import MoEProblem
+from ..problem.schemes import Scheme
 from .config.model_shape import model_shape
 from .tensors.storage import Storage
 
@@ -66,6 +67,7 @@ class LayerGroup:
         notes: sentences for the user.
         shared_dtype: safetensors dtype of the shared experts' weights, which may differ from the routed.
         storage: storage of the experts' tensors; None when only a config was read.
+        declared: number formats as the config has them, where tensors have others; else None.
     """
 
     layers: tuple[int, ...]
@@ -75,6 +77,7 @@ class LayerGroup:
     notes: tuple[str, ...] = ()
     shared_dtype: str = ""
     storage: Storage | None = None
+    declared: Scheme | None = None
 
     def __repr__(self) -> str:
         problem = self.problem

@@ -17,6 +17,7 @@ from ..environment.installed_packages import (
     package_folder,
 )
 from ..environment.python_environments import PythonEnvironment
+from ..files.safe_reading import text_or_empty
 from ..oracle.registry import answering_engines
 
 COMPILERS: Mapping[str, tuple[str, ...]] = {
@@ -108,7 +109,7 @@ def torch_build(where: PythonEnvironment | None = None) -> str:
     folder = package_folder("torch", where)
     if folder is None or not (folder / "version.py").is_file():
         return ""
-    match = _TORCH.search((folder / "version.py").read_text(encoding="utf-8", errors="replace"))
+    match = _TORCH.search(text_or_empty(folder / "version.py"))
     return f"{match[1]} {match[2]}" if match else "cpu"
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..oracle.decision import Candidate, Decision
 from ..oracle.registry import engine_named, policy_named
-from ..oracle.verdict_sentences import makers_spelling, sentence
+from ..oracle.verdict_sentences import makers_spelling, predicate, sentence
 from .fallback import serves_request
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ def reason_words(decision: Decision) -> str:
         return "requested by name; all checks pass"
     if decision.ranking is not None:
         return str(decision.ranking)
+    if decision.arguments is not None and decision.arguments.why:
+        return f"{makers_spelling(decision.arguments.why)}; all checks pass"
     moves = "; ".join(_deciding_moves(decision, chosen))
     special = f" ({moves})" if moves else ""
     if any(candidate.rank < chosen.rank for candidate in decision.candidates):
@@ -96,15 +98,15 @@ def refusals(decision: Decision) -> Iterator[str]:
     """Why `decision` has no backend, in sentences; for a request, the failed checks of its nearest class."""
     yield from map(str, decision.gates)
     requested = decision.inputs.requested if decision.chosen is None and not decision.gates else None
-    if requested and decision.candidates:
-        nearest = min(decision.candidates, key=lambda c: len(c.failed))
+    nearest = min(decision.candidates, key=lambda c: len(c.failed), default=None)
+    if requested and nearest is not None and nearest.failed:
         yield f"{requested} was requested by name, but it {_lacks(nearest)}"
     elif decision.error:
         yield decision.error
 
 
 def _lacks(candidate: Candidate) -> str:
-    return ", and ".join(dict.fromkeys(map(sentence, candidate.failed)))
+    return ", and ".join(dict.fromkeys(map(predicate, candidate.failed)))
 
 
 def failure(decision: Decision) -> str:

@@ -17,15 +17,20 @@ from typing import Any
 from ..checkpoint.checkpoint import Checkpoint
 from ..environment.installed_packages import package_folder
 from ..environment.python_environments import PythonEnvironment
-from ..errors import Unavailable, UsageError
+from ..errors import CheckpointError, Unavailable, UsageError
+from ..files.safe_reading import last_text, read_bounded
+from ..files.strict_json import parse_value
 from ..oracle.decision import DEPLOYMENT, Decision
 from ..oracle.engine import Engine
 from ..oracle.recorded_fields import FIELDS, DecisionPair
-from ..oracle.registry import ENGINES
+from ..oracle.registry import newest_engines
 from .explanation import Explanation
 
 TIMEOUT_S = 300.0
 """Seconds that the engine has; importing one takes up to a minute from a slow disk."""
+LONGEST_ANSWER = 64 << 20
+"""Most bytes of an answer."""
+
 NEEDED = ("selected", "experts_cls", "monolithic", "padded", "error", "gates", "rejected", "priority")
 BEFORE_EXPERTS = ("usable", "gates", "error")
 """Fields that say nothing where moectl refuses the deployment before any backend is asked."""
@@ -106,7 +111,7 @@ class EngineAnswer:
 def can_be_asked(engine: Engine) -> None:
     """Raises UsageError if moectl does not know how to ask the engine's own code."""
     if engine.own_code is None:
-        asked = dict.fromkeys(each.title for each in ENGINES.values() if each.own_code)
+        asked = dict.fromkeys(each.title for each in newest_engines() if each.own_code)
         raise UsageError(
             f"--ask-engine cannot ask {engine.title}, only {' and '.join(asked) or 'no engine'}",
             hint="leave --ask-engine out for the answer by moectl's rules",
@@ -168,11 +173,13 @@ def _reply(
                 f"{title} did not answer within {timeout_s:g} s and was stopped",
                 hint=f"try `{python} -c 'import {title.lower()}'`, which should take seconds",
             )
-        try:
-            reply = json.loads(out.read_text(encoding="utf-8"))
-        except OSError:
+        if not out.exists():
             ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise Unavailable(f"{title} gave no answer: {python} {ended}{_last_line(said)}") from None
+            raise Unavailable(f"{title} gave no answer: {python} {ended}{_last_line(said)}")
+        try:
+            reply = parse_value(read_bounded(out, LONGEST_ANSWER, "it"), "it", ValueError)
+        except CheckpointError as error:
+            raise Unavailable(f"{title} gave an answer that cannot be used: {error.what}") from error
         except ValueError as error:
             raise Unavailable(f"{title} gave an answer that is no JSON: {error}") from error
     if not isinstance(reply, dict):
@@ -219,7 +226,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last_line(said: Path) -> str:
-    lines = [line for line in said.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [line for line in last_text(said).splitlines() if line.strip()]
     return f": {_line(lines[-1])}" if lines else ""
 
 
@@ -248,7 +255,7 @@ def _compared(
                 hint="leave --ask-engine out for the answer by moectl's rules",
             )
         try:
-            asked = AskedGroup(group.layers, row, group.decision, _differences(row, group.decision))
+            asked = AskedGroup(group.layers, row, group.decision, differences(row, group.decision))
             asked.to_json()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             problem = f"{type(error).__name__}: {_line(error)}"
@@ -258,7 +265,7 @@ def _compared(
     return EngineAnswer(title, python, bool(reply.get("own_device")), bare, tuple(groups))
 
 
-def _differences(row: Mapping[str, Any], decision: Decision) -> tuple[FieldDifference, ...]:
+def differences(row: Mapping[str, Any], decision: Decision) -> tuple[FieldDifference, ...]:
     """Where the engine's decision is not ours."""
     pair, found = DecisionPair(row, decision), []
     early = any(gate.kind == DEPLOYMENT for gate in decision.gates)

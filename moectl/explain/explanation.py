@@ -26,6 +26,7 @@ from .assumptions import assume
 from .deployment import StepTimes, WeightMemory, memory_of, roofline_of
 from .fallback import Fallback, fallback_of
 from .measured_evidence import EvidenceLookup, MeasuredEvidence, nothing
+from .predicted_time import predicted_of
 from .problem_facts import facts, source_of
 from .rank_memory import RankMemory, other_weights, rank_memory
 
@@ -99,6 +100,7 @@ class GroupExplanation:
             "decision": self.decision.to_json(),
             "others": [other.to_json() for other in self.others],
             "measured": self.evidence.to_json(),
+            "predicted": to_json(predicted_of(self.decision)),
         }
 
 

@@ -318,7 +318,6 @@ BY_QUESTION: Mapping[str, tuple[Generator, ...]] = {
 
 FIXED = {
     "activation function": "the model's activation function",
-    "activation clamp": "the limits of the model's activation function",
     "gating": "whether the model's experts are gated",
     "checkpoint storage": "how the checkpoint stores its experts",
     "expert bias": "the method hands over an expert bias",

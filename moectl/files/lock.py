@@ -6,14 +6,48 @@ import errno
 import fcntl
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import Unavailable
+from .safe_reading import text_or_empty
 
 SUFFIX = ".lock"
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of network file systems that do not support locks."""
+
+
+def is_at(path: Path, fd: int) -> bool:
+    """True if `path` still names the open file."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(fd: int) -> None:
+    """Locks the open file once no other process has it locked; does nothing where there are no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (*_NO_LOCKS, errno.EBADF):  # NFS locks only what is open for writing
+            raise
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Keeps other processes that take this lock out of an existing folder during the block; waits for them.
+
+    It leaves nothing behind, and does nothing where there are no locks. Raises OSError.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        wait_for(fd)
+        yield
+    finally:
+        os.close(fd)
 
 
 class Busy(Unavailable):
@@ -47,16 +81,23 @@ class Lock:
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                raise Unavailable(
-                    f"cannot lock {self._path}: {error.strerror or error}.", hint="Check the output folder."
-                ) from error
-            self._create_lock_file()
+                raise self._refused(error) from error
+            try:
+                self._create_lock_file()
+            except OSError as refused:
+                raise self._refused(refused) from refused
+
+    def _refused(self, error: OSError) -> Unavailable:
+        return Unavailable(
+            f"cannot lock {self._path}: {error.strerror or error}.", hint="Check the output folder."
+        )
 
     def release(self) -> None:
         """Removes the lock file, if there is one; a `flock` ends when the file is closed."""
         if self._owns_lock_file:
             self._owns_lock_file = False
-            self._lock_file.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._lock_file.unlink()
 
     def _create_lock_file(self) -> None:
         host = socket.gethostname()
@@ -64,10 +105,9 @@ class Lock:
             try:
                 fd = os.open(self._lock_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             except FileExistsError:
-                try:
-                    holder = self._lock_file.read_text(errors="replace").split()
-                except FileNotFoundError:  # released in the meantime
+                if not os.path.lexists(self._lock_file):  # released in the meantime
                     continue
+                holder = text_or_empty(self._lock_file).split()
                 if (
                     len(holder) != 2
                     or holder[0] != host

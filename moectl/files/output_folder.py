@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import Unavailable, UsageError
-from .atomic import disk_errors
+from .access import BY_UMASK, Access
+from .atomic import disk_errors, sync_folder
 
 
 def refuse_inside(source: Path, out: Path) -> None:
@@ -23,10 +24,17 @@ def refuse_inside(source: Path, out: Path) -> None:
         raise UsageError(f"the output {out} is a file.", hint="Choose a folder.")
 
 
-def create_folder(folder: Path) -> None:
-    """Creates `folder` and its parents; Unavailable when the system refuses."""
+def create_folder(folder: Path, access: Access = BY_UMASK) -> None:
+    """Creates `folder` and the parents that it lacks, durably, with `access`.
+
+    Unavailable when the system refuses.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for each in (*reversed(folder.parents), folder):
+            if not each.is_dir():
+                each.mkdir(access.of_folder(each.parent), exist_ok=True)
+                with suppress(PermissionError):  # a folder in which one may write, but which one may not read
+                    sync_folder(each.parent)
     except OSError as error:
         raise Unavailable(
             f"cannot create {folder}: {error.strerror or error}.", hint="Choose another output folder."
@@ -41,17 +49,14 @@ def refuse_filled(out: Path) -> None:
 
 
 @contextmanager
-def all_or_none(out: Path, names: Iterable[str]) -> Iterator[None]:
-    """Creates the directory `out`, in which the block writes `names`; on any error all of it is removed."""
+def new_folder(out: Path, access: Access = BY_UMASK) -> Iterator[None]:
+    """Creates `out` and its parents; on an error those that were created are removed if empty."""
     with disk_errors(out, 0):
         created = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
-        create_folder(out)
+        create_folder(out, access)
         yield
     except BaseException:
-        for name in names:
-            with suppress(OSError):
-                (out / name).unlink()
         for folder in created:
             with suppress(OSError):
                 folder.rmdir()

@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,14 +28,28 @@ def open_regular(path: Path, where: str) -> Iterator[BinaryIO]:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise not_regular(where)
-            with open(fd, "rb", closefd=False) as file:
+            with read_open(fd, where) as file:
                 yield file
         finally:
             os.close(fd)
     except OSError as error:
-        raise CheckpointError(
-            f"{where} cannot be read: {error.strerror or error}.", hint="Check the file and its permissions."
-        ) from error
+        raise _cannot_read(where, error) from error
+
+
+@contextmanager
+def read_open(fd: int, where: str) -> Iterator[BinaryIO]:
+    """The open file `fd`, which stays open; CheckpointError for system errors inside the block."""
+    try:
+        with open(fd, "rb", closefd=False) as file:
+            yield file
+    except OSError as error:
+        raise _cannot_read(where, error) from error
+
+
+def _cannot_read(where: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{where} cannot be read: {error.strerror or error}.", hint="Check the file and its permissions."
+    )
 
 
 def read_bounded(path: Path, limit: int, where: str) -> bytes:
@@ -44,9 +58,14 @@ def read_bounded(path: Path, limit: int, where: str) -> bytes:
     Raises CheckpointError for anything else, before it is read; `where` names the file.
     """
     with open_regular(path, where) as file:
-        size, data = os.fstat(file.fileno()).st_size, b""
-        if size <= limit:
-            data = file.read(limit + 1)
+        return bounded(file, limit, where)
+
+
+def bounded(file: BinaryIO, limit: int, where: str) -> bytes:
+    """The bytes of an open file; CheckpointError, before it is read, if it has more than `limit`."""
+    size, data = os.fstat(file.fileno()).st_size, b""
+    if size <= limit:
+        data = file.read(limit + 1)
     if max(size, len(data)) > limit:
         raise CheckpointError(
             f"{where} has {max(size, len(data))} bytes, expected at most {limit}.",
@@ -104,12 +123,31 @@ def not_regular(where: str) -> CheckpointError:
     )
 
 
+SYSTEM_LIMIT = 16 << 20
+"""Most bytes that are read of a file of the system's or of an installed package's."""
+
+
 def text_or_empty(file: Path) -> str:
-    """The text of a file of the system's; empty if it cannot be read."""
+    """The text of a file of the system's or a package's; empty if it cannot be read, or is no regular file.
+
+    Of a longer file, the first `SYSTEM_LIMIT` bytes.
+    """
     try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        with open_regular(file, str(file)) as content:
+            return content.read(SYSTEM_LIMIT).decode("utf-8", "replace")
+    except CheckpointError:
         return ""
+
+
+LAST_BYTES = 1 << 16
+"""Bytes of the end of what another process printed, in which its last line is looked for."""
+
+
+def last_text(file: Path) -> str:
+    """The last `LAST_BYTES` of a file as text; CheckpointError if it cannot be read."""
+    with open_regular(file, str(file)) as content:
+        content.seek(max(0, os.fstat(content.fileno()).st_size - LAST_BYTES))
+        return content.read(LAST_BYTES).decode("utf-8", "replace")
 
 
 def read_exactly(fd: int, view: memoryview, offset: int, name: str) -> None:
@@ -151,25 +189,19 @@ def hash_range(digest: Any, fd: int, start: int, end: int, name: str) -> None:
         start += len(piece)
 
 
-def file_sha256(path: Path, advance: Callable[[int], None] = lambda done: None) -> str:
-    """SHA-256 of a file in hexadecimal; `advance` is called with the size of each chunk."""
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file that the user gives, in hexadecimal; CheckpointError if it cannot be read."""
+    with open_regular(path, str(path)) as file:
+        return descriptor_sha256(file.fileno())
+
+
+def descriptor_sha256(fd: int) -> str:
+    """SHA-256 of an open file from where it is to its end, in hexadecimal."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(CHUNK))
-    with open_regular(path, str(path)) as file:
-        while got := os.readv(file.fileno(), [buffer]):
-            digest.update(buffer[:got])
-            advance(got)
+    while got := os.readv(fd, [buffer]):
+        digest.update(buffer[:got])
     return digest.hexdigest()
-
-
-def file_findings(path: Path, size: int, sha256: str) -> list[str]:
-    """Sentences on how a file differs from its recorded size and SHA-256; empty if it does not."""
-    if not path.is_file():
-        return [f"{path.name} is missing"]
-    got = path.stat().st_size
-    if got != size:
-        return [f"{path.name} must have {size} bytes, got {got}"]
-    return [] if file_sha256(path) == sha256 else [f"{path.name} does not have the SHA-256 that was written"]
 
 
 def unreadable(what: str, path: Path, error: Exception, kind: str) -> UsageError:

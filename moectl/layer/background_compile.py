@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from triton.runtime.cache import triton_key
 
 from ..errors import MoectlError, UsageError
 from ..files.records import from_json, to_json
+from ..files.safe_reading import LAST_BYTES
 from ..kernels.prepared_layer import PreparedMoE
 from ..kernels.registry import runner_for
 from ..kernels.triton.layer_binaries import (
@@ -113,8 +115,8 @@ class KernelLoad:
         process, self.process = self.process, None
         assert process is not None
         output, _ = process.communicate()
-        self.log.seek(0)
-        errors = self.log.read()
+        self.log.seek(max(0, os.fstat(self.log.fileno()).st_size - LAST_BYTES))
+        errors = self.log.read(LAST_BYTES)
         try:
             self.result = from_json(CompileResult, json.loads(output), "result", UsageError)
         except (ValueError, MoectlError):

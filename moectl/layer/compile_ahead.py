@@ -6,7 +6,6 @@ process finds there what others have compiled, on this machine or for it (`kerne
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -25,14 +24,15 @@ from typing import IO
 import torch
 import triton
 
-from ..cache.cache_file import CacheWarning, set_aside
+from ..cache.cache_file import LARGEST, CacheWarning, locked, set_aside
 from ..cache.launches_file import KIND
 from ..cache.measurement_keys import built
 from ..environment import Device
 from ..environment.cache_folder import cache_folder
-from ..errors import MoectlError, UsageError
+from ..errors import CheckpointError, MoectlError, UsageError
 from ..files.atomic import replace_file
 from ..files.records import Count, from_json, to_json
+from ..files.safe_reading import read_bounded, text_or_empty
 from ..files.strict_json import parse_document
 from ..kernels.registry import runner_for
 from ..kernels.runner import ActivationFormat
@@ -134,8 +134,8 @@ def most_workers() -> int:
 
 
 def _free_memory() -> int | None:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text("ascii").splitlines():
+    with suppress(ValueError, IndexError):
+        for line in text_or_empty(Path("/proc/meminfo")).splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) << 10
     return None
@@ -197,7 +197,7 @@ def compile_one_at_a_time(request: CompileRequest) -> CompileResult:
         with suppress(OSError):  # without a lock everything is compiled, perhaps twice
             lock = _record(request).with_suffix(".lock")
             lock.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(stack.enter_context(lock.open("w")), fcntl.LOCK_EX)
+            stack.enter_context(locked(lock))
         if known := remembered(request):
             return known
         result = compile_ahead(request)
@@ -233,14 +233,14 @@ def remembered(request: CompileRequest) -> CompileResult | None:
     """
     path = _record(request)
     try:
-        data = path.read_bytes()
+        data = read_bounded(path, LARGEST, path.name)
         kept = from_json(Remembered, parse_document(data, "it", ValueError), "it", ValueError)
         needed = tuple(binary for binary in kept.result.binaries if binary[3] <= request.tokens)
         known = CompileResult(len(needed), len(needed), 0, 0.0, binaries=needed)
         if not known.calls or kept.tokens < request.tokens:
             return None
         return known if all(is_cached(name, key) for name, key, *_ in needed) else None
-    except OSError:
+    except (OSError, CheckpointError):
         return None
     except ValueError as error:
         with suppress(OSError):
@@ -257,8 +257,8 @@ def _record(request: CompileRequest) -> Path:
     gpu = request.gpu
     device = Device("cuda", f"sm{gpu.arch}", gpu.name, sms=gpu.sms)
     tuned = b""
-    with suppress(OSError):
-        tuned = KIND.path(device).read_bytes()
+    with suppress(CheckpointError):
+        tuned = read_bounded(KIND.path(device), LARGEST, KIND.path(device).name)
     problem = replace(request.problem, parallel=Parallel())
     size = [gpu.arch, gpu.sms, gpu.shared]
     about = [to_json(problem), request.backend, size, request.batched, built()]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,9 +16,11 @@ from pathlib import Path
 
 from ..cache.measurement_keys import built
 from ..errors import CheckpointError, UsageError
-from ..files.atomic import replace_file, write_file
+from ..files.atomic import PARTIAL, disk_errors, write_file
+from ..files.folder_handle import read_inside
+from ..files.lock import folder_lock
+from ..files.output_folder import create_folder
 from ..files.records import from_json, to_json
-from ..files.safe_reading import open_regular
 from ..files.strict_json import parse_document
 from ..kernels.triton.layer_binaries import Binary
 from .compile_ahead import cache_directory
@@ -57,26 +58,35 @@ def export_kernels(binaries: Iterable[Binary], folder: Path) -> int:
 
     Raises UsageError if `folder` has other things in it, and CheckpointError if its index is damaged.
     """
-    kernels = dict(read_index(folder).kernels) if (folder / INDEX).exists() else {}
-    if not kernels and folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} is not empty and has no {INDEX}", hint="give --to a new directory")
-    copied = 0
-    for binary in binaries:
-        if not binary.cached:
-            continue
-        files = {}
-        (folder / binary.key).mkdir(parents=True, exist_ok=True)
-        for suffix in SUFFIXES:
-            name = _file(binary.name, suffix)
-            data = _read(cache_directory() / binary.key / name)
-            write_file(folder / binary.key / name, data)
-            files[suffix] = hashlib.sha256(data).hexdigest()
-        kernels[binary.key] = KernelFiles(binary.name, files)
-        copied += 1
-    folder.mkdir(parents=True, exist_ok=True)
+    create_folder(folder)
+    with disk_errors(folder, 0), folder_lock(folder):  # of two writers neither loses the other's kernels
+        if not (folder / INDEX).exists():
+            if any(path.name != f"{INDEX}{PARTIAL}" for path in folder.iterdir()):
+                raise UsageError(
+                    f"{folder} is not empty and has no {INDEX}", hint="give --to a new directory"
+                )
+            _write_index(folder, {})  # an interrupted export goes on in the directory
+        kernels = dict(read_index(folder).kernels)
+        copied = 0
+        for binary in binaries:
+            if not binary.cached:
+                continue
+            files = {}
+            create_folder(folder / binary.key)
+            for suffix in SUFFIXES:
+                name = _file(binary.name, suffix)
+                data = _read(cache_directory() / binary.key, name)
+                write_file(folder / binary.key / name, data)
+                files[suffix] = hashlib.sha256(data).hexdigest()
+            kernels[binary.key] = KernelFiles(binary.name, files)
+            copied += 1
+        _write_index(folder, kernels)
+    return copied
+
+
+def _write_index(folder: Path, kernels: Mapping[str, KernelFiles]) -> None:
     index = KernelIndex(VERSION, built(), dict(sorted(kernels.items())))
     write_file(folder / INDEX, (json.dumps(to_json(index), indent=1) + "\n").encode())
-    return copied
 
 
 def import_kernels(binaries: Iterable[Binary], folder: Path) -> int:
@@ -92,21 +102,22 @@ def import_kernels(binaries: Iterable[Binary], folder: Path) -> int:
             continue
         contents = {}
         for suffix in SUFFIXES:
-            file = folder / binary.key / _file(binary.name, suffix)
-            data = _read(file)
+            name = _file(binary.name, suffix)
+            data = _read(folder, f"{binary.key}/{name}")
             if hashlib.sha256(data).hexdigest() != listed.files.get(suffix):
                 raise CheckpointError(
-                    f"{file} does not have the contents that {INDEX} lists", hint="copy the directory again"
+                    f"{folder / binary.key / name} does not have the contents that {INDEX} lists",
+                    hint="copy the directory again",
                 )
-            contents[file.name] = data
+            contents[name] = data
         target = cache_directory() / binary.key
-        target.mkdir(parents=True, exist_ok=True)
+        create_folder(target)
         for name, data in contents.items():
-            replace_file(target / name, data)
+            write_file(target / name, data)
         # Triton finds a kernel's files by this group, which names them with their directory.
         paths = {name: str(target / name) for name in contents}
         group = json.dumps({"child_paths": paths}).encode()
-        replace_file(target / f"__grp__{_file(binary.name, 'json')}", group)
+        write_file(target / f"__grp__{_file(binary.name, 'json')}", group)
         taken += 1
     return taken
 
@@ -118,7 +129,7 @@ def read_index(folder: Path) -> KernelIndex:
         raise CheckpointError(
             f"{folder} has no {INDEX}", hint="moectl warm CKPT --gpu NAME --to DIR writes it"
         )
-    index = from_json(KernelIndex, parse_document(_read(file), INDEX), INDEX)
+    index = from_json(KernelIndex, parse_document(_read(folder, INDEX), INDEX), INDEX)
     if index.version != VERSION:
         raise CheckpointError(
             f"{file} has version {index.version}, this moectl reads {VERSION}",
@@ -142,9 +153,5 @@ def _file(name: str, suffix: str) -> str:
     return f"{name[:150]}.{suffix}"
 
 
-def _read(path: Path) -> bytes:
-    with open_regular(path, str(path)) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MOST_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes, at most {MOST_BYTES} are read")
-        return file.read()
+def _read(folder: Path, name: str) -> bytes:
+    return read_inside(folder, name, MOST_BYTES, str(folder / name))

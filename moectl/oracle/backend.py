@@ -243,11 +243,18 @@ class BackendRule:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeFailure:
-    """A failure when kernels run, with exception class `kind`; the engine's choice does not depend on it."""
+    """A failure after the choice, with exception class `kind`; the engine's choice does not depend on it.
+
+    `at` says when: on the first token, when kernels run, or `LOADING` weights.
+    """
 
     when: Callable[[SupportQuery], bool]
     says: str
     kind: str
+    at: str = "on the first token"
+
+
+LOADING = "on loading weights"
 
 
 def weighted_input(kind: str) -> RuntimeFailure:
@@ -264,7 +271,6 @@ class Capability:
     """What one experts class supports; a constant, compared by identity.
 
     None means any, an empty set never.
-    `clamps`: the limit of the activation function is applied.
     `dtypes` are the model's 16-bit dtypes, `logits` those of router logits, `scales` the storage dtypes of
     weight scales. `hashed`, for fused routing only: experts can be looked up by token id.
     `lora`: LoRA adapters on experts; `invariant`: results do not depend on the rest of the batch.
@@ -278,7 +284,6 @@ class Capability:
     formats: tuple[FormatSupport, ...] | None = None
     activations: NameSet = ANY
     ungated: bool = True
-    clamps: bool = True
     routing: NameSet = ANY
     parallel: ParallelSupport = ParallelSupport()
     checkpoints: NameSet = ANY

@@ -134,7 +134,7 @@ def _exchange(ask: SupportQuery, capability: Capability, variant: ExpertsClass) 
 
 
 def _experts_spread(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
-    ep = ask.problem.parallel.ep
+    ep = ask.problem.parallel.ep_size > 1
     return str(ep).lower(), "any" if capability.parallel.ep else "false", capability.parallel.ep or not ep
 
 
@@ -157,14 +157,8 @@ def _token_format(ask: SupportQuery, capability: Capability, variant: ExpertsCla
     return names[ask.batched], names[variant.batched], ask.batched == variant.batched
 
 
-def _clamp(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
-    limit = ask.problem.activation.limit if ask.clamped else None
-    wanted = "none" if limit is None else str(limit)
-    return wanted, "any" if capability.clamps else "none", capability.clamps or limit is None
-
-
 def _alone(ask: SupportQuery, capability: Capability, variant: ExpertsClass) -> Answer:
-    ep = ask.problem.parallel.ep
+    ep = ask.problem.parallel.ep_size > 1
     return str(ep).lower(), "any" if capability.parallel.alone else "true", capability.parallel.alone or ep
 
 
@@ -179,7 +173,6 @@ CHECKS: tuple[Check, ...] = (
     Check("number formats", "scheme", "quant_scheme", _formats),
     Check("activation function", "scheme", "activation", _activation),
     Check("gating", "scheme", "activation", _gating),
-    Check("activation clamp", "scheme", "other", _clamp),
     Check("checkpoint storage", "scheme", "layout", _checkpoint),
     Check("activation order", "scheme", "act_order", _act_order),
     Check("zero points", "scheme", "zero_points", _zero_points),

@@ -25,10 +25,14 @@ FROM_SOURCE = "from source, not recorded"
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A refusal before the engine checks any backend: the `kind` of the check, and a sentence."""
+    """A refusal before the engine checks any backend: the `kind` of the check, and a sentence.
+
+    `error`: the class of the exception, if it is raised as a layer is built.
+    """
 
     kind: str
     says: str
+    error: str = ""
 
     def __str__(self) -> str:
         return self.says

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -251,11 +251,3 @@ class Engine:
         if not layout:
             return AS_LOADED
         return next((row for prefix, row in self.repacking if layout.startswith(prefix)), ASSUMED)
-
-
-def newest(engines: Iterable[Engine]) -> tuple[Engine, ...]:
-    """The first engine of each family, in the order of `engines`."""
-    by_family: dict[str, Engine] = {}
-    for engine in engines:
-        by_family.setdefault(engine.family, engine)
-    return tuple(by_family.values())

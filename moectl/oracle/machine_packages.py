@@ -46,7 +46,7 @@ def packages_from(
         >>> packages_from("flashinfer=0.1.0").has("flashinfer")
         False
     """
-    profiles, probes = profile_engine(engine or engine_named()).profiles(), known_packages()
+    profiles = profile_engine(engine or engine_named()).profiles()
     versions: dict[str, str] = {}
     missing: set[str] = set()
     switches: dict[str, str] = {}
@@ -65,6 +65,7 @@ def packages_from(
             switches |= profiles[name].env
         elif name != "none":
             listed.append((name.replace("-", "_"), version))
+    probes = known_packages() if listed else {}
     for name, version in listed:
         if name not in probes and name not in TOOLS:
             raise UsageError(

@@ -180,10 +180,14 @@ class Policy:
         return {}
 
     def requested_backends(self, name: str) -> frozenset[str]:
-        """Names of the backends that the request `name` selects in any route, with their batched twins."""
+        """Names of the backends that the request `name` selects in any route, with their batched twins.
+
+        A route that replaces the backend of that very name by others does not count.
+        """
         name, rows = name.lower().replace("-", "_"), self.rows()
-        selected = {backend.name for row in rows for backend in row.names.get(name, ())}
-        selected |= {backend.name for row in rows for backend in row.backends()} & {name}
+        itself = {backend.name for row in rows for backend in row.backends()} & {name}
+        by_route = [{backend.name for backend in row.names.get(name, ())} for row in rows]
+        selected = itself.union(*(names for names in by_route if itself <= names))
         twins = {batched.name for row in rows for a, batched in row.batched_twins if a.name in selected}
         return frozenset(selected | twins)
 

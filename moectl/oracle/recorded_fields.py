@@ -39,21 +39,28 @@ def _usable(pair: DecisionPair) -> bool:
     return record["selected"] not in (None, "NONE") and not stopped
 
 
+def _unbuilt(pair: DecisionPair) -> str:
+    """The class of the exception with which a layer is refused before its method is chosen; or empty."""
+    return next((gate.error for gate in pair.decision.gates if gate.error and not pair.direct), "")
+
+
 def _selected(pair: DecisionPair) -> str | None:
     """The engine's name of the chosen backend, or of its stand-in; None if selection fails."""
     decision = pair.decision
+    if _unbuilt(pair):
+        return None
     if decision.chosen is not None:
         return decision.chosen.engine_name
     return decision.stand_in or None
 
 
 def _experts(pair: DecisionPair) -> str | None:
-    chosen = pair.decision.chosen
+    chosen = None if _unbuilt(pair) else pair.decision.chosen
     return chosen.variant.experts if chosen else None
 
 
 def _monolithic(pair: DecisionPair) -> bool | None:
-    chosen = pair.decision.chosen
+    chosen = None if _unbuilt(pair) else pair.decision.chosen
     return chosen.variant.monolithic if chosen else None
 
 
@@ -69,7 +76,7 @@ def _recorded_sizes(pair: DecisionPair) -> tuple[int, int] | None:
 
 def _our_sizes(pair: DecisionPair) -> tuple[int, int] | None:
     dims = pair.decision.problem.dims
-    sized = pair.decision.sized and not pair.direct
+    sized = pair.decision.sized and not pair.direct and not _unbuilt(pair)
     return (dims.padded_hidden, dims.padded_intermediate) if sized else None
 
 
@@ -85,7 +92,7 @@ def _recorded_gates(pair: DecisionPair) -> list[str]:
 
 
 def _our_gates(pair: DecisionPair) -> list[str]:
-    return [] if pair.direct else sorted(gate.kind for gate in pair.decision.gates)
+    return [] if pair.direct else sorted(gate.kind for gate in pair.decision.gates if not gate.error)
 
 
 def _exception(text: str | None) -> str:
@@ -170,12 +177,12 @@ FIELDS: tuple[ComparedField, ...] = (
     ComparedField(
         "error",
         lambda pair: _exception(pair.record["error"]),
-        lambda pair: "" if pair.decision.sized else pair.decision.error_kind,
+        lambda pair: _unbuilt(pair) or ("" if pair.decision.sized else pair.decision.error_kind),
     ),
     ComparedField(
         "create_weights_error",
         lambda pair: _exception(pair.record.get("create_weights_error")),
-        lambda pair: pair.decision.error_kind if pair.decision.sized else "",
+        lambda pair: pair.decision.error_kind if pair.decision.sized and not _unbuilt(pair) else "",
     ),
     ComparedField("rejected", _recorded_refusals, _our_refusals, lambda pair: bool(pair.record["rejected"])),
 )

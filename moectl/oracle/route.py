@@ -93,8 +93,8 @@ def _anywhere(where: Archs | None, device: Device) -> bool:
 class Exclusion:
     """Backends that a method excludes from the automatic order while `when` holds (None: always).
 
-    `why` completes "is used ...". `switches` are the environment variables that `when` reads. `by_name`:
-    requests for them are refused, too.
+    `why` completes "is used" if it begins with "only", or else "is". `switches` are the environment variables
+    that `when` reads. `by_name`: requests for them are refused, too.
     """
 
     backends: tuple[Backend, ...]

@@ -16,6 +16,7 @@ from .candidates import candidates, carried, exchanged, in_order
 from .decision import (
     ARGUMENTS,
     CAPABILITY,
+    DEPLOYMENT,
     DTYPE,
     FROM_SOURCE,
     NAME,
@@ -31,7 +32,7 @@ from .registry import policy_named, request_note, versioned
 from .route import OWN_ACT, Route
 from .selection_inputs import SelectionInputs
 from .server_arguments import ServerArguments
-from .verdict_sentences import makers_spelling, sentence
+from .verdict_sentences import makers_spelling, predicate
 
 NOTHING = MeasuredTimes()
 """No measurements: the policy's priority order decides."""
@@ -334,7 +335,7 @@ def _runtime_failures(ask: SupportQuery, chosen: Candidate | None) -> tuple[str,
     if chosen is None:
         return ()
     return tuple(
-        f"{chosen.variant.experts} fails on the first token ({failure.kind}): it {failure.says}"
+        f"{chosen.variant.experts} fails {failure.at} ({failure.kind}): it {failure.says}"
         for failure in chosen.variant.capability.runtime_failures
         if failure.when(ask)
     )
@@ -387,7 +388,8 @@ def _gates(ask: SupportQuery, policy: Policy, route: Route, name: str | None) ->
         gates.append(Gate(DTYPE, says))
     for refusal in policy.refusals:
         if refusal.holds(ask):
-            gates.append(Gate(refusal.name, refusal.says(ask)))
+            error = "" if refusal.name == DEPLOYMENT else refusal.kind
+            gates.append(Gate(refusal.name, refusal.says(ask), error))
     if name and not policy.accepted_names.allows(name):
         note = request_note(policy.name, name)
         gates.append(Gate(NAME, f"{versioned(policy.name)} does not accept {name} as a backend name{note}"))
@@ -403,7 +405,7 @@ def _too_large(ask: SupportQuery, policy: Policy) -> Failure:
 
 
 def _reasons(candidates: Iterable[Candidate]) -> str:
-    return "; ".join(f"{c.variant.experts} {', and '.join(map(sentence, c.failed))}" for c in candidates)
+    return "; ".join(f"{c.variant.experts} {', and '.join(map(predicate, c.failed))}" for c in candidates)
 
 
 def _nothing(policy: Policy, route: Route, name: str | None, candidates: tuple[Candidate, ...]) -> Failure:

@@ -14,9 +14,11 @@ class ServerArguments:
         exchange: the all2all kernels.
         notes: what differs from the command line, each with the reason.
         refusals: why the engine would not start.
+        why: where `request` comes from, if it is not the command line's.
     """
 
     request: str = ""
     exchange: str = "none"
     notes: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
+    why: str = ""

@@ -16,7 +16,6 @@ INVARIANCE = "batch invariance"
 SENTENCES: Mapping[str, str] = {
     "device": "needs {offered}; this device is {wanted}",
     "activation function": "supports only {offered}; model uses {wanted}",
-    "activation clamp": "does not clamp activations; model clamps at {wanted}",
     "gating": "supports only {offered} experts; these are {wanted}",
     "checkpoint storage": "supports only {offered} checkpoints; this one is {wanted}",
     "activation order": "does not support activation order {wanted}",
@@ -96,6 +95,18 @@ def sentence(verdict: Verdict) -> str:
     return makers_spelling(template.format(question=question, wanted=wanted, offered=offered))
 
 
+def predicate(verdict: Verdict) -> str:
+    """The failing `verdict` as what follows a candidate's name in a sentence.
+
+    Example:
+        >>> predicate(Verdict("order", "policy", "in the automatic order", "only by name", False))
+        'is used only by name'
+    """
+    if verdict.question != "order":
+        return sentence(verdict)
+    return f"is {'used ' if verdict.offered.startswith('only ') else ''}{sentence(verdict)}"
+
+
 def _template(question: str, wanted: str, offered: str) -> str:
     if (question, wanted) in _SPECIAL:
         return _SPECIAL[question, wanted]
@@ -103,7 +114,7 @@ def _template(question: str, wanted: str, offered: str) -> str:
         return EXCLUDED[question]
     if question == "token exchange" and offered == "none":
         return "does not support an all2all exchange; this setup uses {wanted}"
-    variable = _deciding_variables(tuple(ENGINES)).get(question)
+    variable = _deciding_variables(ENGINES.made()).get(question)
     if question == INVARIANCE and variable:
         return f"is not batch-invariant, which {variable}=1 requires"
     if question in SENTENCES:

@@ -19,7 +19,8 @@ from ..convert.recipe.recipe import SIDE
 from ..convert.sources import output_name, output_prefix
 from ..convert.stream.source_reader import FolderReader, as_bytes
 from ..errors import CheckpointError, UsageError
-from ..files.safe_reading import open_regular
+from ..files.folder_handle import open_inside
+from ..files.safe_reading import open_given
 from ..files.safetensors_header import METADATA, header_length, read_header
 from ..files.strict_json import parse_json_object
 from ..files.tensor_table import TensorInfo
@@ -45,22 +46,29 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def dumped(path: Path) -> LayerParameters:
     """The parameters in a file of `dump_parameters`, or in all safetensors files of a directory.
 
-    Strides are known if the metadata have them. Raises CheckpointError for damaged files, or names twice.
+    Strides are known if the metadata have them. Raises UsageError if `path` cannot be read, CheckpointError
+    for damaged files, or names twice.
     """
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
+    whole = path.is_dir()
+    if not whole:
+        with open_given(path, str(path), "a safetensors file"):
+            pass  # what it links to is opened below, under a name that the user did not give
+    folder = path if whole else path.resolve().parent
+    names = sorted(file.name for file in path.glob("*.safetensors")) if whole else [path.resolve().name]
+    if not names:
         raise CheckpointError(f"{path} has no safetensors files.", hint="Write them with dump_parameters.")
     found: dict[str, ParameterRecord] = {}
-    for file in files:
-        for record in _records(file):
+    for name in names:
+        for record in _records(folder, name):
             if record.name in found:
                 raise CheckpointError(f"{path} has {record.name} twice.")
             found[record.name] = record
     return found
 
 
-def _records(path: Path) -> Iterator[ParameterRecord]:
-    with open_regular(path, str(path)) as file:
+def _records(folder: Path, name: str) -> Iterator[ParameterRecord]:
+    path = folder / name
+    with open_inside(folder, name, str(path)) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         raw = file.read(header_length(prefix, size, path.name))
@@ -70,7 +78,7 @@ def _records(path: Path) -> Iterator[ParameterRecord]:
     places = parse_json_object(text[PLACES].encode(), f"{path.name}: {PLACES}") if PLACES in text else {}
     for name, info in header.items():
         stride, offset = _place(places[name], info) if name in places else (None, None)
-        yield ParameterRecord(name, info.dtype, info.shape, stride, offset, _StoredBytes(path.parent, info))
+        yield ParameterRecord(name, info.dtype, info.shape, stride, offset, _StoredBytes(folder, info))
 
 
 def _place(place: object, info: TensorInfo) -> tuple[tuple[int, ...], int]:

@@ -16,9 +16,11 @@ from ..capabilities.kernel_packages import KERNEL_PACKAGES
 from ..capabilities.unpacked_libraries import LOCATIONS, find_peer, installed_part
 from ..environment.cache_folder import VARIABLE as CACHE_VARIABLE
 from ..environment.installed_packages import find_package
-from ..errors import Unavailable
-from ..files.atomic import disk_errors, sync_folder
+from ..errors import CheckpointError, Unavailable
+from ..files.atomic import disk_errors, exchange, sync_folder, write_exactly
 from ..files.lock import Lock
+from ..files.output_folder import create_folder
+from ..files.safe_reading import file_sha256
 from .pinned import PinnedFile, PinnedPeer, target
 from .wheel_stream import RETRY, WheelStream, find_wheel
 
@@ -47,13 +49,9 @@ def _matches(file: PinnedFile, folder: Path) -> bool:
     try:
         if path.stat().st_size != file.size:
             return False
-        with path.open("rb") as content:
-            digest = hashlib.sha256()
-            while chunk := content.read(1 << 20):
-                digest.update(chunk)
-    except OSError:
+        return file_sha256(path) == file.sha256
+    except (OSError, CheckpointError):
         return False
-    return digest.hexdigest() == file.sha256
 
 
 def usable_already(peer: PinnedPeer, folder: Path | None) -> str:
@@ -86,8 +84,7 @@ def fetch(
 
     Raises Unavailable without network, disk space, or the pinned files; UsageError for a bad `index`.
     """
-    with disk_errors(folder, 0):
-        folder.mkdir(parents=True, exist_ok=True)
+    create_folder(folder)
     with _locked(folder):
         for leftover in folder.glob(f"{UNFINISHED}*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -99,7 +96,8 @@ def fetch(
             stream = WheelStream(
                 url, peer.wheel, peer.size, peer.spans, allow_whole=allow_whole, progress=report
             )
-            temporary = Path(tempfile.mkdtemp(prefix=f"{UNFINISHED}{peer.backend}-", dir=folder))
+            with disk_errors(folder, peer.unpacked):
+                temporary = Path(tempfile.mkdtemp(prefix=f"{UNFINISHED}{peer.backend}-", dir=folder))
             try:
                 with stream:
                     for file in peer.files:
@@ -146,17 +144,19 @@ def _write(file: PinnedFile, temporary: Path, stream: WheelStream, wheel: str) -
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags, 0o755 if file.executable else 0o644)
     digest, size = hashlib.sha256(), 0
-    with os.fdopen(fd, "wb") as out:
+    try:
         for data in _content(file, stream):
-            size += len(data)
             digest.update(data)
-            if size > file.size:
+            if size + len(data) > file.size:
+                size += len(data)
                 break
             with disk_errors(path, file.size):
-                out.write(data)
+                write_exactly(fd, memoryview(data), size)
+            size += len(data)
         with disk_errors(path, file.size):
-            out.flush()
-            os.fsync(out.fileno())
+            os.fsync(fd)
+    finally:
+        os.close(fd)
     if size != file.size or digest.hexdigest() != file.sha256:
         raise Unavailable(
             f"{file.path} in {wheel} is not the pinned file: its SHA-256 is {digest.hexdigest()[:12]}..., "
@@ -195,10 +195,9 @@ def _move(tops: Sequence[str], temporary: Path, folder: Path) -> None:
     with disk_errors(folder, 0):
         for path in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
             sync_folder(path)
-        replaced = Path(tempfile.mkdtemp(prefix="replaced-", dir=temporary))
         for name in tops:
-            path = folder / name
-            if path.is_symlink() or path.exists():
-                path.rename(replaced / name)
-            (temporary / name).rename(path)
+            if os.path.lexists(folder / name):
+                exchange(temporary / name, folder / name)
+            else:
+                (temporary / name).rename(folder / name)
         sync_folder(folder)

@@ -11,10 +11,10 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, LayerGroup, Origin
 from ..checkpoint.source.shards import CONFIG, INDEX
-from ..convert.manifest.progress_log import Meter, Progress, silent
+from ..convert.manifest.progress_log import Meter, Progress, only_writer, silent
 from ..dtypes import MODEL_DTYPES
 from ..files.atomic import disk_errors, replacing, write_exactly, write_file
-from ..files.output_folder import all_or_none, refuse_filled, refuse_small_disk
+from ..files.output_folder import refuse_filled, refuse_small_disk
 from ..files.safetensors_writer import FilePlan, TensorSpec, plan_file
 from ..files.tensor_table import TensorInfo
 from .model_schema import schema_of
@@ -83,7 +83,7 @@ def synthesize(
     # Last, so that an unfinished directory has no config.json and is not taken for a checkpoint.
     documents[CONFIG] = config
     meter = Meter(progress, total)
-    with all_or_none(out, [*(file.name for file in files), *documents]):
+    with only_writer(out, "synthetic", [*(file.name for file in files), *documents]):
         for file in files:
             _write(out / file.name, file, maker, meter)
         for name, document in documents.items():

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..kernels.choice.launch import Launch
 from ..kernels.timing.cold_calls import time_calls
 from ..kernels.tolerance import Tolerance, check
-from ..kernels.triton.launches import Launch
 from ..layer.random_layer import routings
 from ..oracle.tuned_files import TunedKernel
 from ..problem.moe_problem import MoEProblem

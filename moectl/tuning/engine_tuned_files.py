@@ -14,6 +14,9 @@ from typing import Any
 from ..environment import Device, Packages, device_names, find_device
 from ..errors import NoBackend, Unavailable, UsageError
 from ..files.atomic import replace_file
+from ..files.lock import folder_lock
+from ..files.output_folder import create_folder
+from ..files.safe_reading import read_given
 from ..files.strict_json import parse_document
 from ..oracle.decision import Decision
 from ..oracle.engine import Engine
@@ -110,17 +113,19 @@ def write_choices(path: Path, rows: Mapping[int, Mapping[str, int]], triton: str
 
     Raises UsageError as `check_choices`, Unavailable when it cannot be written.
     """
-    kept: dict[str, Any] = {}
     choices = files_of(engine).choices
-    check_choices(path, triton, engine)
-    if path.exists():
-        kept = parse_document(path.read_bytes(), str(path), UsageError)
-        kept.pop("triton_version", None)
-    for tokens, tile in rows.items():
-        kept[str(tokens)] = {name: tile[field] for name, field in choices.items()}
-    document = {"triton_version": triton, **{key: kept[key] for key in sorted(kept, key=int)}}
+    create_folder(path.parent)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, (json.dumps(document, indent=4) + "\n").encode())
+        with folder_lock(path.parent):  # of two writers neither loses the other's rows
+            kept: dict[str, Any] = {}
+            check_choices(path, triton, engine)
+            if path.exists():
+                data = read_given(path, "a tuned file")
+                kept = parse_document(data, str(path), UsageError)
+                kept.pop("triton_version", None)
+            for tokens, tile in rows.items():
+                kept[str(tokens)] = {name: tile[field] for name, field in choices.items()}
+            document = {"triton_version": triton, **{key: kept[key] for key in sorted(kept, key=int)}}
+            replace_file(path, (json.dumps(document, indent=4) + "\n").encode())
     except OSError as error:
         raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ..cache.backend_times_file import now
 from ..cache.launches_file import LaunchAttempt, LaunchRow
 from ..errors import Unavailable
-from ..kernels.triton.launches import Launch
+from ..kernels.choice.launch import Launch
 from .tuning_cases import TuningCase
 
 FINALISTS = 3

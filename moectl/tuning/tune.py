@@ -11,7 +11,7 @@ import torch
 from ..cache.launches_file import ENGINE, KIND, LaunchesStore, LaunchFileKind, LaunchRow
 from ..environment import Device
 from ..errors import NoBackend, Unavailable
-from ..kernels.triton.launch_table import GpuModel
+from ..kernels.choice.launch_table import GpuModel
 from ..kernels.triton.triton_runner import RUNNER, gpu_of
 from .engine_bench import EngineBench
 from .engine_tuned_files import TunedFileTarget

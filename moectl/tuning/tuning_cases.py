@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.triton.launch_table import GpuModel, TokenSpread, distance_to_nearest
-from ..kernels.triton.launches import Launch
+from ..kernels.choice.launch import Launch
+from ..kernels.choice.launch_table import GpuModel, TokenSpread, distance_to_nearest
 from ..kernels.triton.triton_runner import FAMILIES
 from ..problem.moe_problem import MoEProblem
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from moectl.checkpoint.source.catalogue import CatalogueEntry
 from moectl.checkpoint.source.shards import CONFIG, INDEX
+from moectl.convert.manifest.progress_log import only_writer
 from moectl.errors import UsageError
 from moectl.files.atomic import disk_errors
-from moectl.files.output_folder import all_or_none, refuse_filled
+from moectl.files.output_folder import refuse_filled
 from moectl.files.safetensors_writer import TensorSpec, header_bytes, in_file_order
 
 SHARD_BYTES = 10_000_000_000
@@ -52,7 +53,7 @@ def write_sparse(entry: CatalogueEntry, out: Path, *, shard_bytes: int = SHARD_B
         names = ["model.safetensors"]
     documents = {CONFIG: entry.config, **entry.documents}
     probe = ".holes"
-    with all_or_none(out, [*names, *documents, INDEX, probe]), disk_errors(out, 0):
+    with only_writer(out, "sparse", [*names, *documents, INDEX, probe]), disk_errors(out, 0):
         _refuse_without_holes(out / probe, sum(spec.nbytes for shard in shards for spec in shard))
         apparent = real = 0
         for name, shard in zip(names, shards, strict=True):

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -391,3 +392,31 @@ def test_noisy_times_are_reported(tmp_path):
 def test_settings_are_plain_data():
     assert json.loads(json.dumps(settings_of().to_json()))["tokens"] == [1, 40]
     assert BenchSettings(checkpoint="x").caches == "cold"
+
+
+def test_a_row_that_a_failing_disk_does_not_take_is_one_sentence(tmp_path, monkeypatch):
+    """Also when the disk does not let it be taken back; the rows before it count."""
+
+    def refuse(*args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    path = tmp_path / "rows.jsonl"
+    with RowJournal.open(path) as journal:
+        journal.begin(run())
+        journal.add(ROWS[0])
+        for name in ("fsync", "ftruncate"):
+            monkeypatch.setattr(os, name, refuse)
+        with pytest.raises(Unavailable, match=r"cannot write .*rows\.jsonl: Input/output error"):
+            journal.add(ROWS[1])
+    monkeypatch.undo()
+    assert read_rows(path).rows[:1] == ROWS[:1]
+
+
+def test_a_new_file_of_rows_stays_when_the_power_is_cut(tmp_path, monkeypatch):
+    """Its name is synced with its first line."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink()))
+    with RowJournal.open(tmp_path / "rows.jsonl") as journal:
+        journal.begin(run())
+        journal.add(ROWS[0])
+    assert synced == [tmp_path / "rows.jsonl", tmp_path, tmp_path / "rows.jsonl"]

@@ -277,6 +277,19 @@ def test_entries_are_dropped_one_by_one_or_with_their_file(user_cache: Path) -> 
         assert launches_file.clear(path, lambda entry: True) == 0 and not path.exists()
 
 
+def test_a_row_that_is_kept_while_others_are_dropped_stays(user_cache: Path) -> None:
+    store, later = LaunchesStore.of(QWEN, H200), LaunchesStore.of(replace(QWEN, top_k=4), H200)
+    store.finish(ROW)
+
+    def drop(entry: launches_file.CachedLayer) -> bool:
+        if later.row(ROW.tokens) is None:  # another process, after the file was looked at
+            later.finish(ROW)
+        return entry.layer == store.layer
+
+    assert launches_file.clear(store.path, drop) == 1
+    assert store.row(ROW.tokens) is None and later.row(ROW.tokens) == ROW
+
+
 def test_measurements_are_kept_by_cell(user_cache: Path) -> None:
     def keep(*rows: BackendTime) -> None:
         backend_times_file.save(H200, QWEN, rows, versions={"torch": "2"}, source="moectl bench")

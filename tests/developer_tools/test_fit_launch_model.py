@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from moectl.kernels.triton.launch_model import BY_FORMAT, GEMM, LAUNCH
+from moectl.kernels.choice.launch_model import BY_FORMAT, GEMM, LAUNCH
 
 ROOT = Path(__file__).parents[2]
 

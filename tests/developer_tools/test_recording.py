@@ -18,7 +18,7 @@ from devtools.recording.wheel import BLOCK, RemoteFile
 
 from moectl.errors import Unavailable, UsageError
 from moectl.oracle.engines.vllm_0_33_0.own_code.stand_ins import StandIns
-from moectl.oracle.engines.vllm_0_33_0.own_code.vllm_worker import Passing, code_of
+from moectl.oracle.engines.vllm_0_33_0.own_code.watched_selection import Passing, code_of
 
 DATA = Path(__file__).parents[1] / "data" / "oracle"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "engines" / "record"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 
-from moectl.kernels.triton.launch_table import entries
+from moectl.kernels.choice.launch_table import entries
 from moectl.kernels.triton.marlin import TILES as MARLIN_TILES
 from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.problem.schemes import FULL

@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+from devtools.conformance import read_rows, sampled
 from devtools.transformers_recording import experts_classes, record
-from devtools.transformers_recording.compare import compare_recording, read
+from devtools.transformers_recording.compare import compare_recording
 from devtools.transformers_recording.recording import COMPLETE, DEVICES, cells, checkpoints
-from devtools.transformers_recording.sample import sampled
+from devtools.transformers_recording.sample import shortened, traits
 
 from moectl.errors import UsageError
 
@@ -58,16 +59,18 @@ def test_classes_of_experts_are_read_from_source(tmp_path):
 
 
 def test_a_sample_has_everything_once_and_no_texts():
-    rows = list(read(RECORDED))
-    assert list(sampled([*rows, *rows])) == list(sampled(rows))
+    rows = list(read_rows(RECORDED))
+    assert list(sampled([*rows, *rows], traits)) == list(sampled(rows, traits))
     said = {"kind": "ImportError", "says": "long", "where": "file"}
     row = next(row for row in rows if "prefill" in row and "error" in row["prefill"])
-    (short,) = sampled([{**row, "warnings": ["x"], "prefill": {"error": said}}])
+    short = shortened({**row, "warnings": ["x"], "prefill": {"error": said}})
     assert short["prefill"] == {"error": {"kind": "ImportError"}} and "warnings" not in short
 
 
 def test_a_comparison_finds_what_differs(tmp_path):
-    rows = [row for row in read(RECORDED) if "loading" in row or row["checkpoint"] == "openai/gpt-oss-120b"]
+    rows = [
+        row for row in read_rows(RECORDED) if "loading" in row or row["checkpoint"] == "openai/gpt-oss-120b"
+    ]
     few = rows[:3] + [row for row in rows if "loading" in row]
     right = compare_recording(write(tmp_path / "right.jsonl.gz", few), "transformers==5.23.0")
     assert right.total.asked == right.total.agreed == len(few) > 10

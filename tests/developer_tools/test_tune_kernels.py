@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moectl.kernels.triton.launches import Launch, Tile
+from moectl.kernels.choice.launch import Launch
+from moectl.kernels.triton.launches import Tile
 from moectl.problem.published_layers import MODELS
 from moectl.tuning.launch_search import DeviceBroken, WrongResult
 from moectl.tuning.tuning_cases import TuningCase

@@ -1,5 +1,6 @@
 """Fetching pinned files, from a server on this machine that behaves and misbehaves as package indexes do."""
 
+import errno
 import json
 import shutil
 import stat
@@ -12,6 +13,7 @@ from devtools.lock_peers import files_of
 
 from moectl.capabilities.unpacked_libraries import find_peer, find_peers
 from moectl.errors import CheckFailed, Unavailable, UsageError
+from moectl.files import atomic
 from moectl.files.lock import Lock
 from moectl.peers import fetch as fetching
 from moectl.peers import pinned, wheel_stream
@@ -174,6 +176,30 @@ def test_another_version_is_replaced_whole(peer: PinnedPeer, folder: Path) -> No
     assert state_of(peer, folder) == OTHER
     fetch([peer], folder)
     assert state_of(peer, folder) == DONE and not (folder / "humming/removed_since.py").exists()
+
+
+def test_a_library_that_is_replaced_is_never_missing(
+    peer: PinnedPeer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there at each change of a name is the earlier library or the new one."""
+    (folder / "humming").mkdir(parents=True)
+    (folder / "humming/old.py").write_text("")
+    seen: list[str] = []
+
+    def look(*args: object) -> bool:
+        seen.append("old" if (folder / "humming/old.py").exists() else state_of(peer, folder))
+        if len(seen) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return exchanged(*args)  # type: ignore[arg-type]
+
+    exchanged = atomic.rename_exchange
+    monkeypatch.setattr(atomic, "rename_exchange", look)
+    with pytest.raises(Unavailable, match="Input/output error"):
+        fetch([peer], folder)
+    assert (folder / "humming/old.py").exists()
+    fetch([peer], folder)
+    assert seen == ["old"] * 3 and state_of(peer, folder) == DONE
+    assert left_in(folder) == {"humming", "humming_kernels-0.1.19.dist-info"}
 
 
 def test_a_link_in_place_of_a_library_is_not_followed(peer: PinnedPeer, folder: Path, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 from devtools.inspection.kernel_report import report_of
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 
+from moectl.kernels.choice.launch import Launch
 from moectl.kernels.prepared_layer import PreparedMoE
-from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.triton_runner import run_with
 
 COPIES = re.compile(r"cp\.async\.cg\.shared\.global \[ (%r\d+) \+ 0 \]")

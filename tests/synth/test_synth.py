@@ -14,7 +14,9 @@ from safetensors import safe_open
 from moectl.checkpoint import Checkpoint, open_checkpoint
 from moectl.checkpoint.source.catalogue import built_in
 from moectl.convert.codecs import codec_for
-from moectl.errors import CheckpointError, Unavailable, UsageError
+from moectl.convert.manifest.progress_log import only_writer
+from moectl.errors import CheckpointError, MoectlError, Unavailable, UsageError
+from moectl.files.lock import Busy
 from moectl.synth import synthesize
 
 GPT, KIMI = "openai/gpt-oss-20b", "moonshotai/Kimi-K2-Thinking"
@@ -267,3 +269,33 @@ def test_a_config_that_no_built_in_model_is_like_is_refused(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         synthesize(str(tmp_path / "empty"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_of_two_at_once_the_second_stops_and_takes_nothing_away(tmp_path: Path) -> None:
+    """Also a conversion, which begins after the first has looked into the directory."""
+    out, refused = tmp_path / "out", list[str]()
+
+    def meddle(done: int, total: int, text: str) -> None:
+        if not refused:
+            for seed in (1, 2):
+                with pytest.raises(MoectlError) as caught:
+                    synthesize(GPT, out, **TINY, seed=seed)
+                refused.append(str(caught.value))
+            with pytest.raises(Busy), only_writer(out, "other", ["model.safetensors.partial"]):
+                pytest.fail("two writers")
+
+    synthesize(GPT, out, **TINY, progress=meddle)
+    synthesize(GPT, tmp_path / "alone", **TINY)
+    assert content(out) == content(tmp_path / "alone") and "is not an empty folder" in refused[0]
+
+
+def test_who_comes_second_to_an_empty_directory_stops(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with only_writer(out, "other", []):
+        (out / "theirs").touch()
+        with pytest.raises(Busy, match="is writing to"), only_writer(out, "synthetic", ["theirs"]):
+            pytest.fail("two writers")
+    assert [path.name for path in out.iterdir()] == ["theirs"]
+    with pytest.raises(Busy, match="it has theirs"), only_writer(out, "synthetic", ["theirs"]):
+        pytest.fail("files of another")
+    assert [path.name for path in out.iterdir()] == ["theirs"]

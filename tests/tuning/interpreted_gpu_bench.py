@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 import torch
 
+from moectl.kernels.choice.launch import Launch
 from moectl.kernels.tolerance import check
-from moectl.kernels.triton.launches import Launch
 from moectl.problem.moe_problem import MoEProblem, Parallel
 from moectl.tuning.gpu_bench import AGREE, GpuBench
 from moectl.tuning.tuning_cases import TuningCase

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 from moectl.checkpoint import open_checkpoint
 from moectl.environment import find_device
 from moectl.errors import NoBackend, Unavailable, UsageError
-from moectl.kernels.triton.launches import Launch
+from moectl.files.lock import folder_lock
+from moectl.kernels.choice.launch import Launch
 from moectl.oracle.engines.vllm_0_33_0.tuned_files import CHOICES, KERNELS, file_remark, parse_name
 from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.registry import engine_named
@@ -122,9 +124,22 @@ def test_another_file_is_not_overwritten(tmp_path: Path, text: str, said: str) -
     assert place.read_text() == text
 
 
+def test_of_two_writers_neither_loses_the_others_rows(tmp_path: Path) -> None:
+    place = tmp_path / "a.json"
+    with folder_lock(tmp_path):  # as a writer holds it from the moment it reads the file
+        other = threading.Thread(target=write_choices, args=(place, {64: TILE}, "3.6.0", VLLM))
+        other.start()
+        other.join(0.1)
+        assert other.is_alive() and not place.exists()
+    other.join(10)
+    write_choices(place, {1: TILE}, "3.6.0", VLLM)
+    assert list(json.loads(place.read_text())) == ["triton_version", "1", "64"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "in the way").write_text("")
-    with pytest.raises(Unavailable, match="cannot write"):
+    with pytest.raises(Unavailable, match="cannot create"):
         write_choices(tmp_path / "in the way" / "a.json", {1: TILE}, "3.6.0", VLLM)
 
 

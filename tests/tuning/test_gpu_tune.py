@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moectl.cache.launches_file import rows_of
+from moectl.kernels.choice.launch import Launch
 from moectl.kernels.registry import runner_for
-from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.triton_runner import choose, gpu_of
 from moectl.layer.random_layer import RandomLayer, routings, tokens_of
 from moectl.problem.moe_problem import Dims

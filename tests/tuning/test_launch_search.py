@@ -17,10 +17,11 @@ from torch import Tensor
 from moectl.cache.launches_file import LaunchAttempt, LaunchesStore
 from moectl.environment import find_device
 from moectl.errors import CheckFailed, Unavailable, UsageError
+from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.launch_table import GpuModel
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.registry import runner_for
-from moectl.kernels.triton.launch_table import GpuModel
-from moectl.kernels.triton.launches import Launch, Tile
+from moectl.kernels.triton.launches import Tile
 from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.problem.moe_problem import Dims, Parallel
 from moectl.problem.published_layers import MODELS

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from ...errors import CheckpointError, Unavailable, UsageError
 from ...files.atomic import replace_file
+from ...files.safe_reading import read_bounded
 from ...files.safetensors_header import HEADER_LIMIT
 from ...files.strict_json import shown
 
@@ -199,7 +200,9 @@ def move_into_cache(staged: Path, cache: Path) -> str:
                 with suppress(FileExistsError):
                     target.symlink_to(path.readlink())
             elif relative.parts[1] == "refs" or not target.exists():
-                replace_file(target, path.read_bytes())
+                replace_file(target, read_bounded(path, ANSWER_LIMIT, path.name))
     except OSError as error:
         return error.strerror or str(error)
+    except CheckpointError as error:
+        return error.what
     return ""

@@ -10,7 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...errors import CheckpointError
-from ...files.safe_reading import not_regular, open_regular, read_bounded
+from ...files.folder_handle import FolderHandle
+from ...files.safe_reading import bounded, read_bounded
 from ...files.safetensors_header import Budget, read_header
 from ...files.strict_json import FETCH_AGAIN, parse_json_object, shown
 from ...files.tensor_table import TensorTable, joined
@@ -178,11 +179,11 @@ def read_document(folder: Path, name: str) -> dict[str, Any] | None:
 
     Raises CheckpointError when it is damaged, too long, not a regular file, or a link to the outside.
     """
-    path = folder / name
-    if not path.exists() and not path.is_symlink():
+    where = str(folder / name)
+    if not os.path.lexists(where):
         return None
-    inside(folder, name)
-    return parse_document(path, str(path))
+    with FolderHandle(folder) as handle, handle.file(name, where) as file:
+        return parse_json_object(bounded(file, DOCUMENT_LIMIT, where), where)
 
 
 def parse_document(path: Path, where: str) -> dict[str, Any]:
@@ -200,32 +201,6 @@ def check_document_size(nbytes: int, where: str) -> None:
             f"{where} has {nbytes} bytes, expected at most {DOCUMENT_LIMIT} of a config or index.",
             hint=FETCH_AGAIN,
         )
-
-
-def inside(folder: Path, name: str) -> Path:
-    """The file `name` in `folder`, links resolved; CheckpointError if it is not a file or is outside.
-
-    In a Hub cache, the files of ``models--ORG--NAME/snapshots/REVISION`` are links to the repository's
-    ``blobs`` directory, which are allowed.
-    """
-    try:
-        real = (folder / name).resolve(strict=True)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{name}: the file cannot be found ({error}).", hint="Download it again."
-        ) from error
-    root = folder.resolve()
-    roots, repository = [root], root.parent.parent
-    if root.parent.name == "snapshots" and repository.name.startswith("models--"):
-        roots.append(repository / "blobs")
-    if not any(real.is_relative_to(root) for root in roots):
-        raise CheckpointError(
-            f"{name} is a link to {real}, outside of the checkpoint.",
-            hint="Replace the link by the file, or give the folder that it points to.",
-        )
-    if not real.is_file():
-        raise not_regular(name)
-    return real
 
 
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
@@ -250,9 +225,10 @@ def read_folder(folder: Path) -> TensorTable | None:
     if not names:
         return None
     budget = Budget()
-    return join_tensors((_read_local(folder, name, budget) for name in names), index)
+    with FolderHandle(folder) as handle:
+        return join_tensors((_read_local(handle, name, budget) for name in names), index)
 
 
-def _read_local(folder: Path, name: str, budget: Budget) -> TensorTable:
-    with open_regular(inside(folder, name), name) as file:
+def _read_local(folder: FolderHandle, name: str, budget: Budget) -> TensorTable:
+    with folder.file(name) as file:
         return read_header(file, os.fstat(file.fileno()).st_size, name, budget)

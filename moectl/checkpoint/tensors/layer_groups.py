@@ -63,7 +63,8 @@ def layer_groups(
     for layer in layers:
         single = read_layer(layer, declared, assumptions)
         for index, group in enumerate(groups):
-            equal = (group.problem, group.names) == (single.problem, single.names)
+            read = (single.problem, single.names, single.declared)
+            equal = (group.problem, group.names, group.declared) == read
             if equal and group.storage is single.storage:
                 groups[index] = replace(group, layers=(*group.layers, layer.index))
                 break
@@ -137,7 +138,14 @@ def read_layer(
     if router is None:
         notes.append(NO_ROUTER)
     return LayerGroup(
-        (layer.index,), problem, names, sources, tuple(notes), shared_dtype(layer, names), match.storage
+        (layer.index,),
+        problem,
+        names,
+        sources,
+        tuple(notes),
+        shared_dtype(layer, names),
+        match.storage,
+        None if problem.scheme == config_problem.scheme else config_problem.scheme,
     )
 
 

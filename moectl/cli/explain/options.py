@@ -57,7 +57,7 @@ def exchange_names() -> list[str]:
 
 def policy_called(name: str) -> str:
     """The policy called `name`, ignoring case and dashes. UsageError says whose rules there are."""
-    from ...oracle.registry import ENGINES, engine_named
+    from ...oracle.registry import engine_named, known_releases
 
     key = name.lower().replace("_", "-")
     if key[:1].isdigit():
@@ -68,14 +68,12 @@ def policy_called(name: str) -> str:
     known = [name for name in policy_names() if name != ALL]
     if key in known:
         return key
-    titles = [f"{engine.title} {engine.version}".rstrip() for engine in ENGINES.values()]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    near = difflib.get_close_matches(key, known, n=1)
     raise UsageError(
-        f"moectl has no rules for {name!r}",
-        reason=f"It has those of {' and '.join(titles)} (--policy {' or '.join(ENGINES)}).",
-        hint=f"did you mean --policy {near[0]}?"
+        f"moectl has no rules for {name!r}; it has those of {known_releases()}",
+        hint=f"did you mean --engine {near[0]}?"
         if near and not any(letter.isdigit() for letter in key)
-        else f"leave --policy out for {titles[0]}'s answer; other engines and releases may choose otherwise",
+        else "name one of them, or --engine all",
     )
 
 

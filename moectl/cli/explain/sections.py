@@ -21,6 +21,7 @@ from ...problem.schemes import scheme_words
 from ..output import duration, gib
 from ..text_blocks import Block, Heading, LabelledValues, TableBlock, TextLine
 from .environment import environment_blocks, environment_document, notes_of
+from .summary import predicted_words
 from .text import candidate_blocks, layers_words
 
 UNITS_OF = {"cuda": "SMs", "cpu": "cores"}
@@ -225,7 +226,9 @@ def other_words(other: OtherAnswer) -> str:
     if chosen is not None and other.decision.usable:
         layout = f", layout {chosen.layout}" if chosen.layout else ""
         why = f": {other.decision.ranking}" if other.decision.ranking else ""
-        return f"{chosen.backend.name} ({chosen.variant.experts}{layout}){why}"
+        predicted = predicted_words(other.decision)
+        times = f"; predicted {predicted}" if predicted else ""
+        return f"{chosen.backend.name} ({chosen.variant.experts}{layout}){why}{times}"
     closest = min(other.decision.candidates, key=lambda c: len(c.failed), default=None)
     if closest is None or not closest.failed:
         return f"none: {other.decision.error}"

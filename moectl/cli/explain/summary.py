@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ...checkpoint.checkpoint import Origin
 from ...environment import Device
@@ -12,6 +12,7 @@ from ...environment.variables import SET
 from ...explain import Explanation, GroupExplanation, RankMemory
 from ...explain.decision_words import failure, fallback_words, reason_words, refusals, usual_name
 from ...explain.explanation import ASSUMED, with_expert_parallel
+from ...explain.predicted_time import RUNNER, predicted_of
 from ...explain.rank_memory import TENSOR_PARALLEL
 from ...oracle.backend import UNTRIED
 from ...oracle.decision import Candidate, Decision
@@ -24,7 +25,7 @@ from ...problem.layouts import FOLDER_READERS
 from ...problem.moe_problem import Parallel
 from ...problem.schemes import A16, Scheme
 from ...run.run_plan import POLICY
-from ..output import duration, gib
+from ..output import count, duration, gib
 from ..text_blocks import Block, Heading, LabelledValues
 from .environment import finding_words, notes_of, package_sentences, untuned_words, variables
 from .text import lacking, next_higher
@@ -52,7 +53,7 @@ def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Blo
     for groups in by_answer.values():
         layers = tuple(sorted(number for group in groups for number in group.layers))
         which = f"layer{'s' if len(layers) > 1 else ''} {ranges(layers)}"
-        yield _choice(groups[0], f"all {total} MoE layers" if len(layers) == total else which)
+        yield _choice(groups, f"all {total} MoE layers" if len(layers) == total else which)
     memory = explanation.memory
     rows = [("memory", memory_words(memory, explanation.parallel.tp, engine.memory_option))]
     rows += _other_experts(explanation)
@@ -92,8 +93,9 @@ def _answer_key(group: GroupExplanation) -> object:
     return (chosen.backend.name, chosen.variant.experts, fallback_words(group))
 
 
-def _choice(group: GroupExplanation, which: str) -> LabelledValues:
-    decision = group.decision
+def _choice(groups: Sequence[GroupExplanation], which: str) -> LabelledValues:
+    """The choice of `groups`, which is the same; `which` names their layers."""
+    group, decision = groups[0], groups[0].decision
     chosen = decision.chosen if decision.usable else None
     formats = format_words(decision.problem.scheme)
     if chosen is None:
@@ -112,6 +114,7 @@ def _choice(group: GroupExplanation, which: str) -> LabelledValues:
             ("because", reason_words(decision)),
             ("fallback", fallback_words(group)),
             ("not", f"{rejected.backend.name}: {lacking(rejected)}" if rejected else ""),
+            ("predicted", _predicted(groups)),
             ("also", _also(decision, chosen)),
             ("env", _ruled_out(decision, chosen)),
         ),
@@ -123,6 +126,35 @@ def format_words(scheme: Scheme) -> str:
     """``mxfp4 group 32 weights, 16-bit activations``."""
     act = "16-bit" if scheme.act == A16 else str(scheme.act)
     return f"{scheme.weight} weights, {act} activations"
+
+
+def _predicted(groups: Sequence[GroupExplanation]) -> str:
+    """What moectl's own kernels should take for each kind of layer; empty if they are no answer."""
+    by_words: dict[str, list[int]] = {}
+    for group in groups:
+        if words := predicted_words(group.decision):
+            by_words.setdefault(words, []).extend(group.layers)
+    if len(by_words) < 2:
+        return next(iter(by_words), "")
+    return "; ".join(f"layers {ranges(tuple(sorted(it)))}: {words}" for words, it in by_words.items())
+
+
+def predicted_words(decision: Decision) -> str:
+    """``28 us at 1 token, 172 us at 64 a layer (...)``; empty if moectl is no candidate."""
+    found = predicted_of(decision)
+    if found is None:
+        return ""
+    device = decision.inputs.device
+    own = decision.chosen is not None and decision.chosen.backend.runner == RUNNER
+    name = "" if own else f"{RUNNER}: "
+    if not found.times:
+        return f"{name}no times: the model does not know {decision.problem.scheme.weight} on {device.name}"
+    first, *rest = found.times
+    parts = [f"{duration(first.us / 1e6)} at {count(first.tokens, 'token')}"]
+    parts += [f"{duration(time.us / 1e6)} at {time.tokens}" for time in rest]
+    error = found.median_error
+    known = "not measured on this GPU" if error is None else f"median error {error:.0%} on this GPU"
+    return f"{name}{', '.join(parts)} a layer ({known})"
 
 
 def backend_title(decision: Decision, candidate: Candidate) -> str:

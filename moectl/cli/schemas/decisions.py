@@ -9,6 +9,7 @@ from ...environment.variables import VariableFinding
 from ...explain.explanation_diff import ExplanationDiff
 from ...explain.release_changes import DecisionChange
 from ...files.record_schemas import record_schema
+from ...kernels.choice.predicted_times import PredictedTimes
 from ...oracle.selection_inputs import FORMAT
 from ...problem.model_shape import ModelShape
 from ...problem.moe_problem import MoEProblem, Parallel
@@ -327,6 +328,10 @@ def _group() -> Schema:
                     "tuned": array(record_schema(LaunchRow)),
                     "notes": STRINGS,
                 }
+            ),
+            "predicted": said(
+                nullable(record_schema(PredictedTimes)),
+                "Times of a layer by moectl's own kernels, by a model; null if they are no answer.",
             ),
         }
     )

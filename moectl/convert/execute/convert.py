@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...checkpoint.source.catalogue import weights_missing
 from ...errors import CheckpointError, UsageError
-from ...files.atomic import PARTIAL
+from ...files.atomic import PARTIAL, remove_file
 from ...files.lock import Busy
 from ...files.output_folder import create_folder, refuse_small_disk
 from ...files.records import to_json
@@ -105,6 +105,11 @@ def convert(
         (0,)
     """
     folder = folder_of(plan)
+    if plan.shard.ranks > 1 and out.is_symlink():
+        raise UsageError(
+            f"{out} is a link, expected a directory of this rank.",
+            hint="Remove the link; the directory may be moved, and linked, once it is finished.",
+        )
     check_output(folder, out, resume, partition, plan.mark)
     if resume and (finished := _finished(plan, folder, out, progress)):
         return finished
@@ -114,8 +119,8 @@ def convert(
         out, worker_plan.disk_needed, "Make room, choose another directory, or give --experts-only."
     )
     source = pin_source(plan.checkpoint, folder)
-    create_folder(out)
-    log = open_log(out, plan.fingerprint(), LOG if partition is None else partition.log)
+    create_folder(out, source.access)
+    log = open_log(out, plan.fingerprint(), LOG if partition is None else partition.log, source.access)
     try:
         refuse_other_writers(plan, out, log, partition)
     except BaseException:
@@ -166,7 +171,7 @@ def complete(plan: ConversionPlan, out: Path) -> ConversionSummary:
             if not (out / partition.log).exists():
                 missing.append(f"part {partition} was not started")
                 continue
-            logs.append(log := open_log(out, plan.fingerprint(), partition.log))
+            logs.append(log := open_log(out, plan.fingerprint(), partition.log, source.access))
             worker_plan = plan.for_partition(partition)
             layers = [
                 layer.layer
@@ -310,7 +315,7 @@ def _convert(
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[PassthroughRecord]]:
     """Layers converted now, layers finished before, and the records of passthrough files; all are logged."""
     for name in (*(layer.file.name for layer in plan.layers), *(item.name for item in plan.passthrough)):
-        (out / f"{name}{PARTIAL}").unlink(missing_ok=True)
+        remove_file(out / f"{name}{PARTIAL}")
     with FolderReader(source.folder) as reader:
         source.check_open(reader)
         unfinished: list[LayerPlan] = []
@@ -324,11 +329,11 @@ def _convert(
             meter.advance(layer.bytes_in)
         log.pin(source.digest)
         if unfinished:
-            _convert_layers(plan, unfinished, out, reader, log, meter, device, threads)
+            _convert_layers(plan, unfinished, source, out, reader, log, meter, device, threads)
         passthrough: list[PassthroughRecord] = []
         for item in plan.passthrough:
             meter.start(item.name)
-            passthrough.append(write_passthrough(item, reader, source.folder, out, log, meter))
+            passthrough.append(write_passthrough(item, reader, source, out, log, meter))
     converted = tuple(layer.layer for layer in unfinished)
     resumed = tuple(layer.layer for layer in plan.layers if layer not in unfinished)
     return converted, resumed, passthrough
@@ -337,6 +342,7 @@ def _convert(
 def _convert_layers(
     plan: ConversionPlan,
     layers: list[LayerPlan],
+    source: PinnedSource,
     out: Path,
     reader: FolderReader,
     log: ProgressLog,
@@ -345,7 +351,7 @@ def _convert_layers(
     threads: int,
 ) -> None:
     """Writes and logs `layers` through one pipeline; on errors, unfinished files are removed."""
-    in_progress = [LayerInProgress(layer, out) for layer in layers]
+    in_progress = [LayerInProgress(layer, out, source.access) for layer in layers]
     workers = WorkerThreads(threads)
     try:
         with device as converter:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from ... import __version__
 from ...checkpoint.source.shards import DOCUMENT_LIMIT
+from ...files.access import Access
 from ...files.atomic import write_file
-from ...files.safe_reading import read_bounded
+from ...files.folder_handle import read_inside
 from ...files.strict_json import json_bytes
 from ...lazy_torch import torch
 from ..manifest.manifest_records import (
@@ -73,12 +74,12 @@ def finish_folder(
     )
     if plan.shard.ranks > 1:
         source.check()
-        write_file(out / MANIFEST, manifest_bytes(rank))
+        write_file(out / MANIFEST, manifest_bytes(rank), source.access)
         return ()
     files, documents, skipped = write_small_files(plan, plan.passthrough, source, out)
     record = ManifestRecord(**vars(rank), rest=tuple(passthrough), files=files, documents=documents)
     source.check()
-    write_signed(out, record)
+    write_signed(out, record, source.access)
     return skipped
 
 
@@ -92,20 +93,20 @@ def write_small_files(
     files, skipped = copy_small_files(source, out)
     documents = {
         CONFIG: json_bytes(converted_config(plan.checkpoint.config, plan.layout)),
-        SOURCE_CONFIG: read_bounded(source.folder / CONFIG, DOCUMENT_LIMIT, CONFIG),
+        SOURCE_CONFIG: read_inside(source.folder, CONFIG, DOCUMENT_LIMIT),
     }
     if passthrough:
         documents[INDEX] = json_bytes(index_document({item.name: item.tensors for item in passthrough}))
     for name, data in documents.items():
-        write_file(out / name, data)
+        write_file(out / name, data, source.access)
     written = (
         FileRecord(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in documents.items()
     )
     return files, tuple(written), skipped
 
 
-def write_signed(out: Path, record: ManifestRecord | DeploymentRecord) -> None:
+def write_signed(out: Path, record: ManifestRecord | DeploymentRecord, access: Access) -> None:
     """Writes the manifest of a directory, then READY with its hash."""
     data = manifest_bytes(record)
-    write_file(out / MANIFEST, data)
-    write_file(out / READY, ready_bytes(data))
+    write_file(out / MANIFEST, data, access)
+    write_file(out / READY, ready_bytes(data), access)

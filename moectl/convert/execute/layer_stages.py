@@ -10,6 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...files.access import Access
 from ...files.atomic import NewFile
 from ...files.tensor_table import TensorInfo
 from ...lazy_torch import torch
@@ -42,6 +43,7 @@ class LayerInProgress:
 
     plan: LayerPlan
     out: Path
+    access: Access
     file: NewFile | None = None
     statistics: Statistics = field(default_factory=dict)
     read_digests: Digests = field(default_factory=Digests)
@@ -63,7 +65,7 @@ class LayerInProgress:
 
         Space is reserved concurrently with the first reads, since it is slow on in-memory file systems.
         """
-        self.file = NewFile(self.out / self.plan.file.name, self.plan.file.size)
+        self.file = NewFile(self.out / self.plan.file.name, self.plan.file.size, self.access)
         self.pending.append(workers.write(self.file.reserve))
         self.pending.append(workers.write(partial(self.file.write, memoryview(self.plan.file.header), 0)))
 
@@ -232,7 +234,7 @@ class LayerStages:
 
     def _close(self, layer: LayerInProgress) -> None:
         record = layer.commit()
-        layer.plan.writer.done(layer.out)
+        layer.plan.writer.done(layer.out, layer.access)
         self.log.add(record)
 
     def finish(self) -> None:

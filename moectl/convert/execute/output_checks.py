@@ -6,9 +6,9 @@ from pathlib import Path
 
 from ...checkpoint.source.open_checkpoint import rank_number
 from ...errors import UsageError
+from ...files.folder_handle import read_inside
 from ...files.lock import Busy
 from ...files.output_folder import refuse_inside
-from ...files.safe_reading import read_bounded
 from ...files.strict_json import parse_document
 from ..manifest.manifest_records import MANIFEST, READY, REPORT
 from ..manifest.progress_log import LOG, ProgressLog, logged_conversion, refuse_other_conversion
@@ -71,7 +71,7 @@ def _refuse_other_sharing(plan: ConversionPlan, out: Path) -> None:
         return
     above, manifest = out.parent, out.parent / MANIFEST
     found = (
-        [parse_document(read_bounded(manifest, LONGEST_MANIFEST, MANIFEST), MANIFEST)]
+        [parse_document(read_inside(above, MANIFEST, LONGEST_MANIFEST), MANIFEST)]
         if manifest.exists()
         else []
     )

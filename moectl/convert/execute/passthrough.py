@@ -8,15 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...files.atomic import copy_bytes, copy_file, link_or_copy, replacing, write_exactly
-from ...files.safe_reading import (
-    file_findings,
-    file_sha256,
-    hash_range,
-    open_regular,
-    range_sha256,
-    read_exactly,
-)
+from ...errors import CheckpointError
+from ...files.access import Access
+from ...files.atomic import copy_bytes, copy_file, link_or_copy, remove_file, replacing, write_exactly
+from ...files.folder_handle import FolderHandle, file_findings, open_inside, sha256_inside
+from ...files.safe_reading import hash_range, range_sha256, read_exactly
 from ...files.safetensors_header import read_header
 from ...files.safetensors_writer import FilePlan
 from ...files.tensor_table import TensorInfo
@@ -41,8 +37,9 @@ _CONVERSION_FILES = frozenset({CONFIG, SOURCE_CONFIG, INDEX, SOURCE_INDEX, MANIF
 def file_matches(path: Path, file: FilePlan, hashes: Mapping[TensorInfo, str]) -> bool:
     """True if `path` has the planned size and header, and each tensor in `hashes` has its SHA-256."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+        with FolderHandle(path.parent) as folder:
+            fd = folder.open(path.name)
+    except CheckpointError:
         return False
     try:
         if os.fstat(fd).st_size != file.size:
@@ -57,7 +54,12 @@ def file_matches(path: Path, file: FilePlan, hashes: Mapping[TensorInfo, str]) -
 
 
 def write_passthrough(
-    item: PassthroughPlan, reader: FolderReader, folder: Path, out: Path, log: ProgressLog, meter: Meter
+    item: PassthroughPlan,
+    reader: FolderReader,
+    source: PinnedSource,
+    out: Path,
+    log: ProgressLog,
+    meter: Meter,
 ) -> PassthroughRecord:
     """Links, copies or extracts one file of passthrough tensors; an existing equal copy is kept.
 
@@ -67,24 +69,26 @@ def write_passthrough(
     size = sum(info.nbytes for info in item.tensors)
     logged = log.passthrough.get(item.name)
     same = logged and (logged.source, logged.whole) == (item.source, item.file is None)
-    if logged and same and logged.whole and not file_findings(path, logged.size, logged.sha256):
-        source = folder / item.source
-        if source.samefile(path) or not file_findings(source, logged.size, logged.sha256):
+    if logged and same and logged.whole and not file_findings(out, item.name, logged.size, logged.sha256):
+        linked = os.path.samestat(os.fstat(reader.fd(item.source)), path.lstat())
+        if linked or not file_findings(source.folder, item.source, logged.size, logged.sha256):
             meter.advance(size)
             return logged
-    path.unlink(missing_ok=True)
+    remove_file(path)
     if item.file is None:
-        link_or_copy(folder / item.source, path)
+        link_or_copy(reader.fd(item.source), item.source, path, source.access)
         record = _recorded(path, item)
     else:
-        record = _extract(item, item.file, reader, path)
+        record = _extract(item, item.file, reader, path, source.access)
     meter.advance(size)
     log.add(record)
     return record
 
 
-def _extract(item: PassthroughPlan, file: FilePlan, reader: FolderReader, path: Path) -> PassthroughRecord:
-    with replacing(path, file.size) as fd:
+def _extract(
+    item: PassthroughPlan, file: FilePlan, reader: FolderReader, path: Path, access: Access
+) -> PassthroughRecord:
+    with replacing(path, file.size, access) as fd:
         write_exactly(fd, memoryview(file.header), 0)
         for info in item.tensors:
             target = file.tensors[info.name]
@@ -94,7 +98,7 @@ def _extract(item: PassthroughPlan, file: FilePlan, reader: FolderReader, path: 
 
 def _recorded(path: Path, item: PassthroughPlan) -> PassthroughRecord:
     """The record of a file of passthrough tensors, which is read once."""
-    with open_regular(path, path.name) as file:
+    with open_inside(path.parent, path.name) as file:
         size, fd = os.fstat(file.fileno()).st_size, file.fileno()
         infos = sorted(read_header(file, size, path.name).values(), key=lambda info: (info.start, info.end))
         whole, header, tensors = hashlib.sha256(), hashlib.sha256(), {}
@@ -121,7 +125,7 @@ class _Both:
 def passthrough_sha256(item: PassthroughPlan, reader: FolderReader, folder: Path) -> str:
     """SHA-256 of the file that `write_passthrough` would write."""
     if item.file is None:
-        return file_sha256(folder / item.source)
+        return sha256_inside(folder, item.source)
     digest = hashlib.sha256(item.file.header)
     infos = {info.name: info for info in item.tensors}
     for name in item.file.tensors:
@@ -141,20 +145,22 @@ def copy_small_files(
 
     Skipped are directories and files that are not `is_small_file`. Names in `ignored` are passed over.
     """
-    folder, records, skipped = source.folder, [], []
+    records, skipped = [], []
     tensor_files = {file.name for file in source.record.files}
-    if keep_index and (folder / INDEX).is_file():
-        records.append(_copy(folder / INDEX, out / SOURCE_INDEX))
-    for path in sorted(folder.iterdir()):
-        if path.name in _CONVERSION_FILES or path.name in tensor_files or path.name in ignored:
-            continue
-        if path.name not in source.files:
-            skipped.append(path.name)
-            continue
-        records.append(_copy(path, out / path.name))
+    with FolderHandle(source.folder) as folder:
+        if keep_index and INDEX in source.files:
+            records.append(_copy(folder, INDEX, out / SOURCE_INDEX, source.access))
+        for name in sorted(path.name for path in source.folder.iterdir()):
+            if name in _CONVERSION_FILES or name in tensor_files or name in ignored:
+                continue
+            if name not in source.files:
+                skipped.append(name)
+                continue
+            records.append(_copy(folder, name, out / name, source.access))
     return tuple(records), tuple(skipped)
 
 
-def _copy(source: Path, target: Path) -> FileRecord:
-    copy_file(source, target)
-    return FileRecord(target.name, target.stat().st_size, file_sha256(target))
+def _copy(source: FolderHandle, name: str, target: Path, access: Access) -> FileRecord:
+    with source.file(name) as file:
+        copy_file(file.fileno(), name, target, access)
+    return FileRecord(target.name, target.stat().st_size, sha256_inside(target.parent, target.name))

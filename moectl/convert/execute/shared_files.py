@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ...checkpoint.source.open_checkpoint import rank_folder
 from ...errors import CheckpointError, UsageError
+from ...files.atomic import disk_errors, remove_file, sync_folder
+from ...files.folder_handle import read_inside
 from ...files.output_folder import refuse_small_disk
-from ...files.safe_reading import read_bounded
 from ..manifest.manifest import Deployment, load_directory, load_rank_record
 from ..manifest.manifest_records import (
     FORMAT_VERSION,
@@ -95,26 +96,28 @@ def finish_ranks(
     shard, passthrough = plan.shard, shared_passthrough(plan)
     refuse_small_disk(out, shared_bytes(passthrough), "Make room, then finish with --finish.")
     _refuse_unfinished(plan, out)
-    log = log or open_log(out, ranks_fingerprint(plan))
+    source = pin_source(plan.checkpoint, folder_of(plan))
+    log = log or open_log(out, ranks_fingerprint(plan), access=source.access)
     try:
         # Another process may have finished, or converted a rank again, before the log was locked.
         if (out / READY).exists() and _is_finished(plan, out):
             log.close(remove=True)
             return ()
-        source = pin_source(plan.checkpoint, folder_of(plan))
         _check_ranks(plan, source.record, out)
     except BaseException:
         log.close(remove=log.new)
         raise
     try:
-        (out / READY).unlink(missing_ok=True)
+        remove_file(out / READY)
+        with disk_errors(out, 0):
+            sync_folder(out)
         meter = Meter(progress, sum(info.nbytes for item in passthrough for info in item.tensors))
         with FolderReader(source.folder) as reader:
             source.check_open(reader)
             rest = []
             for item in passthrough:
                 meter.start(item.name)
-                rest.append(write_passthrough(item, reader, source.folder, out, log, meter))
+                rest.append(write_passthrough(item, reader, source, out, log, meter))
         files, documents, skipped = write_small_files(plan, passthrough, source, out)
         record = DeploymentRecord(
             format_version=FORMAT_VERSION,
@@ -132,7 +135,7 @@ def finish_ranks(
             documents=documents,
         )
         source.check()
-        write_signed(out, record)
+        write_signed(out, record, source.access)
     except BaseException:
         log.close()
         raise
@@ -170,7 +173,7 @@ def _is_finished(plan: ConversionPlan, out: Path) -> bool:
 
 
 def _manifest_file(out: Path, rank: int) -> FileRecord:
-    data = read_bounded(rank_folder(out, rank) / MANIFEST, LONGEST_MANIFEST, rank_manifest(rank))
+    data = read_inside(rank_folder(out, rank), MANIFEST, LONGEST_MANIFEST, rank_manifest(rank))
     return FileRecord(rank_manifest(rank), len(data), hashlib.sha256(data).hexdigest())
 
 

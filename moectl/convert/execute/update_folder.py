@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.source.catalogue import weights_missing
 from ...checkpoint.source.open_checkpoint import rank_folder, rank_number
-from ...errors import UsageError
-from ...files.atomic import disk_errors, replace_file, sync_folder
-from ...files.lock import Busy, Lock
+from ...errors import CheckpointError, UsageError
+from ...files.atomic import disk_errors, remove_file, replace_file, sync_folder
+from ...files.folder_handle import read_inside, sha256_inside
+from ...files.lock import Busy, Lock, is_at
 from ...files.records import to_json
-from ...files.safe_reading import file_sha256, open_regular, range_sha256
+from ...files.safe_reading import range_sha256
 from ...files.strict_json import parse_document
 from ..layouts.registry import layout_named
 from ..manifest.manifest import load_directory, load_rank_record, recorded
@@ -34,7 +35,7 @@ from ..manifest.manifest_records import (
     RankRecord,
     SourceRecord,
 )
-from ..manifest.progress_log import Meter, Progress, is_at, log_entry, logged_conversion, open_log, silent
+from ..manifest.progress_log import Meter, Progress, log_entry, logged_conversion, open_log, silent
 from ..manifest.rank_directories import load_rank_manifests, rank_numbers
 from ..manifest.signed_document import LONGEST_MANIFEST, read_small, versioned_document
 from ..plan.conversion_plan import ConversionPlan, LayerPlan, PassthroughPlan, conversion_facts
@@ -137,7 +138,7 @@ def plan_update(
     small = {item.file: item.sha256 for item in (*old.files, *old.documents)}
     same = replace(now, name=old.source.name, kind=old.source.kind, revision=old.source.revision)
     other_source = same != old.source or any(
-        file_sha256(path) != small[path.name]
+        _small_sha256(source, path.name) != small[path.name]
         for path in source.iterdir()
         if path.name in small and path.is_file() and path.name not in (CONFIG, INDEX)
     )
@@ -148,6 +149,14 @@ def plan_update(
     return FolderUpdate(folder, parts, tuple(changed), old, interrupted, other_source)
 
 
+def _small_sha256(folder: Path, name: str) -> str:
+    """SHA-256 of a file that is copied if it can be read without leaving the checkpoint, else empty."""
+    try:
+        return sha256_inside(folder, name)
+    except CheckpointError:
+        return ""
+
+
 def _old_record(folder: Path) -> ManifestRecord | DeploymentRecord:
     """The manifest, of an interrupted update too, which has a log instead of READY."""
     if rank_number(folder.absolute()) is not None and (folder / MANIFEST).exists():
@@ -156,7 +165,7 @@ def _old_record(folder: Path) -> ManifestRecord | DeploymentRecord:
             hint=f"Give {folder.absolute().parent}.",
         )
     old: ManifestRecord | DeploymentRecord
-    if (folder / LOG).exists() and (data := read_small(folder / MANIFEST, LONGEST_MANIFEST)) is not None:
+    if (folder / LOG).exists() and (data := read_small(folder, MANIFEST, LONGEST_MANIFEST)) is not None:
         old = recorded(versioned_document(data, MANIFEST), MANIFEST)
     elif not (folder / MANIFEST).exists() and rank_numbers(folder):
         old = load_rank_manifests(folder)[0].record
@@ -269,13 +278,13 @@ def _logged_layers(folder: Path, plan: ConversionPlan) -> dict[int, LayerRecord]
     logged, facts = logged_conversion(path) or {}, conversion_facts(plan)
     if any(logged.get(name) != fact for name, fact in facts.items()):
         return found
-    with open_regular(path, str(path)) as file:
-        for number, line in enumerate(file.read().splitlines(keepends=True), 1):
-            if line.endswith(b"\n"):
-                where = f"line {number} of {LOG}"
-                record = log_entry(parse_document(line, where), where).layer
-                if record is not None:
-                    found[record.layer] = record
+    data = read_inside(folder, LOG, LONGEST_MANIFEST, str(path))
+    for number, line in enumerate(data.splitlines(keepends=True), 1):
+        if line.endswith(b"\n"):
+            where = f"line {number} of {LOG}"
+            record = log_entry(parse_document(line, where), where).layer
+            if record is not None:
+                found[record.layer] = record
     return found
 
 
@@ -310,7 +319,7 @@ def update_folder(update: FolderUpdate, *, progress: Progress = silent, device: 
         _begin(folder, fingerprint, first.kept if whole else (), old.rest, READY)
         files = {item.name for item in _passthrough([(folder, first.plan, None)])}
         for item in (*old.files, *old.documents, *(item for item in old.rest if item.file not in files)):
-            (folder / item.file).unlink(missing_ok=True)
+            remove_file(folder / item.file)
     if whole:
         convert(first.plan, folder, resume=True, progress=progress, device=device)
         return
@@ -372,7 +381,8 @@ def _only_writer(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         if created and is_at(path, fd):
-            path.unlink()
+            with suppress(OSError):
+                path.unlink()
         raise
     finally:
         lock.release()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...errors import CheckpointError
-from ...files.safe_reading import file_findings, open_regular
+from ...files.folder_handle import file_findings, open_inside
 from ...files.safetensors_header import read_header
 from ...files.strict_json import parse_json_object
 from ...files.tensor_table import TensorInfo
@@ -19,13 +19,13 @@ from .signed_document import read_small
 
 def read_file_header(folder: Path, name: str, size: int | None = None) -> Mapping[str, TensorInfo]:
     """The checked header of `folder`/`name`; CheckpointError if it is missing or not `size` bytes long."""
-    with open_regular(folder / name, str(folder / name)) as file:
+    with open_inside(folder, name, str(folder / name)) as file:
         return read_header(file, check_size(file, name, size), name)
 
 
 def check_header(folder: Path, name: str, tensors: Mapping[str, TensorInfo], sha256: str) -> None:
     """Raises CheckpointError unless the header of a file, of these `tensors`, has its SHA-256."""
-    with open_regular(folder / name, str(folder / name)) as file:
+    with open_inside(folder, name, str(folder / name)) as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(min((info.start for info in tensors.values()), default=size))
     if hashlib.sha256(head).hexdigest() != sha256:
@@ -37,7 +37,7 @@ def check_header(folder: Path, name: str, tensors: Mapping[str, TensorInfo], sha
 
 def refuse_changed(folder: Path, item: FileRecord) -> None:
     """Raises CheckpointError unless a file has its size and SHA-256."""
-    if findings := file_findings(folder / item.file, item.size, item.sha256):
+    if findings := file_findings(folder, item.file, item.size, item.sha256):
         raise CheckpointError(
             f"{findings[0]}.", hint="Check the whole directory with moectl verify, and convert again."
         )
@@ -46,7 +46,7 @@ def refuse_changed(folder: Path, item: FileRecord) -> None:
 def source_config(folder: Path, record: ManifestRecord | DeploymentRecord) -> dict[str, Any]:
     """The source's config.json in the converted `folder`; CheckpointError unless it has its SHA-256."""
     item = next(item for item in record.documents if item.file == SOURCE_CONFIG)
-    data = read_small(folder / item.file, item.size) or b""
+    data = read_small(folder, item.file, item.size) or b""
     if hashlib.sha256(data).hexdigest() != item.sha256:
         raise CheckpointError(
             f"{item.file} does not have the SHA-256 that was written.",

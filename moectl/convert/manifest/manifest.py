@@ -13,8 +13,9 @@ from typing import Any
 
 from ...checkpoint.source.open_checkpoint import rank_folder, rank_number
 from ...errors import CheckpointError
+from ...files.folder_handle import open_inside
 from ...files.records import from_json
-from ...files.safe_reading import open_regular, range_sha256
+from ...files.safe_reading import range_sha256
 from ...files.safetensors_writer import TensorSpec, plan_file
 from ...files.tensor_table import TensorInfo
 from ...lazy_torch import torch
@@ -200,7 +201,7 @@ class Deployment:
         folder, record = rank_folder(self.folder, number), self.record
         if number >= self.ranks:
             raise CheckpointError(f"{self.folder} has no {folder.name}: it is for {self.ranks} ranks.")
-        data = read_small(folder / MANIFEST, LONGEST_MANIFEST)
+        data = read_small(folder, MANIFEST, LONGEST_MANIFEST)
         if data is None:
             raise CheckpointError(
                 f"{self.folder} lacks {folder.name} of {self.ranks} ranks.",
@@ -242,7 +243,7 @@ def load_rank_record(folder: Path) -> RankRecord:
 
     Raises CheckpointError if there is none, it is of version 1, or it is not valid.
     """
-    data = read_small(folder / MANIFEST, LONGEST_MANIFEST)
+    data = read_small(folder, MANIFEST, LONGEST_MANIFEST)
     if data is None:
         raise CheckpointError(f"{folder} is not finished: it has no {MANIFEST}.")
     return _rank_record(data, f"{folder.name}/{MANIFEST}")
@@ -387,8 +388,7 @@ def load_layer(
     if device is not None and device.type != "cpu":
         return begin_layer(manifest, locations, device).tensors()
     record = manifest.layer(layer)
-    path = manifest.folder / record.file
-    with open_regular(path, str(path)) as file:
+    with open_inside(manifest.folder, record.file, str(manifest.folder / record.file)) as file:
         check_size(file, record.file, record.size)
         # A private writable mapping, since torch has no read-only tensors.
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, UsageError
-from ...files.atomic import disk_errors, write_exactly
-from ...files.lock import Busy, Lock
+from ...files.access import BY_UMASK, Access
+from ...files.atomic import disk_errors, remove_file, sync_folder, write_exactly
+from ...files.folder_handle import open_inside
+from ...files.lock import Busy, Lock, is_at
+from ...files.output_folder import new_folder
 from ...files.records import from_json, to_json
-from ...files.safe_reading import open_regular
 from ...files.strict_json import parse_document
 from ..worker_partition import partitions_in
 from .manifest_records import LOG as LOG
@@ -95,14 +97,21 @@ class ProgressLog:
             )
 
     def close(self, *, remove: bool = False) -> None:
-        """Releases the lock; `remove` deletes the log of a finished conversion. Closing twice is allowed."""
+        """Releases the lock; `remove` deletes the log of a finished conversion. Closing twice is allowed.
+
+        Raises Unavailable when the system refuses to remove it.
+        """
         if self.fd < 0:
             return
-        if remove:
-            self.path.unlink(missing_ok=True)
-        self.lock.release()
-        os.close(self.fd)
-        self.fd = -1
+        try:
+            if remove:
+                remove_file(self.path)
+                with disk_errors(self.path, 0):
+                    sync_folder(self.path.parent)
+        finally:
+            self.lock.release()
+            os.close(self.fd)
+            self.fd = -1
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         line = (json.dumps(entry, ensure_ascii=False) + "\n").encode()
@@ -133,7 +142,9 @@ def refuse_other_conversion(folder: Path, existing: Mapping[str, Any], requested
     raise UsageError(what, hint="Resume with the same arguments, or convert into an empty directory.")
 
 
-def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> ProgressLog:
+def open_log(
+    folder: Path, fingerprint: Mapping[str, str], name: str = LOG, access: Access = BY_UMASK
+) -> ProgressLog:
     """The locked log called `name` in `folder`, created with `fingerprint` or read back.
 
     Raises:
@@ -143,7 +154,8 @@ def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> P
     """
     path = folder / name
     with disk_errors(path, 0):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(path, flags, access.of_file(folder))
     lock = Lock(path, fd)
     log = ProgressLog(path, fd, lock)
     try:
@@ -175,9 +187,32 @@ def open_log(folder: Path, fingerprint: Mapping[str, str], name: str = LOG) -> P
     return log
 
 
+@contextmanager
+def only_writer(out: Path, work: str, names: Iterable[str], access: Access = BY_UMASK) -> Iterator[None]:
+    """Creates the directory `out`, in which the block alone writes files, `names`; on an error they go again.
+
+    Other writers are kept out by a log, of `work`, which stays if the process is killed.
+
+    Raises Busy if there is another writer, or something that it has written, and leaves that as it is.
+    """
+    with new_folder(out, access):
+        log = open_log(out, {"layout": work}, access=access)
+        try:
+            log.refuse_company()
+            try:
+                yield
+            except BaseException:
+                for name in names:
+                    with suppress(OSError):
+                        (out / name).unlink()
+                raise
+        finally:
+            log.close(remove=True)
+
+
 def logged_conversion(path: Path) -> Mapping[str, Any] | None:
     """The facts in a log's first line; None if another process has not finished writing that line."""
-    with open_regular(path, str(path)) as file:
+    with open_inside(path.parent, path.name, str(path)) as file:
         line = file.readline(1 << 20)
     if not line.endswith(b"\n"):
         return None
@@ -202,14 +237,6 @@ def _read(fd: int) -> list[dict[str, Any]]:
     os.ftruncate(fd, end)
     lines = bytes(data[:end]).splitlines()
     return [parse_document(line, f"line {number} of {LOG}") for number, line in enumerate(lines, 1)]
-
-
-def is_at(path: Path, fd: int) -> bool:
-    """True if `path` still names the open file: a conversion removes its log when it finishes."""
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(fd))
-    except FileNotFoundError:
-        return False
 
 
 @dataclass(frozen=True)

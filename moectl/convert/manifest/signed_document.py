@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ...files.safe_reading import read_bounded
+from ...files.folder_handle import read_inside
 from ...files.strict_json import parse_document, shown
 from ..worker_partition import partitions_in
 from .manifest_records import LOG, MANIFEST, READABLE_VERSIONS, READY, REPORT, ready_bytes
@@ -24,8 +25,8 @@ def signed_document(folder: Path) -> dict[str, Any]:
     Raises CheckpointError if there is none, READY is missing or does not hold its hash, or it is of another
     version.
     """
-    data = read_small(folder / MANIFEST, LONGEST_MANIFEST)
-    ready = read_small(folder / READY, 1 << 10)
+    data = read_small(folder, MANIFEST, LONGEST_MANIFEST)
+    ready = read_small(folder, READY, 1 << 10)
     if data is None or ready is None:
         raise _incomplete(folder, data is not None, ready is not None)
     if ready != ready_bytes(data):
@@ -60,11 +61,11 @@ def refuse_long_lists(document: Mapping[str, Any], where: str) -> None:
             )
 
 
-def read_small(path: Path, limit: int) -> bytes | None:
-    """The bytes of a file of at most `limit`; None if there is no such file."""
-    if not path.exists():
+def read_small(folder: Path, name: str, limit: int) -> bytes | None:
+    """The bytes of a file of `folder`, at most `limit`; None if there is no such file."""
+    if not os.path.lexists(folder / name):
         return None
-    return read_bounded(path, limit, str(path))
+    return read_inside(folder, name, limit, str(folder / name))
 
 
 def _incomplete(folder: Path, has_manifest: bool, has_ready: bool) -> CheckpointError:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.source.open_checkpoint import rank_number
-from ...checkpoint.source.shards import SUFFIX, inside, read_document
+from ...checkpoint.source.shards import SUFFIX, read_document
 from ...errors import CheckpointError
+from ...files.access import Access, access_like
+from ...files.folder_handle import FolderHandle, sha256_inside
 from ...files.records import to_json
-from ...files.safe_reading import file_sha256, open_regular
 from ...files.safetensors_header import header_length, read_header
 from ...files.strict_json import parse_json_object
 from ...files.tensor_table import TensorInfo, files_of
@@ -55,11 +56,13 @@ class PinnedSource:
         folder: its directory.
         record: what the manifest says of it.
         files: identities of the files that are read or copied, by name.
+        access: who may use all of these files.
     """
 
     folder: Path
     record: SourceRecord
     files: Mapping[str, FileIdentity]
+    access: Access
 
     @property
     def digest(self) -> str:
@@ -71,10 +74,12 @@ class PinnedSource:
 
         Sizes, times and inodes are compared, headers and samples.
         """
-        changed = [n for n, identity in self.files.items() if _identity(self.folder / n) != identity]
+        with FolderHandle(self.folder) as handle:
+            now = {name: _status(handle, name) for name in self.files}
+        changed = [n for n, status in now.items() if status is None or _identity_of(status) != self.files[n]]
         if not changed:
-            now = _source_files(self.folder, [file.name for file in self.record.files])
-            pairs = zip(now, self.record.files, strict=True)
+            found = _source_files(self.folder, [file.name for file in self.record.files])
+            pairs = zip(found, self.record.files, strict=True)
             changed = [file.name for file, before in pairs if file != before]
         self._refuse(changed)
 
@@ -102,18 +107,20 @@ def pin_source(checkpoint: Checkpoint, folder: Path) -> PinnedSource:
     Raises CheckpointError unless config and headers are those of `checkpoint`, which was opened earlier.
     """
     tensor_files = files_of(checkpoint.tensors) - {""}
-    small = {path.name for path in folder.iterdir() if is_small_file(path, folder)}
-    names = sorted(tensor_files | small | {CONFIG})
-    found = {name: _identity(folder / name) for name in names}
-    pinned = PinnedSource(
-        folder,
-        source_record(checkpoint, folder),
-        {name: identity for name, identity in found.items() if identity is not None},
-    )
-    changed = [] if read_document(folder, CONFIG) == checkpoint.config else [CONFIG]
-    changed += [name for name, infos in _by_file(checkpoint) if _header(folder, name, infos) != infos]
+    with FolderHandle(folder) as handle:
+        small = {path.name for path in folder.iterdir() if is_small_file(path.name, handle)}
+        names = sorted(tensor_files | small | {CONFIG})
+        statuses = {name: status for name in names if (status := _status(handle, name)) is not None}
+        pinned = PinnedSource(
+            folder,
+            source_record(checkpoint, folder),
+            {name: _identity_of(status) for name, status in statuses.items()},
+            access_like(folder.stat(), statuses.values()),
+        )
+        changed = [] if read_document(folder, CONFIG) == checkpoint.config else [CONFIG]
+        changed += [name for name, infos in _by_file(checkpoint) if _header(handle, name, infos) != infos]
     if changed or len(pinned.files) < len(names):
-        pinned._refuse(changed or sorted(found.keys() - pinned.files.keys()))
+        pinned._refuse(changed or sorted(set(names) - statuses.keys()))
     return pinned
 
 
@@ -124,17 +131,18 @@ def _by_file(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, TensorInfo
     yield from sorted(by_file.items())
 
 
-def _header(folder: Path, name: str, wanted: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+def _header(folder: FolderHandle, name: str, wanted: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The tensors of a file that are `wanted`, as its header describes them now."""
-    with open_regular(folder / name, name) as file:
+    with folder.file(name) as file:
         header = read_header(file, os.fstat(file.fileno()).st_size, name)
     return {key: header[key] for key in wanted if key in header}
 
 
-def _identity(path: Path) -> FileIdentity | None:
+def _status(folder: FolderHandle, name: str) -> os.stat_result | None:
+    """What the system says of a file; None if it cannot be opened."""
     try:
-        return _identity_of(path.stat())
-    except OSError:
+        return folder.status(name)
+    except CheckpointError:
         return None
 
 
@@ -142,20 +150,16 @@ def _identity_of(status: os.stat_result) -> FileIdentity:
     return FileIdentity(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def is_small_file(path: Path, folder: Path) -> bool:
+def is_small_file(name: str, folder: FolderHandle) -> bool:
     """True for a file of a checkpoint that is no tensor file, and copied with it.
 
     False for directories, files over `SMALL_FILE`, safetensors, and links out of the checkpoint (the blobs of
     a Hub cache belong to it).
     """
-    if not is_plain_name(path.name) or path.name.startswith(RESERVED) or path.suffix == SUFFIX:
+    if not is_plain_name(name) or name.startswith(RESERVED) or name.endswith(SUFFIX):
         return False
-    if rank_number(path) is not None:
-        return False
-    try:
-        return inside(folder, path.name).stat().st_size <= SMALL_FILE
-    except CheckpointError:
-        return False
+    status = None if rank_number(Path(name)) is not None else _status(folder, name)
+    return status is not None and status.st_size <= SMALL_FILE
 
 
 def source_record(checkpoint: Checkpoint, folder: Path) -> SourceRecord:
@@ -164,18 +168,18 @@ def source_record(checkpoint: Checkpoint, folder: Path) -> SourceRecord:
         kind=checkpoint.origin.kind,
         name=checkpoint.origin.name.encode("utf-8", "backslashreplace").decode(),
         revision=checkpoint.origin.revision,
-        config_sha256=file_sha256(folder / CONFIG),
+        config_sha256=sha256_inside(folder, CONFIG),
         files=_source_files(folder, sorted(files_of(checkpoint.tensors) - {""})),
     )
 
 
 def _source_files(folder: Path, names: Iterable[str]) -> tuple[SourceFile, ...]:
-    with ThreadPoolExecutor(READERS) as threads:
-        return tuple(threads.map(partial(_source_file, folder), names))
+    with FolderHandle(folder) as handle, ThreadPoolExecutor(READERS) as threads:
+        return tuple(threads.map(partial(_source_file, handle), names))
 
 
-def _source_file(folder: Path, name: str) -> SourceFile:
-    with open_regular(folder / name, name) as file:
+def _source_file(folder: FolderHandle, name: str) -> SourceFile:
+    with folder.file(name) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         raw = file.read(header_length(prefix, size, name))

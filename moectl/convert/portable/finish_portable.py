@@ -53,12 +53,12 @@ class PortableFinalizer:
                     f"{out} holds another conversion; it differs in {key}.",
                     hint="Resume with the same arguments, or convert into an empty directory.",
                 )
+        remove_parts(out)  # which a writer leaves that was stopped after its last file
         findings = verify_portable(out).findings
         if findings:
             raise CheckpointError(
                 f"{out} is damaged: {findings[0]}.", hint="Convert into an empty directory."
             )
-        remove_parts(out)
 
     def finish(
         self,
@@ -72,7 +72,7 @@ class PortableFinalizer:
         """Copies small files, writes index, report and config. Returns the names of skipped files."""
         files, skipped = copy_small_files(source, out, STALE, keep_index=False)
         documents = {INDEX: json_bytes(plan.index), CONFIG: json_bytes(self.config)}
-        write_file(out / INDEX, documents[INDEX])
+        write_file(out / INDEX, documents[INDEX], source.access)
         written = [FileRecord(name, len(data), _digest(data)) for name, data in documents.items()]
         report = {
             "format": self.target,
@@ -93,8 +93,8 @@ class PortableFinalizer:
             ],
         }
         source.check()
-        write_file(out / REPORT, report_bytes(report))
-        write_file(out / CONFIG, documents[CONFIG])
+        write_file(out / REPORT, report_bytes(report), source.access)
+        write_file(out / CONFIG, documents[CONFIG], source.access)
         remove_parts(out)
         return skipped
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ...files.access import Access
 from ...files.safetensors_writer import TensorSpec, nbytes
 from ...files.tensor_table import TensorType
 from ...lazy_torch import Tensor
@@ -145,8 +146,9 @@ class PortableWriter:
                 cost = replace(cost, exact=cost.exact - inexact * units_per_scale)
         return cost
 
-    def done(self, folder: Path) -> None:
-        write_part(folder, self.label, {role: cost.to_json() for role, cost in self._costs.items()})
+    def done(self, folder: Path, access: Access) -> None:
+        costs = {role: cost.to_json() for role, cost in self._costs.items()}
+        write_part(folder, self.label, costs, access)
 
 
 def _pieces(slot: Slot, data: Tensor, first: int) -> Iterator[Piece]:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ...files.atomic import write_file
+from ...files.access import Access
+from ...files.atomic import remove_file, write_file
+from ...files.folder_handle import read_inside
 from ...files.records import Count, From0, Size, extensible, from_json
-from ...files.safe_reading import read_bounded
 from ...files.strict_json import json_bytes, parse_document
 from ...problem.layer_ranges import ranges
 from ...whole_numbers import whole_number
@@ -36,9 +37,10 @@ def part_name(label: str) -> str:
     return f"{PART}{label}.json"
 
 
-def write_part(folder: Path, label: str, costs: Mapping[str, Any]) -> None:
+def write_part(folder: Path, label: str, costs: Mapping[str, Any], access: Access) -> None:
     """Writes the fragment of the layer `label`: costs by role."""
-    write_file(folder / part_name(label), json.dumps({"label": label, "roles": dict(costs)}).encode())
+    data = json.dumps({"label": label, "roles": dict(costs)}).encode()
+    write_file(folder / part_name(label), data, access)
 
 
 LONGEST_REPORT = 1 << 29
@@ -63,7 +65,7 @@ def read_parts(folder: Path, labels: Iterable[str]) -> dict[str, Any]:
                 f"{path}, the report of a finished layer, is missing.",
                 hint="Convert into an empty directory.",
             )
-        part = parse_document(read_bounded(path, LONGEST_REPORT, part_name(label)), part_name(label))
+        part = parse_document(read_inside(folder, part_name(label), LONGEST_REPORT), part_name(label))
         costs[label] = from_json(ReportPart, part, f"{path}: ").roles
     return costs
 
@@ -209,7 +211,7 @@ def _refused(sentence: str) -> CheckpointError:
 
 def read_report(folder: Path) -> dict[str, Any]:
     """The report in `folder`; CheckpointError if it is missing, incomplete, or not as it was written."""
-    data = read_bounded(folder / REPORT, LONGEST_REPORT, str(folder / REPORT))
+    data = read_inside(folder, REPORT, LONGEST_REPORT, str(folder / REPORT))
     report = parse_document(data, REPORT)
     refuse_long_lists(report, str(folder / REPORT))
     from_json(ReportDocument, report, f"{folder / REPORT}: ", _refused)
@@ -221,4 +223,4 @@ def read_report(folder: Path) -> dict[str, Any]:
 def remove_parts(folder: Path) -> None:
     """Removes the fragments once the report holds them."""
     for path in folder.glob(f"{PART}*.json"):
-        path.unlink()
+        remove_file(path)

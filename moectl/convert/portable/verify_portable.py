@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ...files.folder_handle import file_findings
 from ...files.records import from_json
-from ...files.safe_reading import file_findings, range_sha256
+from ...files.safe_reading import range_sha256
 from ..manifest.checked_files import read_file_header
 from ..manifest.manifest_records import MANIFEST, FileRecord, is_plain_name
 from ..manifest.progress_log import Meter, Progress, silent
@@ -55,7 +56,7 @@ def verify_portable(out: Path, *, progress: Progress = silent) -> VerifyReport:
             meter.advance(item.size)
     for item in files:
         meter.start(item.file)
-        findings += file_findings(out / item.file, item.size, item.sha256)
+        findings += file_findings(out, item.file, item.size, item.sha256)
         meter.advance(item.size)
     findings += unlisted_files(out, {REPORT, *(item.file for item in (*layers, *files))})
     return VerifyReport(len(layers), len(files), 0, 0, size, False, tuple(findings))

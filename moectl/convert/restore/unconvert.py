@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import reduce
 from pathlib import Path
 
 from ...errors import CheckpointError, UsageError
+from ...files.access import Access, access_of
 from ...files.atomic import copy_bytes, copy_file, link_or_copy, replacing, write_exactly, write_file
-from ...files.output_folder import create_folder, refuse_inside, refuse_small_disk
-from ...files.safe_reading import file_findings
+from ...files.folder_handle import FolderHandle, file_findings
+from ...files.output_folder import refuse_inside, refuse_small_disk
 from ...files.safetensors_writer import FilePlan, TensorSpec, plan_file
 from ...files.strict_json import json_bytes
 from ...files.tensor_table import TensorInfo
 from ..manifest.checked_files import read_file_header
 from ..manifest.manifest import Manifest
 from ..manifest.manifest_records import CONFIG, INDEX, SOURCE_CONFIG, SOURCE_INDEX, FileRecord
-from ..manifest.progress_log import Meter, Progress, open_log, silent
+from ..manifest.progress_log import Meter, Progress, only_writer, silent
 from ..manifest.rank_directories import load_rank_manifests, refuse_one_rank
 from ..stream.source_reader import FolderReader
 from .restore_layer import RestoredRun, Sink, layer_restorers, restore_layer, source_tensors
@@ -69,13 +70,17 @@ def unconvert(
     total = sum(layer.size for rank_manifest in manifests for layer in rank_manifest.record.layers)
     meter = Meter(progress, total + sum(item.size for item in manifest.record.rest))
     refuse_small_disk(out, sum(file.size for file in plans), "Make room, or choose another directory.")
-    create_folder(out)
-    with _only_writer(out):
+    access = _access(manifests)
+    kept = [item for item in manifest.record.rest if item.whole]
+    documents = [INDEX, CONFIG, *(item.file for item in manifest.record.files)]
+    names = [*(file.name for file in plans), *(item.source for item in kept), *documents]
+    with only_writer(out, "restored", names, access):
         with ExitStack() as stack:
             readers = [stack.enter_context(FolderReader(rank.folder)) for rank in manifests]
             top = stack.enter_context(FolderReader(manifest.top))
-            fds = {file.name: stack.enter_context(replacing(out / file.name, file.size)) for file in plans}
+            fds: dict[str, int] = {}
             for file in plans:
+                fds[file.name] = stack.enter_context(replacing(out / file.name, file.size, access))
                 write_exactly(fds[file.name], memoryview(file.header), 0)
 
             def store(run: RestoredRun) -> None:
@@ -87,33 +92,24 @@ def unconvert(
                 meter.start(item.file)
                 _check(manifest.top, item)
                 if item.whole:
-                    stack.push(partial(_remove_on_error, out / item.source))
-                    link_or_copy(manifest.top / item.file, out / item.source)
+                    link_or_copy(top.fd(item.file), item.file, out / item.source, access)
                 else:
                     for info in read_file_header(manifest.top, item.file, item.size).values():
                         file, target = targets[info.name]
                         fd = fds[file.name]
                         copy_bytes(top.fd(item.file), fd, info.start, target.start, info.nbytes, item.file)
                 meter.advance(item.size)
-        _write_documents(manifest, out, targets)
-    kept = [item for item in manifest.record.rest if item.whole]
+        _write_documents(manifest, out, targets, access)
     size = sum(info.nbytes for _, info in targets.values())
     return UnconvertSummary(out, len(plans) + len(kept), len(targets), size, manifest.record.experts_only)
 
 
-@contextmanager
-def _only_writer(out: Path) -> Iterator[None]:
-    """Keeps other writers out of a directory by a log, which stays if the process is killed.
-
-    Raises Busy if there is another, or something that it has written.
-    """
-    log = open_log(out, {"layout": "restored"})
-    try:
-        if log.new:
-            log.refuse_company()
-        yield
-    finally:
-        log.close(remove=True)
+def _access(manifests: Sequence[Manifest]) -> Access:
+    """Who may use all files of the directories from which a source is restored."""
+    shared = manifests[0].record
+    files = [item.file for item in (*shared.rest, *shared.files, *shared.documents)]
+    below = [access_of(m.folder, [layer.file for layer in m.record.layers]) for m in manifests]
+    return reduce(Access.__and__, below, access_of(manifests[0].top, files))
 
 
 def _plan_files(manifests: Sequence[Manifest]) -> list[FilePlan]:
@@ -162,39 +158,46 @@ def _restore_layers(
                 raise CheckpointError(f"{findings[0]}.", hint="Run verify to see everything that is damaged.")
 
 
-def _remove_on_error(file: Path, kind: type[BaseException] | None, *_: object) -> None:
-    """Removes a new file when a `with` block exits with an error."""
-    if kind is not None:
-        file.unlink(missing_ok=True)
-
-
 def _check(folder: Path, item: FileRecord) -> None:
     """Raises CheckpointError if a file of the converted directory is not the one that was written."""
-    findings = file_findings(folder / item.file, item.size, item.sha256)
+    findings = file_findings(folder, item.file, item.size, item.sha256)
     if findings:
         raise CheckpointError(f"{findings[0]}.", hint="Convert again.")
 
 
 def _write_documents(
-    manifest: Manifest, out: Path, targets: Mapping[str, tuple[FilePlan, TensorInfo]]
+    manifest: Manifest, out: Path, targets: Mapping[str, tuple[FilePlan, TensorInfo]], access: Access
 ) -> None:
     """Writes the source's small files, config.json and index; for experts only, a new index."""
     converted = manifest.top
-    for item in manifest.record.files:
-        if item.file != SOURCE_INDEX:
-            copy_file(converted / item.file, out / item.file)
-        elif not manifest.record.experts_only:
-            copy_file(converted / item.file, out / INDEX)
-    copy_file(converted / SOURCE_CONFIG, out / CONFIG)
-    if (out / INDEX).exists():
-        return
+    names = {item.file: item.file for item in manifest.record.files if item.file != SOURCE_INDEX}
+    if not manifest.record.experts_only and any(item.file == SOURCE_INDEX for item in manifest.record.files):
+        names[SOURCE_INDEX] = INDEX
+    with FolderHandle(converted) as folder:
+
+        def copy(name: str, restored: str) -> None:
+            with folder.file(name) as file:
+                copy_file(file.fileno(), name, out / restored, access)
+
+        for name, restored in names.items():
+            copy(name, restored)
+        if not (out / INDEX).exists():
+            _write_index(manifest, out, targets, access)
+        # Last, so that an unfinished directory has no config.json and is not taken for a checkpoint.
+        copy(SOURCE_CONFIG, CONFIG)
+
+
+def _write_index(
+    manifest: Manifest, out: Path, targets: Mapping[str, tuple[FilePlan, TensorInfo]], access: Access
+) -> None:
+    """Writes an index if there are several files."""
     weight_map = {name: file.name for name, (file, _) in targets.items()}
     total = sum(info.nbytes for _, info in targets.values())
     for rest in manifest.record.rest:
         if rest.whole:
-            header = read_file_header(converted, rest.file, rest.size)
+            header = read_file_header(manifest.top, rest.file, rest.size)
             weight_map.update(dict.fromkeys(header, rest.source))
             total += sum(info.nbytes for info in header.values())
     if len(set(weight_map.values())) > 1 or "model.safetensors" not in weight_map.values():
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_file(out / INDEX, json_bytes(index))
+        write_file(out / INDEX, json_bytes(index), access)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...files.safe_reading import file_findings, file_sha256, range_sha256
+from ...files.folder_handle import file_findings, sha256_inside
+from ...files.safe_reading import range_sha256
 from ..manifest.checked_files import read_file_header
 from ..manifest.manifest import Manifest
 from ..manifest.manifest_records import CONFIG, MANIFEST, FileRecord
@@ -94,7 +95,7 @@ def verify(
         for folder, item in other_files:
             meter.start(item.file)
             label = f"{folder.name}/" if folder in labelled else ""
-            findings += [label + text for text in file_findings(folder / item.file, item.size, item.sha256)]
+            findings += [label + text for text in file_findings(folder, item.file, item.size, item.sha256)]
             meter.advance(item.size)
         for folder in dict.fromkeys(
             (*(rank.top for rank in manifests), *(rank.folder for rank in manifests))
@@ -144,8 +145,8 @@ class _Source:
             for item in manifest.record.source.files
             for name, info in read_file_header(folder, item.name).items()
         }
-        config = folder / CONFIG
-        if not config.is_file() or file_sha256(config) != manifest.record.source.config_sha256:
+        expected = manifest.record.source.config_sha256
+        if not (folder / CONFIG).is_file() or sha256_inside(folder, CONFIG) != expected:
             self.findings.append(f"the source's {CONFIG} is not the one that was converted")
 
     def compare(self, run: RestoredRun) -> None:

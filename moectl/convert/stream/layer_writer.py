@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ...files.access import Access
 from ...files.safetensors_writer import TensorSpec, nbytes
 from ...lazy_torch import Tensor
 from ..recipe.chain import BLOCK_BYTES
@@ -44,8 +45,11 @@ class Writer(Protocol):
     def store(self, batch: Tensors, first: int, statistics: Statistics, buffer: Tensor) -> Iterator[Piece]:
         """The pieces of a batch whose first expert is `first`, all of them in `buffer`."""
 
-    def done(self, folder: Path) -> None:
-        """Called when the layer's file in `folder` is complete, before it is logged as finished."""
+    def done(self, folder: Path, access: Access) -> None:
+        """Called when the layer's file in `folder` is complete, before it is logged as finished.
+
+        Files beside it are written with `access`.
+        """
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class PreparedWriter:
         ):
             yield self._piece(role, stored[role].copy_(t), first)
 
-    def done(self, folder: Path) -> None:
+    def done(self, folder: Path, access: Access) -> None:
         """Does nothing: a prepared layer has no other files."""
 
     def _piece(self, role: str, data: Tensor, first: int) -> Piece:

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ...files.safe_reading import open_regular, read_exactly
+from ...files.folder_handle import FolderHandle
+from ...files.safe_reading import read_exactly
 from ...files.safetensors_writer import nbytes
 from ...lazy_torch import torch
 from ...torch_dtypes import TORCH_DTYPES
@@ -21,15 +22,17 @@ class FolderReader(AbstractContextManager["FolderReader"]):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._handle: FolderHandle | None = None
         self._open: dict[str, int] = {}
 
     def fd(self, name: str) -> int:
-        """The read-only descriptor of a file in the directory."""
+        """The read-only descriptor of a file in the directory; CheckpointError as `FolderHandle.open`."""
         if name not in self._open:
-            with open_regular(self._folder / name, str(self._folder / name)) as file:
-                self._open[name] = os.dup(file.fileno())
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(self._open[name], 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            if self._handle is None:
+                self._handle = FolderHandle(self._folder)
+            self._open[name] = self._handle.open(name, str(self._folder / name))
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._open[name], 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return self._open[name]
 
     def read(self, name: str, view: memoryview, offset: int) -> None:
@@ -42,6 +45,9 @@ class FolderReader(AbstractContextManager["FolderReader"]):
         for fd in self._open.values():
             os.close(fd)
         self._open.clear()
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
 
 
 class Digests:

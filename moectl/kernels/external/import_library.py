@@ -24,7 +24,11 @@ import torch
 from ...capabilities.kernel_packages import KERNEL_PACKAGES
 from ...capabilities.unpacked_libraries import VARIABLE, find_peer, library_file, peers_folder
 from ...environment.installed_packages import find_package, unrelated_package
-from ...errors import BackendFailed, MoectlError, Unavailable
+from ...errors import BackendFailed, CheckpointError, MoectlError, Unavailable
+from ...files.safe_reading import read_bounded
+
+LARGEST_LIBRARY = 4 << 30
+"""Most bytes of a compressed library, and of what it is unpacked to."""
 
 MARLIN_OPERATOR = "moe_wna16_marlin_gemm"
 """Name of vLLM's operator in ``torch.ops._moe_C``."""
@@ -141,9 +145,16 @@ def _decompress(compressed: Path) -> Path:
     library = folder / f"{compressed.name.partition('.')[0]}-{file_stat.st_size}-{file_stat.st_mtime_ns}.so"
     if not library.exists():
         try:
-            content = lzma.decompress(compressed.read_bytes())
-        except (OSError, lzma.LZMAError) as error:
+            stored = lzma.LZMADecompressor()
+            content = stored.decompress(
+                read_bounded(compressed, LARGEST_LIBRARY, str(compressed)), LARGEST_LIBRARY
+            )
+        except CheckpointError as error:
+            raise Unavailable(error.what) from error
+        except lzma.LZMAError as error:
             raise Unavailable(f"{compressed} cannot be decompressed: {error}") from error
+        if not stored.eof:
+            raise Unavailable(f"{compressed} is truncated, or has more than {LARGEST_LIBRARY} bytes unpacked")
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             file.write(content)
         Path(file.name).rename(library)

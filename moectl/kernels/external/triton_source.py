@@ -9,7 +9,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ...errors import Unavailable
+from ...errors import CheckpointError, Unavailable
+from ...files.safe_reading import read_bounded
 from .import_library import first_line
 
 LARGEST_FILE = 4 << 20
@@ -51,10 +52,10 @@ def parameters_of(kernel: Any) -> tuple[str, ...]:
 def _jit_functions(file: Path) -> dict[str, ast.FunctionDef]:
     """The top-level functions with the one decorator ``@triton.jit`` and signatures that compute nothing."""
     try:
-        if file.stat().st_size > LARGEST_FILE:
-            raise Unavailable(f"{file} is larger than a source file should be")
-        tree = ast.parse(file.read_bytes(), str(file))
-    except (OSError, SyntaxError, ValueError) as error:
+        tree = ast.parse(read_bounded(file, LARGEST_FILE, str(file)), str(file))
+    except CheckpointError as error:
+        raise Unavailable(error.what) from error
+    except (SyntaxError, ValueError) as error:
         raise Unavailable(f"{file} cannot be read: {first_line(error)}") from error
     return {
         node.name: node

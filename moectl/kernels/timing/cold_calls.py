@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from ...errors import UsageError
+from ...files.safe_reading import text_or_empty
 from ...problem.roofline import MeasuredRates
 
 Call = Callable[[], object]
@@ -178,7 +179,7 @@ def _cpu_cache() -> int:
     """Bytes of this CPU's largest cache, at most 256 MB; 64 MB if the system does not report it."""
     sizes = []
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = file.read_text().strip()
+        text = text_or_empty(file).strip()
         if text[:-1].isdigit() and text[-1] in CACHE_UNITS:
             sizes.append(int(text[:-1]) * CACHE_UNITS[text[-1]])
     return min(max(sizes, default=64 << 20), 256 << 20)

@@ -8,9 +8,9 @@ from typing import Any
 import triton
 from torch import Tensor
 
+from ..choice.launch import token_tiles
 from . import expert_records_kernels as kernels
 from .kernel_family import ExpertOrder
-from .launches import token_tiles
 from .sort_and_combine import launch_options, sort_by_expert
 
 PLANS: tuple[tuple[int, int], ...] = ((64, 32), (256, 16), (2048, 8))

@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...dtypes import MODEL_DTYPES
 from ...errors import UsageError
 from ...problem.moe_problem import Activation, MoEProblem
-from ...problem.schemes import FULL
+from ..choice.tile_family import TileFamily, scale_name
 from ..prepared_layer import PreparedMoE
-from .launch_shape import LaunchShape
 from .row_matrix import RowLayer, in_rows, row_layer_of
 
 
@@ -171,44 +169,8 @@ def _factors(prepared: PreparedMoE, role: str, experts: int) -> Tensor | None:
     return factors.view(shape[:2])
 
 
-_FLOATS = {name: short for short, name in MODEL_DTYPES.items()}
-
-
-def scale_name(problem: MoEProblem) -> str:
-    """Type of the scales: ``e8m0``, ``e4m3``, ``bf16`` or ``fp16``; empty if no kernel supports it."""
-    weight = problem.scheme.weight
-    if weight.number.byte_scale:
-        return {"E8M0": "e8m0", "F8_E4M3": "e4m3"}[weight.number.byte_scale]
-    return _FLOATS.get(weight.scale_dtype, "") if weight.scale_dtype else problem.dtype
-
-
 CODE_BASES = {"bf16": 128, "fp16": 1024}
 """The power of two at which each dtype's unit in the last place is 1: int4 codes are or-ed into it."""
-
-SIZE_MULTIPLE = 16
-"""Required divisor of sizes for kernels with 16-byte copies; Triton specializes on it."""
-
-
-DECODED = ("mxfp4", "nvfp4", "mxfp8", "int4", "int8")
-"""Weight formats that every kernel family that decodes tiles supports."""
-
-
-def column_refusal(problem: MoEProblem, formats: Sequence[str] = DECODED) -> str:
-    """Why kernels with steps of 64 columns do not support a layer's format, groups or sizes; empty if they
-    do.
-
-    `formats` are names of the weight formats that the kernels decode.
-    """
-    weight, dims = problem.scheme.weight, problem.dims
-    if weight.name not in formats:
-        return f"it decodes {', '.join(formats)}; the layer has {weight}"
-    wide = weight.group > 0 and weight.group % 64 == 0
-    if not (wide or weight.name == "nvfp4" or weight.group in (32, FULL)):
-        return f"it supports scale groups of 32, of multiples of 64 and of whole rows; the layer has {weight}"
-    for name, size in (("hidden", dims.hidden), ("intermediate", dims.intermediate)):
-        if size % SIZE_MULTIPLE:
-            return f"it needs sizes that are multiples of {SIZE_MULTIPLE}; the layer's {name} size is {size}"
-    return ""
 
 
 def activation_numbers(act: Activation) -> dict[str, float]:
@@ -354,33 +316,26 @@ class KernelCall:
         return self.x.new_empty(self.assignments, self.y.shape[1])
 
 
-@dataclass(frozen=True)
-class KernelFamily:
+@dataclass(frozen=True, kw_only=True)
+class KernelFamily(TileFamily):
     """Kernels that compute a whole layer, for a range of tokens per expert and some GPUs.
 
     Attributes:
-        tile: the type of its launch configurations, a frozen dataclass of plain numbers.
         run: fills ``call.y``; allocates only with torch.empty, launches grids that do not depend on the
             routing, and never waits for the GPU. It gets a `RowLayer` for formats that are read in rows.
-        fits: why it does not support a problem with a tile, its weight format included, as a clause; empty if
-            it does.
-        capability: lowest and highest supported compute capability.
         interpreted: True if Triton's interpreter can run it.
-        candidates: tiles that are worth measuring for a problem.
-        tokens_per_expert: range of tokens per active expert in which they are worth measuring.
-        suits: whether one of the candidates is worth measuring at a number of tokens per active expert.
-        shape: what the model of time has to know of a tile (`launch_model`); None if it has no such launches.
     """
 
-    tile: type
     run: Callable[[Any, KernelCall, Any], None]
-    fits: Callable[[MoEProblem, Any], str]
-    capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 9))
     interpreted: bool = False
-    candidates: Callable[[MoEProblem], Sequence[Any]] = lambda problem: ()
-    tokens_per_expert: tuple[float, float] = (0.0, math.inf)
-    suits: Callable[[Any, float], bool] = lambda tile, tokens_per_expert: True
-    shape: Callable[[MoEProblem, Any], LaunchShape] | None = None
+
+    @staticmethod
+    def of(
+        tiles: TileFamily, run: Callable[[Any, KernelCall, Any], None], interpreted: bool = False
+    ) -> KernelFamily:
+        """The family of `tiles` with its kernels."""
+        values = {item.name: getattr(tiles, item.name) for item in fields(TileFamily)}
+        return KernelFamily(**values, run=run, interpreted=interpreted)
 
     def runs_on(self, device: torch.device) -> bool:
         """Whether the kernels support `device`."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from ...problem.moe_problem import MoEProblem
+from ..choice.launch import Launch
 from .row_matrix import in_rows, token_format
 
 
@@ -28,24 +28,6 @@ class Tile:
     warps: int
     split: int = 1
     tails: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The name of a kernel family, and a tile of that family's `tile` type."""
-
-    family: str
-    tile: Any
-
-    def __str__(self) -> str:
-        """Short form, such as ``decode tokens=16 rows=64 depth=128 stages=5 warps=4``."""
-        return f"{self.family} {tile_words(self.tile)}"
-
-
-def tile_words(tile: Any) -> str:
-    """The fields of a tile with values other than the default, as ``name=value``."""
-    values = ((field.name, getattr(tile, field.name), field.default) for field in fields(tile))
-    return " ".join(f"{name}={value}" for name, value, default in values if value != default)
 
 
 DECODE_ASSIGNMENTS = 256
@@ -146,16 +128,3 @@ def launch_for(problem: MoEProblem, tokens: int) -> Launch:
         )
     per_expert = assignments / problem.experts  # the same on every rank
     return Launch("grouped", next(tile for limit, tile in grouped_for(problem) if per_expert <= limit))
-
-
-def token_tiles(assignments: int, experts: int, tokens: int) -> int:
-    """Upper bound on the tiles of `tokens` tokens that `assignments` need, for any routing.
-
-    Each active expert has at most one partial tile.
-
-    Example:
-        >>> token_tiles(assignments=10, experts=4, tokens=8)
-        4
-    """
-    active = min(assignments, experts)
-    return active + (assignments - active) // tokens

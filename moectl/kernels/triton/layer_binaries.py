@@ -27,13 +27,13 @@ from triton.runtime.jit import JITFunction
 from ...dtypes import MODEL_DTYPES
 from ...errors import UsageError
 from ...torch_dtypes import TORCH_DTYPES
+from ..choice.launch_plan import MOST_TOKENS as MOST_TOKENS
 from ..prepared_layer import PreparedMoE
 from ..runner import ActivationFormat, Runner
 from .expert_batches import CHOSEN_FOR, layer_one_each
 from .hopper.gemm_spec import exact_weights
 from .hopper.stream import EXACT_SCALES
 from .kernel_family import LAYER, KernelLayer, layer_of
-from .launch_plan import MOST_TOKENS as MOST_TOKENS
 from .triton_runner import RUNNER
 
 OWN = ("moectl", "moectl_marlin")

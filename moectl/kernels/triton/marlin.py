@@ -20,12 +20,13 @@ from torch import Tensor
 from ...capabilities.own_kernels import TRITON_MARLIN
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
+from ..choice.launch import Launch, tile_words, token_tiles
+from ..choice.tile_family import scale_name
 from ..prepared_layer import PreparedMoE
 from ..runner import ActivationFormat, Runner
 from . import marlin_kernels as kernels
 from .expert_batches import compute_batch, one_each
-from .kernel_family import CODE_BASES, ExpertOrder, KernelCall, activation_numbers, scale_name
-from .launches import Launch, tile_words, token_tiles
+from .kernel_family import CODE_BASES, ExpertOrder, KernelCall, activation_numbers
 from .sort_and_combine import INTERPRETED, finish, launch_options, sort_by_expert
 from .triton_runner import aligned, gpu_refusal
 from .workspace import products_and_lists

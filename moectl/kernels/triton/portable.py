@@ -15,20 +15,15 @@ import torch
 import triton
 from torch import Tensor
 
+from ...capabilities.own_kernels import ROW_FORMATS
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL
+from ..choice.launch import token_tiles
+from ..choice.tile_family import DECODED, scale_name
 from . import portable_kernels as kernels
-from .kernel_family import (
-    DECODED,
-    AnyLayer,
-    KernelCall,
-    KernelFamily,
-    KernelMatrix,
-    activation_numbers,
-    scale_name,
-)
-from .launches import Tile, decode_for, grouped_for, is_legal, token_tiles
-from .row_matrix import BLOCK, ROW_FORMATS, RowMatrix, in_rows, token_format
+from .kernel_family import AnyLayer, KernelCall, KernelFamily, KernelMatrix, activation_numbers
+from .launches import Tile, decode_for, grouped_for, is_legal
+from .row_matrix import BLOCK, RowMatrix, in_rows, token_format
 from .sort_and_combine import INTERPRETED, combine, finish, order_of
 from .token_codes import ALL_ROWS, LiveRows, TokenCodes, code_dtype, quantize_rows, scale_kind
 
@@ -222,6 +217,13 @@ def _grouped_tiles(problem: MoEProblem) -> list[Tile]:
 
 
 DECODE_FAMILY = KernelFamily(
-    Tile, _decode, _fits, interpreted=True, candidates=_decode_tiles, tokens_per_expert=(0, 16)
+    tile=Tile,
+    run=_decode,
+    fits=_fits,
+    interpreted=True,
+    candidates=_decode_tiles,
+    tokens_per_expert=(0, 16),
 )
-GROUPED_FAMILY = KernelFamily(Tile, _grouped, _fits, interpreted=True, candidates=_grouped_tiles)
+GROUPED_FAMILY = KernelFamily(
+    tile=Tile, run=_grouped, fits=_fits, interpreted=True, candidates=_grouped_tiles
+)

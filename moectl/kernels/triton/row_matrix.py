@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...capabilities.own_kernels import TRITON
+from ...capabilities.own_kernels import ROW_FORMATS, TRITON
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL, ActFormat
@@ -53,10 +53,6 @@ class RowLayer:
 def in_rows(problem: MoEProblem) -> bool:
     """Whether the layer's weights are read in rows (`RowLayer`); else in tiles (`KernelLayer`)."""
     return problem.scheme.weight.name in ROW_FORMATS
-
-
-ROW_FORMATS = ("bf16", "fp8")
-"""Names of weight formats that are read in rows; those of 16 bits are of the model's dtype."""
 
 
 def token_format(problem: MoEProblem) -> ActFormat | None:

@@ -33,8 +33,8 @@ ROWS = 256
 ZEROED = 16
 """Tokens that one program looks at, to zero the output of those without an expert."""
 
-EXPERTS_AT_ONCE, BLOCKS_AT_ONCE = 8, (64, 256)
-"""Columns of the counts that one program adds up at a time; rows, for up to that many and for more."""
+EXPERTS_AT_ONCE, BLOCKS_AT_ONCE = 8, 256
+"""Columns and rows of the counts that one program adds up at a time."""
 
 
 def launch_options() -> dict[str, Any]:
@@ -106,9 +106,8 @@ def _sort_many(ids: Tensor, slots: Tensor, offsets: Tensor, experts: int) -> Non
     options = {"E": experts, **launch_options()}
     bins = max(16, triton.next_power_of_2(experts))
     kernels._count_kernel[(blocks,)](ids, counts, t, BINS=bins, BT=BLOCK, num_warps=1, **options)
-    rows = next((size for size in BLOCKS_AT_ONCE if blocks <= size), BLOCKS_AT_ONCE[-1])
     kernels._place_kernel[(triton.cdiv(experts, EXPERTS_AT_ONCE),)](
-        counts, totals, blocks, BE=EXPERTS_AT_ONCE, BB=rows, **options
+        counts, totals, blocks, BE=EXPERTS_AT_ONCE, BB=BLOCKS_AT_ONCE, **options
     )
     kernels._scatter_kernel[(blocks,)](ids, counts, totals, slots, offsets, t, BINS=bins, BT=BLOCK, **options)
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import fields, replace
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +23,13 @@ from ...environment.named_devices import published_bandwidth
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import A16
+from ..choice.launch import Launch
+from ..choice.launch_model import GpuRates, predicted_us
+from ..choice.launch_plan import FITTED_CAPABILITY
+from ..choice.launch_table import GpuModel, MeasuredLaunch, TokenSpread, nearest, tuned
+from ..choice.predicted_times import shipped_launch
+from ..choice.tile_family import launch_of as launch_named
+from ..choice.tile_family import scale_name
 from ..prepared_layer import PreparedMoE
 from ..runner import ActivationFormat, Runner
 from ..tolerance import DECLARED
@@ -32,11 +38,8 @@ from .hopper.mid import MID_FAMILY
 from .hopper.prefill import PREFILL_FAMILY
 from .hopper.stream import STREAM_FAMILY
 from .hopper.tma import TMA_FAMILY, tile_for
-from .kernel_family import KernelCall, KernelFamily, accept_scales, layer_of, multiprocessors, scale_name
-from .launch_model import GpuRates, coefficients, predicted_us
-from .launch_plan import FittedLaunch, Plan, plan
-from .launch_table import GpuModel, MeasuredLaunch, TokenSpread, nearest, own_rows, tuned
-from .launches import Launch, launch_for
+from .kernel_family import KernelCall, KernelFamily, accept_scales, layer_of, multiprocessors
+from .launches import launch_for
 from .portable import DECODE_FAMILY, GROUPED_FAMILY
 from .row_matrix import in_rows, token_format
 from .sort_and_combine import INTERPRETED
@@ -129,13 +132,13 @@ def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> La
     if device.type == "cuda" and tokens:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         gpu = GpuModel(torch.cuda.get_device_capability(device), sms)
-        for row in own_rows(problem, tokens, gpu):
+
+        def runnable(row: MeasuredLaunch) -> Launch | None:
             launch = launch_of(row.family, row.tile)
-            if launch is not None and is_runnable(launch, problem, device):
-                return launch
-        planned = plan_for(problem, device)
-        if planned is not None:
-            return planned.launch(tokens)
+            return launch if launch and is_runnable(launch, problem, device) else None
+
+        if shipped := shipped_launch(problem, tokens, gpu, _rates_of(device), runnable):
+            return shipped
         per_expert = TokenSpread.local(problem, tokens).tokens_per_expert
         for row in nearest(problem, tokens, gpu):
             if not _is_near(row, per_expert):
@@ -150,46 +153,19 @@ def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> La
     return launch_for(problem, tokens)
 
 
-def plan_for(problem: MoEProblem, device: torch.device) -> Plan | None:
-    """The launches of a layer by the model of time; None if it does not know the GPU or the weight format."""
-    return _planned(problem, _rates_of(device), torch.cuda.get_device_capability(device))
-
-
 def predicted_for(problem: MoEProblem, tokens: int, launch: Launch, device: torch.device) -> float | None:
     """Microseconds of a launch by the model of time; None if it does not know the GPU, format or family."""
-    family = FAMILIES[launch.family]
+    shape = FAMILIES[launch.family].shape
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != FITTED_CAPABILITY or not tokens:
         return None
-    if family.shape is None or not coefficients().format_for(launch.family, problem.scheme.weight):
+    if shape is None:
         return None
-    launches = [(launch.family, family.shape(problem, launch.tile))]
-    return float(predicted_us(problem, [tokens], launches, _rates_of(device)))
+    return predicted_us(problem, tokens, launch.family, shape(problem, launch.tile), _rates_of(device))
 
 
 def _rates_of(device: torch.device) -> GpuRates:
     about = torch.cuda.get_device_properties(device)
     return GpuRates(about.multi_processor_count, bandwidth_of(about))
-
-
-@lru_cache(maxsize=256)
-def _planned(problem: MoEProblem, rates: GpuRates, capability: tuple[int, int]) -> Plan | None:
-    candidates, known = [], coefficients()
-    for name, family in FAMILIES.items():
-        lowest, highest = family.capability
-        if family.shape is None or not lowest <= capability <= highest or capability != FITTED_CAPABILITY:
-            continue
-        if not known.format_for(name, problem.scheme.weight):
-            continue
-        candidates += [
-            FittedLaunch(Launch(name, tile), family.shape(problem, tile), family.tokens_per_expert)
-            for tile in family.candidates(problem)
-            if not family.fits(problem, tile)
-        ]
-    return plan(problem, rates, candidates)
-
-
-FITTED_CAPABILITY = (9, 0)
-"""The GPUs on which the launches were measured that the model of time is fitted to."""
 
 
 def bandwidth_of(about: Any) -> float:
@@ -242,10 +218,7 @@ def _with_fewer_stages(tile: Any) -> Iterator[Any]:
 
 def launch_of(name: str, tile: Mapping[str, int]) -> Launch | None:
     """The launch of a row; None if this version has no such kernel family, or its tile has other fields."""
-    family = FAMILIES.get(name)
-    if family is None or set(tile) != {field.name for field in fields(family.tile)}:
-        return None
-    return Launch(name, family.tile(**tile))
+    return launch_named(FAMILIES, name, tile)
 
 
 def is_runnable(launch: Launch, problem: MoEProblem, device: torch.device) -> bool:

@@ -13,48 +13,17 @@ from typing import Any
 import torch
 
 from ...problem.moe_problem import MoEProblem
+from ..choice.tile_family import scale_name
+from ..choice.warpwise_launches import WARPWISE_TILES, WarpwiseTile
 from . import warpwise_kernels as kernels
 from .expert_records import plan_and_order
-from .kernel_family import (
-    CODE_BASES,
-    KernelCall,
-    KernelFamily,
-    KernelLayer,
-    KernelMatrix,
-    activation_numbers,
-    column_refusal,
-    scale_name,
-)
-from .launch_shape import GemmShape, LaunchShape
+from .kernel_family import CODE_BASES, KernelCall, KernelFamily, KernelLayer, KernelMatrix, activation_numbers
 from .sort_and_combine import INTERPRETED, finish, launch_options
 
 REGISTERS = 96
 """Registers per thread if they suffice, for 20 warps per SM. By default ptxas takes 80 and spills."""
 
-WARPS = (1, 2, 4, 8, 16)
-
 SCALES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class WarpwiseTile:
-    """One launch configuration.
-
-    Attributes:
-        tokens: per program, a power of two from 8 on.
-        planned: 1 to group assignments by expert first; 0 to compute each on its own.
-        rows1, rows2: number of 64-row tiles per program of the first and the second GEMM, powers of two.
-        warps1, warps2: warps per program, a multiple of the tiles; the warps of a tile split the reduction.
-        fused: 1 for both GEMMs in one launch, which needs a plan and as many warps in both.
-    """
-
-    tokens: int
-    planned: int
-    rows1: int
-    warps1: int
-    rows2: int
-    warps2: int
-    fused: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,52 +111,4 @@ def _run(layer: KernelLayer, call: KernelCall, tile: WarpwiseTile) -> None:
     finish(call, parts, problem.local_experts)
 
 
-def _fits(problem: MoEProblem, tile: WarpwiseTile) -> str:
-    if problem.scheme.weight.name != "int4":
-        return f"it supports int4; the layer has {problem.scheme.weight}"
-    if reason := column_refusal(problem):
-        return reason
-    if tile.tokens < 8 or tile.tokens & (tile.tokens - 1):
-        return f"tokens must be a power of two from 8 on, got {tile}"
-    gemms = (tile.rows1, tile.warps1), (tile.rows2, tile.warps2)
-    if any(warps not in WARPS or not 0 < rows <= warps or warps % rows for rows, warps in gemms):
-        return f"warps must be 1, 2, 4, 8 or 16 and a multiple of rows, got {tile}"
-    if tile.fused and (not tile.planned or tile.warps1 != tile.warps2):
-        return f"a fused launch needs a plan and as many warps in both GEMMs, got {tile}"
-    return ""
-
-
-CANDIDATES: tuple[tuple[int, int, int, int, int, int], ...] = (
-    (0, 1, 4, 2, 4, 0),
-    (1, 1, 2, 1, 2, 1),
-    (1, 2, 2, 2, 2, 0),
-    (1, 2, 2, 2, 2, 1),
-    (1, 2, 4, 4, 4, 0),
-    (1, 2, 4, 4, 4, 1),
-)
-"""(planned, rows1, warps1, rows2, warps2, fused) with 8 tokens: the fastest on an H200, or close to it."""
-
-
-def _candidates(problem: MoEProblem) -> list[WarpwiseTile]:
-    return [WarpwiseTile(8, *values) for values in CANDIDATES]
-
-
-def launch_shape(problem: MoEProblem, tile: WarpwiseTile) -> LaunchShape:
-    """The tile in the terms of the model of time."""
-    first, second = (
-        GemmShape(f"warpwise {rows}x{warps}", 64 * rows, warps // rows, copied=tile.tokens)
-        for rows, warps in ((tile.rows1, tile.warps1), (tile.rows2, tile.warps2))
-    )
-    kind = "fused" if tile.fused else "planned" if tile.planned else "each"
-    return LaunchShape(f"warpwise {kind}", (first, second), (tile.tokens,) if tile.planned else ())
-
-
-WARPWISE_FAMILY = KernelFamily(
-    WarpwiseTile,
-    _run,
-    _fits,
-    interpreted=True,
-    candidates=_candidates,
-    tokens_per_expert=(0, 10),
-    shape=launch_shape,
-)
+WARPWISE_FAMILY = KernelFamily.of(WARPWISE_TILES, _run, interpreted=True)

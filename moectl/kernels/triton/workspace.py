@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ...problem.moe_problem import MoEProblem
+from ..choice.launch import Launch, token_tiles
 from ..prepared_layer import PreparedMoE
 from ..runner import ActivationFormat
 from .kernel_family import layer_of
-from .launches import Launch, token_tiles
 from .row_matrix import BLOCK as TOKEN_BLOCK
 from .row_matrix import in_rows, token_format
 from .sort_and_combine import BLOCK

@@ -157,7 +157,11 @@ def recorded_problem(grid: RecordedGrid, record: Record) -> MoEProblem:
         found = parse_quantization(config, model_type=model["model_type"])
         storage, scheme, act_order = found.storage, found.scheme, found.act_order
     name = str(model["activation"])
-    activation = Activation(name.removesuffix("_no_mul"), gated=not name.endswith("_no_mul"))
+    activation = Activation(
+        name.removesuffix("_no_mul").removesuffix("_uninterleave"),
+        limit=routing.get("swiglu_limit"),
+        gated=not name.endswith("_no_mul"),
+    )
     whole = MoEProblem(
         dims=Dims(model["hidden"], model["inter"]),
         experts=model["E"],
@@ -173,9 +177,11 @@ def recorded_problem(grid: RecordedGrid, record: Record) -> MoEProblem:
             scale=routing.get("routed_scaling_factor", 1.0),
         ),
         storage=storage,
-        rows="interleaved" if activation.name == "swigluoai" else "concatenated",
+        rows="interleaved" if name == "swigluoai" else "concatenated",
         act_order=act_order,
         bias=model["has_bias"],
+        router_dtype=routing.get("router_dtype", "bf16"),
+        model_type=model["model_type"],
     )
     deployed = Parallel(
         tp=parallel["tp"],

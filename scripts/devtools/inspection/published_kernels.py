@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from moectl.checkpoint.config.declared_layers import declared_layers
 from moectl.checkpoint.source.catalogue import built_in
 from moectl.errors import UsageError
+from moectl.kernels.choice.launch import Launch
 from moectl.kernels.prepared_layer import PreparedMoE
-from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.offline_gpu import OfflineGpu
 from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.layer.experts import empty_layer

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.launch_table import TokenSpread
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.runner import Run
-from moectl.kernels.triton.launch_table import TokenSpread
-from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.offline_gpu import OfflineGpu
 from moectl.kernels.triton.triton_runner import FAMILIES, choose_shipped, run_with
 

@@ -30,6 +30,7 @@ DEPENDENCIES = (
     "cloudpickle",
     "blake3",
     "py-cpuinfo",
+    "msgspec",
     "prometheus_client",
 )
 """Small packages that vLLM imports, beside those of moectl's own environment."""

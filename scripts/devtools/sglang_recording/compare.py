@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from devtools.conformance import ComparedCell, ConformanceReport, compare_rows
 from moectl.checkpoint import Checkpoint, open_checkpoint
 from moectl.environment import find_device
 from moectl.oracle import SelectionInputs, decide, engine_named, packages_from
 from moectl.oracle.decision import ARGUMENTS, CAPABILITY, DTYPE, PLATFORM, Decision
 from moectl.problem.moe_problem import Parallel
 
-POLICY = "sglang-0.5.23"
 PROFILES = {"cuda": "sglang", "rocm": "sglang_rocm", "cpu": "sglang_cpu"}
 
 
@@ -34,11 +31,6 @@ class Comparison(NamedTuple):
     arguments: tuple[str, str]
     layer: tuple[Answer, Answer] | None
 
-    @property
-    def agrees(self) -> bool:
-        """True when both stages agree."""
-        return len(set(self.arguments)) == 1 and (self.layer is None or len(set(self.layer)) == 1)
-
 
 REFUSED = "refused"
 
@@ -48,7 +40,7 @@ def _checkpoint(name: str) -> Checkpoint:
     return open_checkpoint(name, offline=True)
 
 
-def decided(row: dict[str, Any]) -> Decision:
+def decided(row: dict[str, Any], release: str) -> Decision:
     """Our decision for a recorded cell."""
     opened = _checkpoint(row["checkpoint"])
     arch, _, aiter = row["device"].partition(" ")
@@ -56,15 +48,15 @@ def decided(row: dict[str, Any]) -> Decision:
     profile = PROFILES[device.platform] + ("_aiter" if aiter else "")
     parallel = Parallel(row["tp"], row["dp"], row["ep"], row["a2a"] or "none")
     problem = opened.groups[0].problem.on(parallel)
-    inputs = SelectionInputs(
-        problem, device, packages_from(profile, engine=engine_named(POLICY)), POLICY, row["forced"]
-    )
+    engine = engine_named(release)
+    packages = packages_from(profile, engine=engine)
+    inputs = SelectionInputs(problem, device, packages, engine.name, row["forced"])
     return decide(replace(inputs, model=opened.model))
 
 
-def compared(row: dict[str, Any]) -> Comparison:
+def compared(row: dict[str, Any], release: str) -> Comparison:
     """A recorded cell beside our answer."""
-    decision = decided(row)
+    decision = decided(row, release)
     made = decision.arguments
     assert made is not None
     stated = row["arguments"]
@@ -84,7 +76,21 @@ def compared(row: dict[str, Any]) -> Comparison:
     return Comparison(row, (theirs, ours), (recorded, answer))
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a recording."""
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
+def _cell(row: dict[str, Any], release: str) -> ComparedCell:
+    found = compared(row, release)
+    named = {name: row[name] for name in ("tp", "dp", "ep", "a2a", "forced") if row[name]}
+    answers: dict[str, tuple[object, object]] = {"arguments": found.arguments}
+    if found.layer is not None:
+        answers["layer"] = found.layer
+    axes = [("device", row["device"]), ("checkpoint", row["checkpoint"])]
+    return ComparedCell(f"{row['checkpoint']} {row['device']} {named}", axes, answers)
+
+
+def compare_recording(path: Path, release: str) -> ConformanceReport:
+    """Agreement of the rules of `release` with a recording, by device, by checkpoint and by stage.
+
+    Raises UsageError for a file that is no such recording.
+    """
+    return compare_rows(
+        path, lambda row: {"arguments", "forced", "a2a"} <= row.keys(), lambda row: _cell(row, release)
+    )

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from devtools.recording.worker_process import ask_worker
 from moectl.checkpoint import open_checkpoint
 from moectl.checkpoint.source.catalogue import model_names
-from moectl.errors import MoectlError, UsageError
+from moectl.errors import UsageError
 from moectl.problem.moe_problem import MoEProblem
 
 WORKER = Path(__file__).with_name("sglang_worker.py")
@@ -142,34 +139,19 @@ def cells(names: list[str]) -> Iterator[dict[str, Any]]:
                 )
 
 
-def _run(
-    source: Path, device: str, asked: dict[str, Any], questions: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "rows.jsonl")
-        row = DEVICES[device]
-        document = {"device": row, "checkpoints": asked, "cells": questions, "out": str(out)}
-        ran = subprocess.run(
-            [sys.executable, str(WORKER)],
-            input=json.dumps(document),
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(source), "HF_HUB_OFFLINE": "1"},
-            cwd=folder,
-            stderr=subprocess.PIPE,
-        )
-        if ran.returncode:
-            raise MoectlError(f"SGLang could not be asked about {device}: {ran.stderr[-2000:]}")
-        with out.open(encoding="utf-8") as lines:
-            return [{"device": device, **json.loads(line)} for line in lines]
-
-
 def record(source: Path, devices: list[str], names: list[str], jobs: int) -> Iterator[dict[str, Any]]:
     """SGLang's decisions; `source` is the folder with its package, `names` the checkpoints (empty: all)."""
     known = checkpoints()
     if unknown := sorted(set(names) - set(known)):
         raise UsageError(f"{unknown[0]} is not asked about", hint=f"Asked about are {', '.join(known)}.")
+    if unknown := sorted(set(devices) - set(DEVICES)):
+        raise UsageError(f"{unknown[0]} is no device to ask about", hint=f"There are {', '.join(DEVICES)}.")
     asked = {name: known[name] for name in names} if names else known
-    questions = list(cells(list(asked)))
+    document = {"checkpoints": asked, "cells": list(cells(list(asked)))}
+
+    def ask(device: str) -> list[dict[str, Any]]:
+        return ask_worker(WORKER, source, {**document, "device": DEVICES[device]}, f"SGLang on {device}")
+
     with ThreadPoolExecutor(jobs) as pool:
-        for rows in pool.map(lambda device: _run(source, device, asked, questions), devices):
-            yield from rows
+        for device, rows in zip(devices, pool.map(ask, devices), strict=True):
+            yield from ({"device": device, **row} for row in rows)

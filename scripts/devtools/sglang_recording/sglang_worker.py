@@ -26,8 +26,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recording"))
-
 StandIns: Any = importlib.import_module("stand_ins").StandIns
 
 PACKAGES = {
@@ -132,6 +130,8 @@ def _set_device(row: dict[str, Any]) -> None:
     torch.cuda.mem_get_info = lambda *args: (row["mem"] << 30, row["mem"] << 30)
     torch.cuda.empty_cache = lambda: None
     torch.cuda.synchronize = lambda *args: None
+    if gpu:
+        _set_triton_target(row)
     if kind == "rocm":
         common: Any = importlib.import_module("sglang.srt.utils.common")
         common.get_amdgpu_memory_capacity = lambda: row["mem"] << 10
@@ -139,6 +139,20 @@ def _set_device(row: dict[str, Any]) -> None:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         torch._C._cpu._is_amx_tile_supported = lambda: bool(row.get("amx"))
         torch.cpu._is_amx_tile_supported = lambda: bool(row.get("amx"))
+
+
+def _set_triton_target(row: dict[str, Any]) -> None:
+    """What Triton compiles for, which modules ask on import: Triton's own drivers need a GPU's libraries."""
+    driver: Any = importlib.import_module("triton.runtime").driver
+    compiler: Any = importlib.import_module("triton.backends.compiler")
+    major, minor = row["cc"]
+    rocm = row["kind"] == "rocm"
+    target = (
+        compiler.GPUTarget("hip", row["gfx"], 64)
+        if rocm
+        else compiler.GPUTarget("cuda", major * 10 + minor, 32)
+    )
+    driver.set_active(types.SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0))
 
 
 # ------------------------------------------------------------------------------------- one cell
@@ -239,6 +253,7 @@ def _layer(
         ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
         runtime_context.publish(arguments, role="scheduler", ranks=ranks)
         utils.initialize_moe_config()
+        _require_own_model(loader.get_model_architecture(model_config)[0])
         quant_config = loader._get_quantization_config(model_config, LoadConfig())
         found["config"] = type(quant_config).__name__ if quant_config else None
         cls = get_moe_impl_class(quant_config)
@@ -278,6 +293,12 @@ def _layer(
     finally:
         torch.set_default_dtype(torch.float32)
     return found
+
+
+def _require_own_model(model: type) -> None:
+    """Stop where SGLang takes transformers' model, as it does for modules that cannot be imported here."""
+    if model.__name__.startswith("Transformers"):
+        raise SystemExit(f"SGLang's own module of a model could not be imported: it takes {model.__name__}")
 
 
 @contextlib.contextmanager

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from devtools.conformance import AgreementTally, ConformanceReport, FieldDisagreement
+from devtools.conformance import ComparedCell, ConformanceReport, compare_rows
 from moectl.checkpoint import Checkpoint, open_checkpoint
 from moectl.environment import Packages, find_device
-from moectl.errors import UsageError
 from moectl.oracle import SelectionInputs, decide, engine_named
 from moectl.oracle.decision import NAME, Decision
 from moectl.oracle.engines.transformers_5.experts import compiles_as_loop, decoding_kernel
@@ -151,10 +147,13 @@ def _unscaled(row: dict[str, Any]) -> bool:
     return any("scale" in name and not name.startswith("input_") for name in row.get("unread", ()))
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a recording."""
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
+def _cell(row: dict[str, Any], release: str) -> ComparedCell:
+    found = compared(row, release)
+    axes = [
+        ("device", row.get("device", "small checkpoints")),
+        ("case", row.get("checkpoint") or row["loading"]),
+    ]
+    return ComparedCell(found.cell, axes, {"answer": (found.recorded, found.answer)})
 
 
 def compare_recording(path: Path, release: str) -> ConformanceReport:
@@ -162,21 +161,6 @@ def compare_recording(path: Path, release: str) -> ConformanceReport:
 
     Raises UsageError for a file that is no such recording.
     """
-    report = ConformanceReport("recorded decisions")
-    try:
-        rows = list(read(path))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
-    for line, row in enumerate(rows, 1):
-        if "loading" not in row and "arguments" not in row:
-            raise UsageError(f"line {line} of {path} is no decision of this engine")
-        found = compared(row, release)
-        axes = [
-            ("device", row.get("device", "small checkpoints")),
-            ("case", row.get("checkpoint") or row["loading"]),
-        ]
-        report.count(axes, AgreementTally(1, int(found.agrees)))
-        if not found.agrees:
-            pair = str(found.recorded), str(found.answer)
-            report.disagreements.append(FieldDisagreement(line, found.cell, "answer", *pair))
-    return report
+    return compare_rows(
+        path, lambda row: "loading" in row or "arguments" in row, lambda row: _cell(row, release)
+    )

@@ -17,8 +17,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recording"))
-
 StandIns: Any = importlib.import_module("stand_ins").StandIns
 
 MANAGED = {

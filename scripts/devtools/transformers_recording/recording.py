@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from devtools.recording.worker_process import ask_worker
 from moectl.checkpoint import open_checkpoint
 from moectl.checkpoint.source.catalogue import model_names
-from moectl.errors import MoectlError, UsageError
+from moectl.errors import UsageError
 
 HERE = Path(__file__).parent
 WORKER, LOADER = HERE / "transformers_worker.py", HERE / "tiny_loads.py"
@@ -173,24 +169,6 @@ def cells(asked: dict[str, dict[str, Any]], kernels: str) -> Iterator[dict[str, 
         yield from (cell(device, {"use_kernels": True}, packages=without) for device in ("sm90", "cpu"))
 
 
-def _run(source: Path | None, worker: Path, document: dict[str, Any]) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "rows.jsonl")
-        path = {} if source is None else {"PYTHONPATH": str(source)}
-        ran = subprocess.run(
-            [sys.executable, str(worker)],
-            input=json.dumps({**document, "out": str(out)}),
-            text=True,
-            env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **path, "HF_HUB_OFFLINE": "1"},
-            cwd=folder,
-            stderr=subprocess.PIPE,
-        )
-        if ran.returncode:
-            raise MoectlError(f"transformers could not be asked: {ran.stderr[-2000:]}")
-        with out.open(encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines]
-
-
 def record(source: Path | None, kernels: str, names: list[str], jobs: int) -> Iterator[dict[str, Any]]:
     """transformers' decisions; `source` is the folder with its package (None: as installed), `names` the
     checkpoints (empty: all)."""
@@ -202,7 +180,8 @@ def record(source: Path | None, kernels: str, names: list[str], jobs: int) -> It
     document = {"checkpoints": asked, "devices": DEVICES, "imported": {**COMPLETE, "kernels": kernels}}
     parts = [questions[start::jobs] for start in range(jobs)]
     with ThreadPoolExecutor(jobs + 1) as pool:
-        loads = pool.submit(_run, source, LOADER, {})
-        for rows in pool.map(lambda part: _run(source, WORKER, {**document, "cells": part}), parts):
+        loads = pool.submit(ask_worker, LOADER, source, {}, "transformers")
+        asked_parts = ({**document, "cells": part} for part in parts)
+        for rows in pool.map(lambda part: ask_worker(WORKER, source, part, "transformers"), asked_parts):
             yield from rows
         yield from loads.result()

@@ -1,9 +1,9 @@
-"""A small sample of recorded decisions in which everything occurs that occurs in all of them."""
+"""What of recorded decisions of transformers is compared, and what a sample of them must have."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -22,7 +22,7 @@ def shortened(row: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _traits(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def traits(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """What occurs in a row."""
     if "loading" in row:
         yield ("loading", row["loading"])
@@ -34,13 +34,3 @@ def _traits(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     yield ("device", row["device"], answer)
     yield ("arguments", arguments, answer)
     yield ("packages", packages, answer)
-
-
-def sampled(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows, shortened, that have something which no row before has."""
-    seen: set[tuple[str, ...]] = set()
-    for row in map(shortened, rows):
-        found = set(_traits(row))
-        if found - seen:
-            seen |= found
-            yield row

@@ -115,7 +115,7 @@ def test_the_policy_of_this_tool():
         (["--tp", "7"], "7 tensor-parallel"),
         (["--env", "VLLM_USE_DEEP_GEMM"], "K=V"),
         (["--packages", "flashinfr"], "flashinfer"),
-        (["--policy", "vllm-9"], "vllm-0.33.0"),
+        (["--policy", "vllm-9"], "vLLM 0.19.0 to 0.33.0"),
     ],
 )
 def test_wrong_usage_names_what_is_right(options, words):

@@ -33,6 +33,7 @@ def test_the_own_policy_chooses_by_times_and_says_so():
     keep()
     words = moectl(*ASKED, "--policy", "moectl").words
     assert "backend moectl_marlin" in words
+    assert "predicted moectl: " in words, "which kernels these are, as others are chosen"
     assert (
         "it is the fastest as measured on this device at M=1: moectl 1.25x its time (moectl bench in" in words
     )

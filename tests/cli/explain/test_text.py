@@ -399,9 +399,9 @@ def test_a_count_of_unknown_gpus_says_which_are_known():
 def test_an_engine_without_rules_is_told_whose_rules_there_are():
     for name in ("lmdeploy", "vllm-0.29.0"):
         said = explain(GPT, "--gpu", "h200", "--policy", name, code=2).stderr
-        assert f"no rules for {name!r}" in said and "those of vLLM 0.33.0" in said
-        assert "Leave --policy out for vLLM 0.33.0's answer" in said
-    assert "Did you mean --policy vllm?" in explain(GPT, "--gpu", "h200", "--policy", "vlm", code=2).stderr
+        assert f"no rules for {name!r}" in said and "those of vLLM 0.19.0 to 0.33.0" in said
+        assert "Name one of them, or --engine all" in said
+    assert "Did you mean --engine vllm?" in explain(GPT, "--gpu", "h200", "--policy", "vlm", code=2).stderr
     assert explain(GPT, "--gpu", "h200", "--policy", "VLLM_0.33.0", "-q").stdout
 
 

@@ -40,6 +40,7 @@ from moectl.files.lock import Lock
 from moectl.integrations.model_experts import open_experts
 from moectl.layer.prepare import load_prepared
 from support.converted_folders import chosen_files, edit_manifest
+from support.opened_paths import opened_path
 from support.stream_checkpoints import folder_bytes, gpt_oss_checkpoint
 
 DEPLOYMENTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -74,7 +75,7 @@ def opened_files(below: Path) -> Iterator[set[Path]]:
     def noting(opener: Callable[..., Any]) -> Callable[..., Any]:
         def opened(path: Any, *more: Any, **named: Any) -> Any:
             if isinstance(path, (str, Path)):
-                place = Path(path).absolute()
+                place = opened_path(path, named.get("dir_fd"))
                 seen.update({place.relative_to(below)} if place.is_relative_to(below) else ())
             return opener(path, *more, **named)
 
@@ -267,10 +268,10 @@ def test_another_process_may_complete_the_directory(
     out = converted(source, tmp_path / "out", 2, 1, rank=0)
     opened = shared_files.open_log
 
-    def locked(folder: Path, *more: Any) -> Any:
+    def locked(folder: Path, *more: Any, **named: Any) -> Any:
         with (folder / "progress.jsonl").open("w") as file:
             Lock(folder / "progress.jsonl", file.fileno()).take()
-            return opened(folder, *more)
+            return opened(folder, *more, **named)
 
     monkeypatch.setattr(shared_files, "open_log", locked)
     converted(source, out, 2, 1, rank=1)

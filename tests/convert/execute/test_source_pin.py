@@ -21,8 +21,7 @@ from moectl.convert.worker_partition import parse_partition
 from moectl.errors import CheckpointError, MoectlError, UsageError
 from support.stream_checkpoints import folder_bytes
 
-from ..conftest import plan_of
-from .test_convert_faults import assert_incomplete, other_revision, poke
+from ..conftest import assert_incomplete, other_revision, plan_of, poke
 
 FILE = "model-00002-of-00003.safetensors"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import moectl.convert.execute.convert as convert_module
-import moectl.convert.restore.unconvert as unconvert_module
+import moectl.files.output_folder as output_folder
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.execute.convert import complete, convert
 from moectl.convert.execute.rank_plans import convert_ranks, plan_ranks
@@ -20,10 +20,10 @@ from moectl.convert.restore.unconvert import unconvert
 from moectl.convert.restore.verify import verify
 from moectl.convert.worker_partition import parse_partition
 from moectl.errors import MoectlError, Unavailable, UsageError
+from moectl.files.access import Access
 from support.stream_checkpoints import folder_bytes
 
-from ..conftest import plan_of
-from .test_convert_faults import assert_incomplete, poke
+from ..conftest import assert_incomplete, plan_of, poke
 
 Work = Callable[[Path, Path], None]
 
@@ -88,7 +88,7 @@ def test_a_finished_directory_is_not_overwritten_by_who_began_before(
     out, plain = tmp_path / "out", convert_module.create_folder
     finished: dict[str, bytes] = {}
 
-    def wait(folder: Path) -> None:
+    def wait(folder: Path, access: Access) -> None:
         monkeypatch.undo()
         EARLY[early](gpt_oss, out)
         finished.update(folder_bytes(out))
@@ -96,7 +96,7 @@ def test_a_finished_directory_is_not_overwritten_by_who_began_before(
 
     if late == "unconvert":
         whole("marlin")(gpt_oss, tmp_path / "for-out")
-    for module in (convert_module, unconvert_module):
+    for module in (convert_module, output_folder):
         monkeypatch.setattr(module, "create_folder", wait)
     with pytest.raises(MoectlError, match=r"has finished in|has written to|holds"):
         LATE[late](gpt_oss, out)
@@ -113,14 +113,14 @@ def test_who_finds_another_at_work_stops(
     out, plain = tmp_path / "out", convert_module.create_folder
     work = LATE.get(late, part("2/2"))
 
-    def wait(folder: Path) -> None:
+    def wait(folder: Path, access: Access) -> None:
         monkeypatch.undo()
         part("1/2")(gpt_oss, out)
         plain(folder)
 
     if late == "unconvert":
         whole("marlin")(gpt_oss, tmp_path / "for-out")
-    for module in (convert_module, unconvert_module):
+    for module in (convert_module, output_folder):
         monkeypatch.setattr(module, "create_folder", wait)
     if late == "the other part":
         work(gpt_oss, out)

@@ -14,6 +14,7 @@ from moectl.cli.convert.planner import TargetOptions, planner
 from moectl.cli.main import app
 from moectl.convert.execute import layer_stages
 from moectl.convert.execute.convert import convert
+from moectl.convert.portable import finish_portable
 from moectl.convert.portable.options import PortableOptions
 from moectl.convert.portable.portable_plan import plan_portable
 from moectl.convert.portable.report_fragments import PART, read_report
@@ -109,6 +110,24 @@ def test_an_interrupted_conversion_is_resumed_to_the_same_bytes(tmp_path, monkey
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     with pytest.raises(UsageError, match="another conversion"):
         go("out", "int8", resume=True)
+
+
+def test_what_a_writer_leaves_that_is_killed_at_its_end_goes_with_the_next(tmp_path, monkeypatch):
+    """Fragments of the report beside the config, which is written last: they are no damage."""
+    checkpoint, out = open_checkpoint(model(tmp_path / "source")), tmp_path / "out"
+    plan = plan_portable(checkpoint, PortableOptions("int8"))
+
+    def killed(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finish_portable, "remove_parts", killed)
+    with pytest.raises(KeyboardInterrupt):
+        convert(plan, out)
+    monkeypatch.undo()
+    assert list(out.glob("moectl-report-part-*")) and (out / "config.json").exists()
+    convert(plan, out, resume=True)
+    convert(plan, tmp_path / "whole")
+    assert files(out) == files(tmp_path / "whole") and verify_portable(out).ok
 
 
 def partly_quantized(folder: Path) -> Path:

@@ -16,8 +16,12 @@ from safetensors.torch import load_file, save_file
 from moectl.convert.execute.convert import convert
 from moectl.convert.layouts.registry import layout_named
 from moectl.convert.manifest.manifest import load_layer, load_manifest
+from moectl.convert.restore import unconvert as unconvert_module
 from moectl.convert.restore.unconvert import unconvert
 from moectl.convert.restore.verify import verify
+from moectl.errors import Unavailable
+from moectl.files.access import Access
+from moectl.files.atomic import copy_file
 from support.stream_checkpoints import CHECKPOINTS, all_tensors, folder_bytes, kimi_checkpoint, same_tensors
 
 from ..conftest import plan_of
@@ -44,6 +48,26 @@ def test_the_way_back_gives_every_file_of_the_source(kind: str, target: str, tmp
     assert verify(out, source).ok
     assert not unconvert(out, back).experts_only
     assert folder_bytes(back) == before
+
+
+def test_the_config_is_written_last_and_an_error_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = CHECKPOINTS["gpt_oss"](tmp_path / "source"), tmp_path / "back"
+    convert(plan_of(source), tmp_path / "converted")
+    before: set[str] = set()
+
+    def full(source: int, name: str, target: Path, access: Access) -> None:
+        if target.name == "config.json":
+            before.update(file.name for file in out.iterdir())
+            raise Unavailable("the disk is full")
+        copy_file(source, name, target, access)
+
+    monkeypatch.setattr(unconvert_module, "copy_file", full)
+    with pytest.raises(Unavailable, match="full"):
+        unconvert(tmp_path / "converted", out)
+    assert before == {path.name for path in source.iterdir()} - {"config.json"} | {"progress.jsonl"}
+    assert not out.exists()
 
 
 def test_shapes_may_be_stored_in_64_bits(tmp_path: Path) -> None:

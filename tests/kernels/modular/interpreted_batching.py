@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.warpwise_launches import WarpwiseTile
 from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import ActivationFormat
-from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.marlin import TILES
 from moectl.kernels.triton.sort_and_combine import INTERPRETED
-from moectl.kernels.triton.warpwise import WarpwiseTile
 from moectl.problem.moe_problem import Dims
 from support import batch_cases as cases
 from support import kernel_cases

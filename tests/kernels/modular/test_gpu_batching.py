@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moectl.kernels.choice.launch import Launch
 from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.expert_batches import one_each
-from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.marlin import TILES
 from moectl.kernels.triton.triton_runner import FAMILIES, is_runnable, run_batch_with
 from moectl.problem.moe_problem import Dims

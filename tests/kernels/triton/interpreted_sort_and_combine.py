@@ -34,7 +34,7 @@ def test_sorts_any_size(way: str, assignments: int, experts: int, monkeypatch: p
 
 
 def test_sums_counts_of_more_blocks_than_fit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moectl.kernels.triton.sort_and_combine.BLOCKS_AT_ONCE", (4,))
+    monkeypatch.setattr("moectl.kernels.triton.sort_and_combine.BLOCKS_AT_ONCE", 4)
     routing_cases.sorts("many", "skipped", 1300, 5, "cpu", monkeypatch)
 
 

@@ -6,8 +6,8 @@ from itertools import cycle
 
 import pytest
 
-from moectl.kernels.triton.launches import Launch
-from moectl.kernels.triton.warpwise import WarpwiseTile
+from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.warpwise_launches import WarpwiseTile
 from moectl.problem.schemes import WeightFormat
 from support import kernel_cases as cases
 from support.kernel_grid import CHOICES, FEWER_CASES, FORMATS, Case

@@ -15,10 +15,10 @@ from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.published_kernels import IN_ROWS, MODELS, Inspected, layer_without_weights
 from devtools.inspection.shipped_kernels import candidates, inspect, inspect_run, shipped
 
+from moectl.kernels.choice.launch import Launch
 from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.hopper.gemm_spec import exact_weights
 from moectl.kernels.triton.kernel_family import layer_of
-from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem

@@ -9,7 +9,7 @@ from devtools.inspection.kernel_report import KernelReport
 from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.shipped_kernels import inspect
 
-from moectl.kernels.triton.launches import Launch
+from moectl.kernels.choice.launch import Launch
 from moectl.problem.moe_problem import SILU
 from moectl.problem.schemes import FULL, MXFP4, WeightFormat, int_format
 from support.kernel_cases import LAUNCHES

@@ -7,8 +7,8 @@ from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.published_kernels import layer_without_weights
 from devtools.inspection.shipped_kernels import inspect
 
-from moectl.kernels.triton.launches import Launch
-from moectl.kernels.triton.warpwise import WarpwiseTile
+from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.warpwise_launches import WarpwiseTile
 
 LAYERS = {
     "moonshotai/Kimi-K2-Thinking": (WarpwiseTile(8, 1, 2, 4, 4, 4), 245),

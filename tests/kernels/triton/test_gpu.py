@@ -8,12 +8,13 @@ from functools import lru_cache, partial
 import pytest
 import torch
 
+from moectl.kernels.choice.launch import Launch
 from moectl.kernels.layer_inputs import LayerInputs
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
-from moectl.kernels.triton.launches import DECODE, GROUPED, Launch
+from moectl.kernels.triton.launches import DECODE, GROUPED
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.problem.moe_problem import Dims
 from moectl.problem.schemes import Scheme, int_format

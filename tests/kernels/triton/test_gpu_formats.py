@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.stream_launches import FOUR_ROWS, TALL, StreamTile
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.tolerance import check, tolerance_for
-from moectl.kernels.triton.hopper.stream import FOUR_ROWS, TALL, StreamTile
-from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.triton_runner import FAMILIES, run_with
 from moectl.problem.moe_problem import SILU, Dims, MoEProblem
 from moectl.problem.padding import pad

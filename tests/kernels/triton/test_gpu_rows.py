@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moectl.kernels.choice.launch import Launch
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import ActivationFormat
 from moectl.kernels.tolerance import check, tolerance_for
-from moectl.kernels.triton.launches import FP8_GROUPED, ROWS_DECODE, Launch, grouped_for
+from moectl.kernels.triton.launches import FP8_GROUPED, ROWS_DECODE, grouped_for
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.problem.moe_problem import SILU, Dims, MoEProblem
 from moectl.problem.schemes import FP8_ACT_GROUP_128, FP8_ACT_TOKEN, ActFormat

@@ -12,9 +12,9 @@ import pytest
 import torch
 from devtools.inspection.shipped_kernels import covering_tiles
 
+from moectl.kernels.choice.launch import Launch
 from moectl.kernels.layer_inputs import LayerInputs
 from moectl.kernels.prepared_layer import PreparedMoE
-from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.triton_runner import FAMILIES, run_with
 from moectl.problem.moe_problem import Dims, MoEProblem
 from support.random_layers import GPT_OSS, KIMI, QWEN, canonical_roles, inputs_of, layer_of

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 from devtools.inspection.published_kernels import MODELS, layer_without_weights
 
+from moectl.kernels.choice.launch import token_tiles
 from moectl.kernels.triton.kernel_family import activation_numbers
-from moectl.kernels.triton.launches import is_legal, launch_for, token_tiles
+from moectl.kernels.triton.launches import is_legal, launch_for
 from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.problem.moe_problem import SWIGLU_OAI, Activation
 from moectl.problem.schemes import Scheme, int_format

@@ -63,7 +63,7 @@ def test_numbers_of_tokens_share_binaries(name: str, gpu: OfflineGpu) -> None:
     binaries = needed(problem, gpu)
     products = [binary for binary in binaries if any(part in binary.name for part in GEMMS)]
     # The products are as many as the tiles that were measured to be the fastest; the rest is sorts and sums.
-    assert 6 <= len(products) <= 21, products
+    assert 6 <= len(products) <= 24, products
     assert len(binaries) - len(products) <= 17, binaries
     assert len({binary.key for binary in binaries}) == len(binaries)
 

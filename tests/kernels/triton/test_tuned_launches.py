@@ -12,9 +12,10 @@ import torch
 from moectl.cache.cache_file import CacheWarning
 from moectl.cache.launches_file import KIND, LaunchesStore, LaunchRow
 from moectl.environment import find_device
+from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.launch_table import tuned
 from moectl.kernels.triton import triton_runner
-from moectl.kernels.triton.launch_table import tuned
-from moectl.kernels.triton.launches import Launch, Tile
+from moectl.kernels.triton.launches import Tile
 from moectl.kernels.triton.triton_runner import choose, choose_shipped
 from moectl.problem.published_layers import MODELS
 
@@ -31,7 +32,7 @@ def _row(tokens: int, family: str = "grouped", tile: dict[str, int] | None = Non
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch says that it has an H200."""
-    about = type("About", (), {"multi_processor_count": 132})()
+    about = type("About", (), {"multi_processor_count": 132, "name": H200.name})()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: about)
     monkeypatch.setattr(triton_runner, "gpu_of", lambda device: H200)

@@ -13,6 +13,7 @@ from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from moectl.kernels.choice.launch import Launch
 from moectl.kernels.modular.exchange import SingleRankExchange
 from moectl.kernels.modular.fused_moe_kernel import FusedMoEKernel, map_of
 from moectl.kernels.modular.prepare_finalize import SMALLEST as AROUND
@@ -21,7 +22,6 @@ from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import ActivationFormat, Run, Runner
 from moectl.kernels.triton import marlin
 from moectl.kernels.triton import triton_runner as triton_runner
-from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.workspace import SMALLEST
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import MoEProblem

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from devtools.transformers_recording.compare import compared, read
+from devtools.conformance import read_rows
+from devtools.transformers_recording.compare import compared
 
 from moectl.checkpoint import open_checkpoint
 from moectl.environment import find_device
@@ -39,7 +40,7 @@ def decision(name, gpu, requested=None, packages="transformers", release="", env
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_recorded_decision_agrees(release):
-    rows = list(read(DATA / f"transformers-{release}.jsonl.gz"))
+    rows = list(read_rows(DATA / f"transformers-{release}.jsonl.gz"))
     found = [compared(row, f"transformers=={release}") for row in rows]
     assert [(c.cell, c.recorded, c.answer) for c in found if not c.agrees] == []
     assert {row["device"] for row in rows if "device" in row} >= {

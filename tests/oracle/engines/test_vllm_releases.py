@@ -8,12 +8,12 @@ from devtools.conformance import compare, decide, read_decisions, read_grid
 
 from moectl.errors import UsageError
 from moectl.oracle import engine_named, policy_named
-from moectl.oracle.engines.vllm import RELEASES
 from moectl.oracle.machine_packages import default_engine
-from moectl.oracle.registry import answered_by
+from moectl.oracle.registry import ENGINES, answered_by
 from support.invoking import moectl
 
 DATA = Path(__file__).parents[2] / "data" / "oracle"
+RELEASES = [engine for engine in ENGINES.values() if engine.family == "vllm"]
 WHOLE = [engine for engine in RELEASES if not engine.policy.complete]
 PARTIAL = [engine for engine in RELEASES if engine.policy.complete]
 OLDER = {engine.version: DATA / f"decisions-{engine.version}.jsonl.gz" for engine in WHOLE[1:]}
@@ -28,6 +28,16 @@ def test_every_recorded_decision_of_a_release_agrees(version: str) -> None:
     assert not report.disagreements, "\n".join(map(str, report.disagreements[:20]))
     assert report.total.outside == 0 and report.total.asked > 1000
     assert all(tally.asked for tally in report.fields.values())
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.28.0"])
+def test_random_decisions_agree(version: str) -> None:
+    """Sizes, formats, layouts, requests and variables that no published model suggests."""
+    records = list(read_decisions(DATA / f"random-{version}.jsonl.gz"))
+    grid = read_grid(DATA / f"random-grid-{version}.json")
+    report = compare(records, grid, policy_named(f"vllm=={version}"))
+    assert not report.disagreements, "\n".join(map(str, report.disagreements[:20]))
+    assert report.total.outside == 0 and report.total.asked >= 400
 
 
 @pytest.mark.parametrize("version", UNQUANTIZED)

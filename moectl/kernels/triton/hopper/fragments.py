@@ -15,6 +15,7 @@ has the constants and the PTX.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...choice.tile_family import scale_words as words_of_tile
 from .fragment_asm import (
     FOLDED_SCALES_ASM,
     _asm,
@@ -32,10 +33,7 @@ def tile_bytes(FORMAT):
     return 4096 if is_wide(FORMAT) else 2048
 
 
-@gluon.constexpr_function
-def scale_words(FORMAT, GROUP):
-    """int32 words of scales that one tile needs."""
-    return 64 if FORMAT == "nvfp4" or (FORMAT in ("int4", "int8") and GROUP == 32) else 32
+scale_words = gluon.constexpr_function(words_of_tile)
 
 
 @gluon.constexpr_function

@@ -6,19 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....problem.moe_problem import MoEProblem
-from ..kernel_family import KernelLayer, KernelMatrix, scale_name
+from ...choice.tile_family import scale_name
+from ..kernel_family import KernelLayer, KernelMatrix
 from .fragment_asm import FOLDED_SCALES, fold_factor
-
-SHARED_MEMORY = 227 * 1024
-"""Most bytes of shared memory that a program may have on SM90."""
-
-FORMATS: dict[str, tuple[tuple[str, str], ...]] = {
-    "e8m0": (("mxfp4", "bf16"), ("mxfp8", "bf16")),
-    "e4m3": (("nvfp4", "bf16"), ("nvfp4", "fp16")),
-    "bf16": (("int4", "bf16"), ("int8", "bf16")),
-    "fp16": (("int4", "fp16"), ("int8", "fp16"), ("int4", "bf16")),
-}
-"""Dtype of the scales -> supported (weights, activations): those in which no weight is rounded twice."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +64,6 @@ def spec_fields(layer: KernelLayer, stage: int) -> dict[str, Any]:
         "weighted": p.routing.weight_on_input == (stage == 1),
         "top_k": p.top_k,
     }
-
-
-def dtype_refusal(problem: MoEProblem) -> str:
-    """Why `FORMATS` excludes a layer's dtypes; empty if it supports them."""
-    weight, scale = problem.scheme.weight, scale_name(problem)
-    if (weight.name, problem.dtype) in FORMATS.get(scale, ()):
-        return ""
-    return f"it does not support {problem.dtype} tokens with {weight} weights and {scale} scales"
 
 
 def exact_weights(problem: MoEProblem, m: KernelMatrix) -> bool:

@@ -11,10 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
-@triton.jit
-def _schedule_kernel(
-    OFFSETS, TILES, COUNT, E: tl.constexpr, EPAD: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+@triton.jit(do_not_specialize=["MOST"])
+def _schedule_kernel(OFFSETS, TILES, COUNT, MOST, E: tl.constexpr, EPAD: tl.constexpr, PDL: tl.constexpr):
     """Writes token tiles ``[COUNT[0], 4]``, (expert, first, end, units), expert by expert; one program.
 
     An expert's tokens are split into the fewest tiles of at most `MOST` units of 16 tokens, whose widths

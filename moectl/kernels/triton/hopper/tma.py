@@ -15,12 +15,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....capabilities.own_kernels import GATED, UNGATED
 from ....problem.moe_problem import MoEProblem
 from ....problem.schemes import FULL
-from ..kernel_family import SIZE_MULTIPLE, KernelCall, KernelFamily, activation_numbers, multiprocessors
+from ...choice.tile_family import SHARED_MEMORY, SIZE_MULTIPLE
+from ..kernel_family import KernelCall, KernelFamily, activation_numbers, multiprocessors
 from ..row_matrix import RowLayer, RowMatrix, token_format
 from ..sort_and_combine import finish
 from ..token_codes import ALL_ROWS, LiveRows, quantize_rows, scale_kind
 from . import tma_kernels as kernels
-from .gemm_spec import SHARED_MEMORY
 from .mid import MidSchedule, schedule
 
 WIDTHS: dict[int, tuple[int, ...]] = {
@@ -423,5 +423,10 @@ def _suits(tile: TmaTile, tokens_per_expert: float) -> bool:
 
 
 TMA_FAMILY = KernelFamily(
-    TmaTile, _run, _fits, capability=((9, 0), (9, 0)), candidates=_candidates, suits=_suits
+    tile=TmaTile,
+    run=_run,
+    fits=_fits,
+    capability=((9, 0), (9, 0)),
+    candidates=_candidates,
+    suits=_suits,
 )

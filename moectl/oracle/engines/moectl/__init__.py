@@ -22,3 +22,8 @@ MOECTL = Engine(
         *CUTLASS,
     ),
 )
+
+
+def engine(version: str) -> Engine:
+    """moectl, the only `version`."""
+    return MOECTL

@@ -30,3 +30,8 @@ SGLANG_0_5_23 = Engine(
     caches=(CacheFolder("SGLang", "SGLANG_CACHE_DIR", "~/.cache/sglang"),),
     beside=False,
 )
+
+
+def engine(version: str) -> Engine:
+    """SGLang 0.5.23, the only `version`."""
+    return SGLANG_0_5_23

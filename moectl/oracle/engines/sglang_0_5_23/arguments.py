@@ -250,20 +250,20 @@ def resolve(ask: SupportQuery) -> ServerArguments:
         notes.append("--moe-runner-backend megamoe is taken as --moe-a2a-backend megamoe")
     if a2a == "megamoe" and not (ask.device.platform == "rocm" or on(ask.device, SM90, SM100)):
         refusals.append("megamoe needs SM90, SM100 or ROCm")
-    runner = requested
+    runner, why = requested, ""
     refusals += _refused_platform(ask)
     if not runner:
         row = next((row for row in DEFAULTS if row.fits(ask)), None)
         runner = row.runner if row else ""
         if runner:
             where = f" on {ask.device.arch}" if row is not None and row.where else ""
-            notes.append(f"SGLang's default runner of {ask.model.architecture}{where} is {runner}")
+            why = f"SGLang's default runner of {ask.model.architecture}{where}"
     runner = _by_quantization(ask, runner, a2a, notes)
     refusals += _refused_runner(ask, runner, a2a)
     runner = _by_exchange(ask, runner, a2a, notes, refusals)
     if a2a in EP_SPANNING and ask.problem.parallel.ranks > 1 and not ask.problem.parallel.ep:
         notes.append(f"{a2a} spreads experts over all ranks: state --ep for the sizes of one rank")
-    return ServerArguments(runner, a2a, tuple(notes), tuple(refusals))
+    return ServerArguments(runner, a2a, tuple(notes), tuple(refusals), why)
 
 
 _ROCM = _named("", "awq", "fp8", "compressed-tensors", "quark", "mxfp4", "mxfp8")

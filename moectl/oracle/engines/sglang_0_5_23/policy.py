@@ -3,7 +3,7 @@
 from ...backend import SupportQuery, only
 from ...policy import Policy, ServeOptions
 from .arguments import RUNNERS, resolve
-from .layers import ROUTES
+from .routes import ROUTES
 from .terms import EXCHANGES, VARIABLES, activation, dtype, routing
 
 _RECORDED = frozenset(

@@ -25,3 +25,8 @@ TENSORRT_LLM = Engine(
     default_profiles={"cuda": "tensorrt_llm"},
     beside=False,
 )
+
+
+def engine(version: str) -> Engine:
+    """TensorRT-LLM as read at that commit, the only `version`."""
+    return TENSORRT_LLM

@@ -51,5 +51,6 @@ def _engine(release: Release) -> Engine:
     )
 
 
-TRANSFORMERS_5 = tuple(map(_engine, RELEASES))
-"""The newest release first."""
+def engine(version: str) -> Engine:
+    """transformers `version`."""
+    return next(_engine(release) for release in RELEASES if release.version == version)

@@ -1,34 +1,17 @@
 """vLLM's releases: the newest in full, each older one as its difference from the next."""
 
 from dataclasses import replace
+from importlib import import_module
 
-from ..vllm_0_33_0 import VLLM_0_33_0
+from ...engine import Engine
 from .reports import REPORTS
-from .v0_19_0 import VLLM_0_19_0
-from .v0_20_0 import VLLM_0_20_0
-from .v0_22_0 import VLLM_0_22_0
-from .v0_23_0 import VLLM_0_23_0
-from .v0_24_0 import VLLM_0_24_0
-from .v0_26_0 import VLLM_0_26_0
-from .v0_28_0 import VLLM_0_28_0
-from .v0_30_0 import VLLM_0_30_0
-from .v0_31_0 import VLLM_0_31_0
-from .v0_32_0 import VLLM_0_32_0
 
-RELEASES = tuple(
-    replace(engine, reports=REPORTS)
-    for engine in (
-        VLLM_0_33_0,
-        VLLM_0_32_0,
-        VLLM_0_31_0,
-        VLLM_0_30_0,
-        VLLM_0_28_0,
-        VLLM_0_26_0,
-        VLLM_0_24_0,
-        VLLM_0_23_0,
-        VLLM_0_22_0,
-        VLLM_0_20_0,
-        VLLM_0_19_0,
-    )
-)
-"""The newest first."""
+NEWEST = "0.33.0"
+
+
+def engine(version: str) -> Engine:
+    """vLLM `version`, made of the rules of the releases from there to the newest, which are imported now."""
+    above, name = ("..", f"vllm_{version}") if version == NEWEST else (".", f"v{version}")
+    module = import_module(f"{above}{name.replace('.', '_')}", __package__)
+    made: Engine = getattr(module, f"VLLM_{version.replace('.', '_')}")
+    return replace(made, reports=REPORTS)

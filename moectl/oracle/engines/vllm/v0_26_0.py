@@ -24,6 +24,7 @@ from ..vllm_0_33_0.backends.trtllm_fp8 import ROUTED_EXPERTS
 from ..vllm_0_33_0.routes.order import CPU
 from ..vllm_0_33_0.routes.terms import AWQ_HAS_4_BITS, AWQ_NEEDS_TURING, GPTQ_ZERO_POINTS, WHOLE_GROUPS
 from .v0_28_0 import VLLM_0_28_0
+from .v0_30_0 import V4_EXPERTS
 
 _COMPRESSED = "int4 and int8 weights of compressed-tensors"
 _ORDERED = f"{_COMPRESSED}, with activation order"
@@ -96,7 +97,6 @@ _CLASSES = (
     ClassChange(
         ("BatchedTritonExperts",),
         {
-            "activations": _NO_SITU,
             "arch": (CUDA, ROCM),
             "formats": tuple(
                 replace(row, where=(sm(89), gfx("gfx90a", "gfx942", "gfx950"))) if row.where else row
@@ -262,6 +262,7 @@ DIFFERENCE = Difference(
         },
     },
     routes=(
+        RouteChange((V4_EXPERTS,), {"storages": only("mxfp4")}),
         RouteChange((), {"platforms": ANY}),
         RouteChange(_PLAIN, {"batched_requests": frozenset()}, names={"batched_triton": ()}),
         RouteChange(
@@ -319,7 +320,6 @@ DIFFERENCE = Difference(
         {
             "MXFP4 experts of Kimi-K3",
             "MXFP4 experts of Kimi-K3 with AITER",
-            "MXFP4 of compressed-tensors with FP8 activations",
         }
     ),
     split={_ORDERED: _beside_marlin, "unquantized experts with adapters": _on_cpu},

@@ -3,12 +3,16 @@
 from dataclasses import replace
 
 from ....environment.variables import Variable
-from ...backend import Backend, BackendRule, Capability, FormatSupport, SupportQuery, is_on, only
+from ....problem.schemes import FULL
+from ...backend import Backend, BackendRule, Capability, FormatSupport, NameSet, SupportQuery, is_on, only
 from ...decision import Candidate
 from ...gpu_archs import gfx
 from ...release import ClassChange, Difference, RouteChange
 from ...route import Condition, LateFailure, Route, SwitchRequest
 from ..vllm_0_33_0.backends import humming, triton
+from ..vllm_0_33_0.backends.defaults import SHARED
+from ..vllm_0_33_0.backends.marlin import shape_fits
+from ..vllm_0_33_0.routes import fp8
 from ..vllm_0_33_0.routes.order import AITER_DEMANDED, DEEP_GEMM_DEMANDED
 from ..vllm_0_33_0.routes.terms import (
     AWQ_HAS_4_BITS,
@@ -22,6 +26,14 @@ from .v0_30_0 import VLLM_0_30_0
 _FORCE_MARLIN = Variable("VLLM_TEST_FORCE_FP8_MARLIN", "Marlin for FP8")
 _GEMM_TYPE = "VLLM_HUMMING_MOE_GEMM_TYPE"
 _HUMMING = ("BatchedHummingGroupedExperts", "HummingGroupedExperts", "HummingIndexedExperts")
+_NO_UNINTERLEAVED = frozenset({"situ", "swigluoai_uninterleave"})
+_WITH_ZERO_POINTS = frozenset(
+    {
+        "int4 group with zero points",
+        "int4 group 32 with zero points",
+        "int8 group with zero points",
+    }
+)
 _GROUP_32 = frozenset({"int4 group 32", "int4 group 32 with zero points"})
 
 
@@ -88,6 +100,19 @@ _INT8_FAILS = Condition(
 )
 
 
+_INT8_GROUPS_FAIL = Condition(
+    "int8 weights",
+    lambda ask: _int8(ask) and ask.problem.scheme.weight.group != FULL,
+    lambda ask: f"the method fails on {ask.problem.scheme.weight} weights",
+    kind="AssertionError",
+)
+_MARLIN_REFUSES = Condition(
+    "Marlin does not support the sizes",
+    lambda ask: not shape_fits(replace(ask, pads_tiles=ask.problem.act_order != "group")),
+    lambda ask: f"Marlin does not support the sizes of {ask.problem.dims}",
+)
+
+
 def _ordered_apart(ask: SupportQuery, chosen: Candidate | None) -> bool:
     marlin = chosen is not None and chosen.backend.engine_name in ("MARLIN", "BATCHED_MARLIN")
     return ask.problem.act_order == "group" and not marlin
@@ -98,6 +123,18 @@ _ORDER_WITH_MARLIN_ONLY = LateFailure(
     _ordered_apart,
     lambda ask, chosen: (
         "the method supports activation order by group with Marlin only and fails on "
+        f"{chosen.variant.experts if chosen else 'no backend'}"
+    ),
+    kind="AssertionError",
+)
+_SYMMETRIC_WITHOUT_MARLIN = LateFailure(
+    "zero points",
+    lambda ask, chosen: (
+        ask.problem.scheme.weight.zero_point
+        and (chosen is None or chosen.backend.engine_name not in ("MARLIN", "BATCHED_MARLIN"))
+    ),
+    lambda ask, chosen: (
+        "the method supports zero points with Marlin only and fails on "
         f"{chosen.variant.experts if chosen else 'no backend'}"
     ),
     kind="AssertionError",
@@ -128,15 +165,20 @@ DIFFERENCE = Difference(
         ClassChange(
             ("TritonWNA16Experts",),
             {
-                "formats": _without(
-                    triton.INTEGER_CAPABILITY.formats, frozenset({"int4 group 32 with zero points"})
+                "formats": _without(triton.INTEGER_CAPABILITY.formats, _WITH_ZERO_POINTS),
+                "activations": NameSet(SHARED.only, _NO_UNINTERLEAVED),
+            },
+        ),
+        ClassChange(
+            ("BatchedTritonExperts",),
+            {
+                "activations": NameSet(
+                    SHARED.only, frozenset({"situ", "swiglustep", "swigluoai_uninterleave"})
                 )
             },
         ),
         ClassChange(_CPU, monolithic=True),
-        ClassChange(
-            ("CPUExpertsFp8",), {"routing": only("Default", "Renormalize", "RenormalizeNaive", "DeepseekV4")}
-        ),
+        ClassChange(("CPUExpertsFp8",), {"routing": only("Default", "Renormalize", "RenormalizeNaive")}),
     ),
     routes=(
         RouteChange(without=frozenset({"AITER_TRITON_MXFP4_BF16"})),
@@ -165,7 +207,6 @@ DIFFERENCE = Difference(
                 "native MXFP4",
                 "MXFP4 experts of DeepSeek-V4",
                 "MXFP4 experts of Kimi-K3",
-                "MXFP4 of compressed-tensors with FP8 activations",
             ),
             orders={2: ("FLASHINFER_TRTLLM_MXFP4_MXFP8", "DEEPGEMM_MXFP4", "MARLIN", "BATCHED_MARLIN")},
         ),
@@ -186,18 +227,25 @@ DIFFERENCE = Difference(
                 ),
             },
         ),
+        RouteChange(("FP8", "FP8 blocks of ModelOpt"), {"key": fp8.blocks_alike}),
         RouteChange(
             (_COMPRESSED,),
             {
                 "refusals": (_INT8_FAILS,),
-                "late_failures": (CHANNELS_WITH_MARLIN_ONLY, _ORDER_WITH_MARLIN_ONLY, WHOLE_GROUPS),
+                "late_failures": (
+                    CHANNELS_WITH_MARLIN_ONLY,
+                    _ORDER_WITH_MARLIN_ONLY,
+                    _SYMMETRIC_WITHOUT_MARLIN,
+                    WHOLE_GROUPS,
+                ),
             },
         ),
         RouteChange(("GPTQ",), {"refusals": (GPTQ_ZERO_POINTS,)}),
         RouteChange(
             ("GPTQ and AWQ with sizes that Marlin does not support",),
             {
-                "refusals": (GPTQ_ZERO_POINTS, AWQ_HAS_4_BITS, AWQ_NEEDS_TURING, _INT8_FAILS),
+                "refusals": (GPTQ_ZERO_POINTS, AWQ_HAS_4_BITS, AWQ_NEEDS_TURING, _INT8_GROUPS_FAIL),
+                "when": _MARLIN_REFUSES,
                 "passes_act_order": False,
             },
         ),

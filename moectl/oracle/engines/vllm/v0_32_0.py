@@ -8,6 +8,8 @@ from ...release import ClassChange, Difference, RouteChange
 from ...route import SwitchRequest
 from ..vllm_0_33_0 import VLLM_0_33_0
 from ..vllm_0_33_0.backends import aiter, cpu
+from ..vllm_0_33_0.routes import fp8
+from ..vllm_0_33_0.routes.order import hurt_by_deep_gemm
 
 _QUANTIZED = tuple(row for variant in aiter.AITER_W8A8.variants for row in variant.capability.formats or ())
 _AITER_FP8 = ExpertsClass(
@@ -22,6 +24,15 @@ def _inaccurate(ask: SupportQuery) -> bool:
     sizes = (problem.experts, problem.dims.hidden, problem.dims.intermediate)
     quantized = ask.declared.name == "mxfp4" and gfx("gfx950").fits(ask.device)
     return quantized and problem.parallel.ep_size == 8 and sizes == (512, 2560, 640)
+
+
+_DEEP_GEMM_FOR_ALL = tuple(
+    RouteChange(
+        (route.name,),
+        {"exclusions": tuple(row for row in route.exclusions if row.when is not hurt_by_deep_gemm)},
+    )
+    for route in fp8.ROUTES
+)
 
 
 DIFFERENCE = Difference(
@@ -50,6 +61,7 @@ DIFFERENCE = Difference(
         ClassChange(("CPUExpertsInt8",), {"activations": _SILU, "rules": (cpu.multiples(32, 32),)}),
     ),
     routes=(
+        *_DEEP_GEMM_FOR_ALL,
         RouteChange(
             ("unquantized experts", "unquantized experts with adapters"),
             {"ignored": only("humming")},

@@ -18,6 +18,7 @@ from ....capabilities.vllm_launches import (
     FIELDS,
     FOLDER_VARIABLE,
     FP8_TOKENS,
+    LARGEST_FILE,
     TunedName,
     VllmLaunch,
     block_in_names,
@@ -27,7 +28,8 @@ from ....capabilities.vllm_launches import (
 )
 from ....environment import Device
 from ....environment.named_devices import find_device
-from ....errors import UsageError
+from ....errors import CheckpointError, UsageError
+from ....files.safe_reading import read_bounded
 from ....files.strict_json import parse_value
 from ....whole_numbers import whole_number
 from ...backend import is_on
@@ -174,8 +176,10 @@ def file_remark(file: Path, triton: str) -> str:
     Empty if there is nothing to warn about; with an empty `triton`, versions are not compared.
     """
     try:
-        document = parse_value(file.read_bytes(), "it", ValueError)
-    except (OSError, ValueError) as error:
+        document = parse_value(read_bounded(file, LARGEST_FILE, str(file)), "it", ValueError)
+    except CheckpointError as error:
+        return error.what
+    except ValueError as error:
         return f"{file} cannot be read, and vLLM fails on it: {error}"
     if not isinstance(document, dict):
         return f"{file} holds no table of kernel configs, and vLLM fails on it"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moectl.kernels.choice.launch import token_tiles
 from moectl.kernels.triton.hopper.few_token_tiles import few_tiles
-from moectl.kernels.triton.launches import token_tiles
 from moectl.kernels.triton.sort_and_combine import sort_by_expert
 
 CASES = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moectl.kernels.triton.hopper.prefill import SHAPES, PrefillTile, split
+from moectl.kernels.choice.prefill_launches import SHAPES, PrefillTile
+from moectl.kernels.triton.hopper.prefill import split
 
 POISON = -7
 

@@ -8,9 +8,10 @@ from dataclasses import astuple, replace
 import pytest
 from devtools.inspection.published_kernels import layer_without_weights
 
+from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.mid_launches import WIDTHS, MidTile
 from moectl.kernels.prepared_layer import PreparedMoE
-from moectl.kernels.triton.hopper.mid import MID_FAMILY, WIDTHS, MidTile
-from moectl.kernels.triton.launches import Launch
+from moectl.kernels.triton.hopper.mid import MID_FAMILY
 from moectl.layer.experts import empty_layer
 from moectl.problem.schemes import Scheme, int_format
 from support.ptx_places import BOXES, COPIES, READ, Ptx, gemms

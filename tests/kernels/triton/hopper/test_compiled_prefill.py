@@ -17,9 +17,10 @@ from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.published_kernels import Inspected, layer_without_weights
 from devtools.inspection.shipped_kernels import inspect
 
+from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.prefill_launches import PROMISING, SHAPES, PrefillTile
 from moectl.kernels.prepared_layer import PreparedMoE
-from moectl.kernels.triton.hopper.prefill import PREFILL_FAMILY, PROMISING, SHAPES, PrefillTile
-from moectl.kernels.triton.launches import Launch
+from moectl.kernels.triton.hopper.prefill import PREFILL_FAMILY
 from moectl.layer.experts import empty_layer
 from moectl.problem.schemes import Scheme, int_format
 from support.ptx_places import COPIES, READ, Place, Ptx, gemms

@@ -10,9 +10,9 @@ from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.published_kernels import IN_ROWS, layer_without_weights
 from devtools.inspection.shipped_kernels import inspect
 
+from moectl.kernels.choice.launch import Launch
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.triton.hopper.tma import TMA_FAMILY, WIDTHS, TmaTile, shared_bytes
-from moectl.kernels.triton.launches import Launch
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Activation
 from moectl.problem.schemes import FP8_ACT_TENSOR, FP8_ACT_TOKEN, FP8_CHANNEL, FP8_TENSOR, Scheme

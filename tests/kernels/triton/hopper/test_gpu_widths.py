@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.prefill_launches import PROMISING, UNIT
 from moectl.kernels.triton.hopper.mid import MID_FAMILY
-from moectl.kernels.triton.hopper.prefill import PROMISING, UNIT
-from moectl.kernels.triton.launches import Launch
 from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.problem.moe_problem import Dims
 from moectl.problem.schemes import FULL, Scheme, int_format

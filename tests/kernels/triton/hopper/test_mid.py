@@ -9,19 +9,11 @@ from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.published_kernels import MODELS, layer_without_weights
 from devtools.inspection.shipped_kernels import inspect
 
+from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.mid_launches import REGISTERS, WIDTHS, MidTile, registers, shared_bytes
 from moectl.kernels.triton.hopper.gemm_spec import exact_weights
-from moectl.kernels.triton.hopper.mid import (
-    MID_FAMILY,
-    REGISTERS,
-    WIDTHS,
-    MidTile,
-    _variant,
-    launch_registers,
-    registers,
-    shared_bytes,
-)
+from moectl.kernels.triton.hopper.mid import MID_FAMILY, _variant, launch_registers
 from moectl.kernels.triton.kernel_family import layer_of
-from moectl.kernels.triton.launches import Launch
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Activation, Dims
 from moectl.problem.padding import pad

@@ -9,8 +9,9 @@ import pytest
 import torch
 from devtools.inspection.published_kernels import MODELS, layer_without_weights
 
+from moectl.kernels.choice.prefill_launches import REGISTERS, SHAPES, PrefillTile
 from moectl.kernels.triton.hopper.fragment_asm import FOLDED_SCALES_ASM, _folded_int4_asm, fold_factor
-from moectl.kernels.triton.hopper.prefill import PREFILL_FAMILY, REGISTERS, SHAPES, PrefillTile
+from moectl.kernels.triton.hopper.prefill import PREFILL_FAMILY
 from moectl.problem.moe_problem import Activation
 
 from .test_stream_asm import execute, halves, paired

@@ -27,7 +27,7 @@ def gemm_type(ask: SupportQuery) -> str:
     asked = ask.packages.env.get(_SWITCH, "auto").lower()
     if asked != "auto":
         return "grouped_contiguous" if asked == "grouped" else asked
-    return "grouped_contiguous" if ask.problem.parallel.ep else "indexed"
+    return "grouped_contiguous" if ask.problem.parallel.ep_size > 1 else "indexed"
 
 
 def _gemm(kind: str) -> BackendRule:

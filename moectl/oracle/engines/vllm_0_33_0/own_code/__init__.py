@@ -49,6 +49,11 @@ def question(checkpoint: Checkpoint, asked: list[tuple[LayerGroup, SelectionInpu
                 "vLLM's own code is asked about the checkpoint as its config describes it",
                 hint="leave out --assume act= and lora=",
             )
+        if config is not None and group.declared is not None:
+            raise Unavailable(
+                f"vLLM goes by the config of {checkpoint.origin.name}, which declares {group.declared}; the "
+                f"tensors, by which moectl goes, have {group.problem.scheme}"
+            )
         if config is None and inputs.problem.storage != "plain":
             raise Unavailable(
                 f"vLLM needs the quantization config of {checkpoint.origin.name}, and none is known here",
@@ -97,13 +102,14 @@ def _model(group: LayerGroup, problem: MoEProblem) -> dict[str, Any]:
         "e_bias": problem.routing.correction_bias,
         "routed_scaling_factor": problem.routing.scale,
         "apply_router_weight_on_input": problem.routing.weight_on_input,
+        "router_dtype": problem.router_dtype,
     }
     if problem.routing.groups is not None:
         groups = {"num_expert_group": problem.routing.groups, "topk_group": problem.routing.topk_groups}
         routed |= {"use_grouped_topk": True, **groups}
     if (method := routing(problem)) in CUSTOM_ROUTING:
         routed |= {"custom_routing_function": CUSTOM_ROUTING[method], "scoring_func": "softmax"}
-    if problem.activation.name == "silu" and problem.activation.limit is not None:
+    if activation(problem) != "swigluoai" and problem.activation.limit is not None:
         routed["swiglu_limit"] = problem.activation.limit
     return {
         "model_type": problem.model_type,

@@ -1,6 +1,6 @@
 """vLLM's own decisions for one checkpoint's layers, in the Python that runs this file.
 
-Standard input is a JSON document: the tables and cells of `vllm_worker`, the device, and `bare`, which is
+Standard input is a JSON document: the tables and cells of a `Recorder`, the device, and `bare`, which is
 true for a release of which only the Python files are there. The answer is written as JSON to its `out`;
 what else is printed is of no interest.
 """
@@ -24,23 +24,21 @@ def answer(document: dict[str, Any]) -> dict[str, Any]:
         return {"absent": True}
     if FOLDER not in sys.path:
         sys.path.insert(0, FOLDER)
-    worker: Any = importlib.import_module("vllm_worker")
+    machine: Any = importlib.import_module("assumed_machine")
+    recording: Any = importlib.import_module("cell_recorder")
     while FOLDER in sys.path:
         sys.path.remove(FOLDER)  # Names of modules here are common.
     row, own_device = document["device"], False
     if document["bare"]:
-        worker.stand_in()
-        packages, env = set(document["packages"]), document["env"]
-        if {"nvcc", "ninja"} <= packages:  # FlashInfer compiles what it lacks; here nothing is compiled.
-            env = {"VLLM_HAS_FLASHINFER_CUBIN": "1", **env}
-        worker.set_machine(packages, env, row)
+        machine.stand_in()
+        machine.set_machine(set(document["packages"]), document["env"], row)
     else:
         os.environ |= document["env"]
         own_device = found_itself(row)
         if not own_device:
-            worker.set_device(row)
+            machine.set_device(row)
     version = importlib.import_module("vllm").__version__
-    recorder = worker.Recorder(document["grid"], row)
+    recorder = recording.Recorder(document["grid"], row)
     rows = [recorder.record(cell) for cell in document["cells"]]
     return {"version": version, "own_device": own_device, "rows": rows}
 

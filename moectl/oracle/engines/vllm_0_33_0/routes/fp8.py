@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from .....problem.moe_problem import Dims, MoEProblem
 from .....problem.schemes import (
+    A16,
     FP8_ACT_GROUP_128,
     FP8_ACT_TENSOR_STATIC,
     FP8_ACT_TOKEN,
@@ -64,6 +65,11 @@ def _modelopt_act(problem: MoEProblem, invariant: bool) -> ActFormat:
     return FP8_ACT_TENSOR_STATIC
 
 
+def _per_tensor(weight: WeightFormat) -> str:
+    """Scales per channel are requested as one per tensor, too."""
+    return exact_key(replace(weight, block=(FULL, FULL)))
+
+
 def _compressed_act(problem: MoEProblem, invariant: bool) -> ActFormat:
     """Dynamic per-tensor activations are requested as groups of 128, which few kernels support here."""
     declared = problem.scheme.act
@@ -71,7 +77,7 @@ def _compressed_act(problem: MoEProblem, invariant: bool) -> ActFormat:
     return FP8_ACT_GROUP_128 if _blocks(problem.scheme.weight) or dynamic_tensor else declared
 
 
-def _compressed_key(weight: WeightFormat) -> str:
+def blocks_alike(weight: WeightFormat) -> str:
     """Blocks of any size are requested as 128x128."""
     return _BLOCK if _blocks(weight) else exact_key(weight)
 
@@ -170,7 +176,7 @@ _COMPRESSED_FP8 = Route(
     weights=frozenset({"fp8"}),
     act=DECLARED_ACT,
     declares=_compressed_act,
-    key=_compressed_key,
+    key=blocks_alike,
     orders=(
         Order(
             (
@@ -266,6 +272,13 @@ def _quantizes(act: ActFormat) -> bool:
 _COMPRESSED_REFUSES = (
     Condition(
         "activations",
+        lambda ask: (
+            ask.problem.scheme.act == A16 and exact_key(ask.problem.scheme.weight) == "fp8 per channel"
+        ),
+        lambda ask: "compressed-tensors' weights per channel with 16-bit activations must be packed integers",
+    ),
+    Condition(
+        "activations",
         lambda ask: not _quantizes(ask.problem.scheme.act),
         lambda ask: f"the engine has no method for {ask.problem.scheme} of compressed-tensors",
         kind="RuntimeError",
@@ -291,7 +304,7 @@ _FP8 = replace(
     key=exact_key,
     declares=_fp8_act,
     exclusions=(
-        Exclusion(_CUTLASS_PAIR, "never by this method", by_name=True),
+        Exclusion(_CUTLASS_PAIR, "never used by this method", by_name=True),
         *_SHARED_EXCLUSIONS,
     ),
     fit_shard=_fit_blocks,
@@ -303,6 +316,7 @@ _MODELOPT_FP8 = replace(
     name="FP8 of ModelOpt",
     method="ModelOptFp8MoEMethod",
     storages=only("modelopt"),
+    key=_per_tensor,
     declares=_modelopt_act,
     fit_shard=None,
     minimum=80,

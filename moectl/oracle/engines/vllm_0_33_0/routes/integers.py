@@ -14,6 +14,7 @@ from .terms import (
     AWQ_HAS_4_BITS,
     AWQ_NEEDS_TURING,
     CHANNELS_WITH_MARLIN_ONLY,
+    COUNTS_CHANNELS_AS_GROUPS,
     GPTQ_ZERO_POINTS,
     HALVES_GROUPS,
     MARLIN_REFUSES,
@@ -120,7 +121,7 @@ _MOE_WNA16 = replace(
     checkpoint="moe_wna16",
     minimum=60,
     refusals=(REFUSES_ACT_ORDER, GPTQ_ZERO_POINTS, AWQ_HAS_4_BITS, AWQ_NEEDS_TURING),
-    late_failures=(HALVES_GROUPS,),
+    late_failures=(COUNTS_CHANNELS_AS_GROUPS, HALVES_GROUPS),
     replaces=(_GPTQ.name, _AWQ.name),
 )
 _QUARK_INT4 = replace(
@@ -133,7 +134,7 @@ _QUARK_INT4 = replace(
     pads_tiles=False,
     platforms=but("xpu"),
     refusals=(),
-    late_failures=(HALVES_GROUPS,),
+    late_failures=(COUNTS_CHANNELS_AS_GROUPS, HALVES_GROUPS),
 )
 _INT8_PER_CHANNEL = Condition(
     "scales",

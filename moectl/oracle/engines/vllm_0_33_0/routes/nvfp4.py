@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ....backend import but, only
-from ....route import DECLARED_ACT, Order, Route
+from ....route import DECLARED_ACT, Exclusion, Order, Route
 from ..backends import b12x, nvfp4
 from ..backends.humming import HUMMING
 from ..backends.marlin import MARLIN
@@ -46,6 +46,14 @@ _MODELOPT = Route(
         "humming": (HUMMING,),
         "emulation": (nvfp4.EMULATION_NVFP4,),
     },
+    exclusions=(
+        Exclusion(
+            (nvfp4.CUTEDSL_BATCHED, nvfp4.FLASHINFER_B12X),
+            "only for activations without a clamp",
+            lambda ask: ask.clamped,
+            by_name=True,
+        ),
+    ),
     batched_twins=((nvfp4.CUTEDSL, nvfp4.CUTEDSL_BATCHED),),
     platforms=but("xpu"),
     minimum=75,

@@ -63,7 +63,8 @@ def _deep_gemm_on(ask: SupportQuery) -> bool:
     return is_on(ask.packages, VARIABLES[_DEEP_GEMM]) and is_on(ask.packages, VARIABLES[_DEEP_GEMM_MOE])
 
 
-def _hurt(ask: SupportQuery) -> bool:
+def hurt_by_deep_gemm(ask: SupportQuery) -> bool:
+    """True for models that DeepGEMM costs accuracy or latency on this GPU."""
     families = _HURT_BY_DEEP_GEMM.get(ask.problem.model_type, ())
     return not _stated(ask, _DEEP_GEMM_SWITCHES) and ask.device.capability // 10 in families
 
@@ -85,5 +86,5 @@ def without_deep_gemm(*backends: Backend) -> tuple[Exclusion, ...]:
             lambda ask: _stated(ask, _DEEP_GEMM_SWITCHES) and not _deep_gemm_on(ask),
             _DEEP_GEMM_SWITCHES,
         ),
-        Exclusion(backends, "not for this model on Blackwell", _hurt),
+        Exclusion(backends, "not used for this model on Blackwell", hurt_by_deep_gemm),
     )

@@ -110,7 +110,7 @@ def _straddles(ask: SupportQuery, chosen: Candidate | None) -> bool:
 def _halved_below_32(ask: SupportQuery, chosen: Candidate | None) -> bool:
     group, dims = ask.problem.scheme.weight.group, _final(ask, chosen)
     if group == FULL:
-        return True
+        return False
     while dims.padded_intermediate % group or dims.padded_hidden % group:
         group //= 2
         if group < 32:
@@ -152,6 +152,13 @@ WHOLE_GROUPS = LateFailure(
     _straddles,
     lambda ask, chosen: f"the TP shard is not a multiple of the quantization group ({_sizes(ask, chosen)})",
     kind="ValueError",
+    sized=True,
+)
+COUNTS_CHANNELS_AS_GROUPS = LateFailure(
+    "scales per channel",
+    lambda ask, chosen: ask.problem.scheme.weight.group == FULL,
+    lambda ask, chosen: "the method creates scales for groups only, and these are per channel",
+    kind="RuntimeError",
     sized=True,
 )
 HALVES_GROUPS = LateFailure(

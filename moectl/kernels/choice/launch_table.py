@@ -20,10 +20,10 @@ from typing import Any
 
 from ...cache.cache_file import CacheWarning
 from ...cache.launches_file import rows_of
+from ...capabilities.own_kernels import ROW_FORMATS
 from ...environment import Device
 from ...problem.moe_problem import MoEProblem
 from ...problem.number_formats import number_format
-from .row_matrix import ROW_FORMATS
 
 FILE = "launches.json"
 VERSION = 2

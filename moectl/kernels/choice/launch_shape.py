@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class GemmShape:
+class GemmShape(NamedTuple):
     """How programs share one of the two GEMMs.
 
     Attributes:
@@ -27,8 +26,7 @@ class GemmShape:
     copied: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchShape:
+class LaunchShape(NamedTuple):
     """How a launch splits a layer's work.
 
     Attributes:

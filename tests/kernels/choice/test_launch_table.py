@@ -11,11 +11,8 @@ import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from devtools.inspection.published_kernels import MODELS, layer_without_weights
 
-from moectl.kernels.triton import launch_table, triton_runner
-from moectl.kernels.triton.expert_batches import one_each
-from moectl.kernels.triton.hopper.mid import MID_FAMILY
-from moectl.kernels.triton.hopper.prefill import PROMISING
-from moectl.kernels.triton.launch_table import (
+from moectl.kernels.choice import launch_table, predicted_times
+from moectl.kernels.choice.launch_table import (
     GpuModel,
     LayerLaunches,
     MeasuredLaunch,
@@ -23,6 +20,9 @@ from moectl.kernels.triton.launch_table import (
     distance_to_nearest,
     nearest,
 )
+from moectl.kernels.choice.prefill_launches import PROMISING
+from moectl.kernels.triton.expert_batches import one_each
+from moectl.kernels.triton.hopper.mid import MID_FAMILY
 from moectl.kernels.triton.launches import launch_for
 from moectl.kernels.triton.marlin import tile_for
 from moectl.kernels.triton.triton_runner import FAMILIES, choose_shipped
@@ -161,7 +161,7 @@ def test_few_tokens_are_no_work_for_kernels_of_many(monkeypatch: pytest.MonkeyPa
     prefill = MeasuredLaunch(TokenSpread.of(128, 4, 8192), "prefill", asdict(PROMISING[0]), 1.0)
     entry = LayerLaunches(H200, str(OSS.scheme.weight), 2880, 2880, 128, 4, (prefill,))
     monkeypatch.setattr(launch_table, "entries", lambda: (entry,))
-    monkeypatch.setattr(triton_runner, "plan_for", lambda problem, device: None)
+    monkeypatch.setattr(predicted_times, "planned", lambda problem, rates, capability: None)
     with compiling_for(OFFLINE_GPUS[90]):
         found = {n: choose_shipped(OSS, n, torch.device("cuda")).family for n in (16, 512, 1024, 65_536)}
     assert found == {16: "decode", 512: "grouped", 1024: "prefill", 65_536: "prefill"}

@@ -1,0 +1,291 @@
+"""A model of the time of a launch: which launch a layer takes that was not measured.
+
+A GEMM takes the longest of three times, smoothly: that of reading its active experts' weights, that of the
+instructions and matrix products of its programs, and that of waiting for memory where few programs run.
+Its work (`work_of`) follows from sizes, routing and the launch's shape; coefficients, ``launch_model.json``,
+are fitted to measured launches (``scripts/fit_launch_model``, docs/launches.md).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import WeightFormat
+from .expert_load import ExpertLoad
+from .launch import token_tiles
+from .launch_shape import GemmShape, LaunchShape
+
+FILE = "launch_model.json"
+
+CLOCK = 1.75e9
+"""Clocks per second that coefficients in clocks refer to."""
+
+Quantity = Any
+"""A number, or a tensor of numbers: the fit has those of all rows at once."""
+
+
+class GpuRates(NamedTuple):
+    """What the time depends on: number of multiprocessors, and published bandwidth in bytes per second."""
+
+    sms: int
+    bandwidth: float
+
+
+class GemmWork(NamedTuple):
+    """One GEMM's part of the work.
+
+    Attributes:
+        bytes: weights and scales of the active experts.
+        again: those that further token tiles of an expert read again.
+        programs: (token tile, row tile) pairs, times the split.
+        tiles: 64x64 tiles of weights in one.
+        steps: of its loop.
+        width: average tokens of a token tile.
+        resident: programs per multiprocessor by shared memory.
+        copied: 64-column pieces of tokens that a program copies first.
+        idle: programs that find no work, as grids are for the most tiles that a routing can need.
+    """
+
+    bytes: Quantity
+    again: Quantity
+    programs: Quantity
+    tiles: Quantity
+    steps: Quantity
+    width: Quantity
+    resident: Quantity
+    copied: Quantity
+    idle: Quantity
+
+
+class LaunchWork(NamedTuple):
+    """A layer's work under a launch, for a number of tokens.
+
+    Attributes:
+        gemms: the first and the second GEMM.
+        rows: bytes of rows between and after the GEMMs.
+        persistent: `LaunchShape.persistent`.
+    """
+
+    gemms: tuple[GemmWork, GemmWork]
+    rows: Quantity
+    persistent: Quantity
+
+
+class GemmCoefficients(NamedTuple):
+    """Coefficients of a GEMM.
+
+    Attributes:
+        bandwidth: share of the memory's bandwidth, at most 1.
+        tile: clocks of a 64x64 tile of weights.
+        token: more of them for each token of the token tile.
+        program, latency, start: clocks of a program, of a step, and of the first one.
+    """
+
+    bandwidth: Quantity
+    tile: Quantity
+    token: Quantity
+    program: Quantity
+    latency: Quantity
+    start: Quantity
+
+
+class LaunchCoefficients(NamedTuple):
+    """Coefficients of a launch.
+
+    Attributes:
+        gemms: those of the first and of the second GEMM.
+        fixed: seconds of all small kernels.
+        resident: programs per multiprocessor by registers.
+        combine: bytes per second of the final sum.
+        sharpness: how sharply the longest time wins.
+        rounding: how much of a last round of programs is waited for.
+        copying: clocks to copy 64 columns of one token.
+        again: cost of a byte that is read again, mostly from L2, in bytes of memory.
+        idle: clocks of a multiprocessor for a program without work.
+    """
+
+    gemms: tuple[GemmCoefficients, GemmCoefficients]
+    fixed: Quantity
+    resident: Quantity
+    combine: Quantity
+    sharpness: Quantity
+    rounding: Quantity
+    copying: Quantity
+    again: Quantity
+    idle: Quantity
+
+
+LAUNCH, GEMM = LaunchCoefficients._fields[1:], GemmCoefficients._fields
+BY_FORMAT = ("bandwidth", "tile", "token")
+"""Coefficients that have a factor for each weight format."""
+
+
+class Arithmetic(NamedTuple):
+    """What `seconds` computes with besides operators: functions of numbers, or of tensors."""
+
+    least: Callable[[Quantity, Quantity], Quantity]
+    most: Callable[[Quantity, Quantity], Quantity]
+    exp: Callable[[Quantity], Quantity]
+    ceil: Callable[[Quantity], Quantity]
+    where: Callable[[Quantity, Quantity, Quantity], Quantity]
+
+
+NUMBERS = Arithmetic(min, max, math.exp, math.ceil, lambda condition, yes, no: yes if condition else no)
+
+
+class LayerLoad(NamedTuple):
+    """A layer's work for a number of tokens, as far as it does not depend on the launch.
+
+    Attributes:
+        problem: the layer, a rank's share.
+        tokens: the number of tokens.
+        experts: the load of the rank's experts.
+        matrices: rows, columns and bytes of one expert's first and second matrix.
+    """
+
+    problem: MoEProblem
+    tokens: int
+    experts: ExpertLoad
+    matrices: tuple[tuple[int, int, int], tuple[int, int, int]]
+
+
+def load_of(problem: MoEProblem, tokens: int) -> LayerLoad:
+    """The work of `problem` for `tokens` tokens under any launch."""
+    dims, nbytes = problem.dims, problem.scheme.weight.nbytes
+    rows = (2 if problem.activation.gated else 1) * dims.intermediate
+    first = rows, dims.hidden, int(nbytes(rows, dims.hidden))
+    second = dims.hidden, dims.intermediate, int(nbytes(dims.hidden, dims.intermediate))
+    experts = ExpertLoad(problem.experts, problem.local_experts, problem.top_k, tokens)
+    return LayerLoad(problem, tokens, experts, (first, second))
+
+
+def work_of(load: LayerLoad, shape: LaunchShape) -> LaunchWork:
+    """The work of a layer under a launch."""
+    problem, assignments = load.problem, load.tokens * load.problem.top_k
+    tiles, width = load.experts.tiles(shape.widths, shape.even)
+    active, idle = load.experts.active, 0.0
+    if not shape.persistent:  # others stay and take tiles as there are
+        local = problem.local_experts
+        most = token_tiles(assignments, local, shape.widths[-1]) if shape.widths else assignments
+        idle = max(0.0, most - tiles)
+    again = max(0.0, tiles - active)
+    first, second = (
+        _gemm_work(n, k, nbytes * active, nbytes * again, gemm, tiles, width, idle)
+        for (n, k, nbytes), gemm in zip(load.matrices, shape.gemms, strict=True)
+    )
+    sizes = problem.dims.hidden + problem.dims.intermediate
+    rows = assignments * problem.local_experts / problem.experts * 4 * sizes
+    return LaunchWork((first, second), rows, shape.persistent)
+
+
+def _gemm_work(
+    n: int, k: int, nbytes: float, again: float, shape: GemmShape, tiles: float, width: float, idle: float
+) -> GemmWork:
+    columns, programs = -(-k // 64), -(-n // shape.rows) * shape.split
+    return GemmWork(
+        nbytes,
+        again,
+        tiles * programs,
+        shape.rows / 64 * columns / shape.split,
+        math.ceil(columns / shape.split / shape.step),
+        width,
+        shape.resident,
+        shape.copied * columns / shape.split,
+        idle * programs,
+    )
+
+
+def seconds(
+    work: LaunchWork, sms: Quantity, bandwidth: Quantity, of: LaunchCoefficients, by: Arithmetic = NUMBERS
+) -> Quantity:
+    """Seconds of the layer under a launch, on a GPU of `sms` multiprocessors and `bandwidth`."""
+    total = of.fixed + work.rows / of.combine
+    sharpness, rounding = 1.5 + of.sharpness, of.rounding / (1 + of.rounding)
+    stays = work.persistent > 0
+    for gemm, its in zip(work.gemms, of.gemms, strict=True):
+        memory = (gemm.bytes + of.again * gemm.again) / (bandwidth * by.least(its.bandwidth, 1.0))
+        resident = by.where(stays, work.persistent, by.least(gemm.resident, of.resident))
+        rounds = by.most(gemm.programs / (sms * resident), 1e-6)
+        whole = by.where(stays, by.ceil(rounds - 0.02), rounds + 0.5 * by.exp(-rounds))
+        waited = rounding * by.most(whole, 1.0) + (1 - rounding) * by.most(rounds, 1.0)
+        copying = of.copying * gemm.copied
+        program = gemm.tiles * (its.tile + its.token * gemm.width) + its.program + copying
+        at_once = by.where(stays, work.persistent * waited, by.most(gemm.programs / sms, 1.0))
+        issued = at_once * program / CLOCK
+        latency = waited * (gemm.steps * its.latency + its.start + 2 * copying) / CLOCK
+        total = total + of.idle * gemm.idle / (sms * CLOCK)
+        total = total + (memory**sharpness + issued**sharpness + latency**sharpness) ** (1 / sharpness)
+    return total
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Natural logarithms of coefficients: of families, and what is added for a shape's name and a format.
+
+    Attributes:
+        families: family -> coefficient -> value.
+        shapes: name of a `GemmShape` or `LaunchShape` -> coefficient -> value to add.
+        formats: family -> weight format -> coefficient -> value to add.
+        errors: name of a GPU that was measured -> median relative error of the predicted times of its
+            fast launches, of layers that were left out of the fit.
+    """
+
+    families: Mapping[str, Mapping[str, float]]
+    shapes: Mapping[str, Mapping[str, float]]
+    formats: Mapping[str, Mapping[str, Mapping[str, float]]]
+    errors: Mapping[str, float]
+
+    def format_for(self, family: str, weight: WeightFormat) -> str:
+        """The fitted format that stands for a layer's: itself, or another group of its codes; else empty."""
+        fitted = self.formats.get(family, {})
+        if str(weight) in fitted:
+            return str(weight)
+        alike = [name for name in fitted if name.startswith(f"{weight.name} group ")]
+        group = weight.group if weight.group > 0 else 128
+        return min(alike, key=lambda name: abs(math.log2(int(name.split()[2]) / group)), default="")
+
+    def of(self, family: str, shape: LaunchShape, weight: str) -> LaunchCoefficients:
+        """The coefficients of a launch, for a fitted weight format."""
+        own, by_format = self.families[family], self.formats[family][weight]
+
+        def values(names: tuple[str, ...], part: str) -> list[float]:
+            added = self.shapes.get(part, {})
+            return [
+                math.exp(own[name] + added.get(name, 0.0) + (by_format[name] if name in BY_FORMAT else 0.0))
+                for name in names
+            ]
+
+        first, second = (GemmCoefficients(*values(GEMM, gemm.name)) for gemm in shape.gemms)
+        return LaunchCoefficients((first, second), *values(LAUNCH, shape.name))
+
+
+@cache
+def coefficients() -> Coefficients:
+    """The coefficients that ship with the package."""
+    return Coefficients(**json.loads((files(__package__) / FILE).read_text("utf-8")))
+
+
+@lru_cache(maxsize=1 << 10)
+def fitted(family: str, shape: LaunchShape, weight: WeightFormat) -> LaunchCoefficients | None:
+    """The shipped coefficients of a launch; None if its family was not fitted in a format like `weight`."""
+    known = coefficients()
+    format = known.format_for(family, weight)
+    return known.of(family, shape, format) if format else None
+
+
+def predicted_us(
+    problem: MoEProblem, tokens: int, family: str, shape: LaunchShape, gpu: GpuRates
+) -> float | None:
+    """Microseconds of `problem`'s layer under a launch; None if its family or the format was not fitted."""
+    of = fitted(family, shape, problem.scheme.weight)
+    if of is None:
+        return None
+    work = work_of(load_of(problem, tokens), shape)
+    return 1e6 * float(seconds(work, gpu.sms, gpu.bandwidth, of))

@@ -1,0 +1,193 @@
+"""Which launches a layer takes by the model of time: a few, each for a range of numbers of tokens."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from operator import indexOf
+from typing import NamedTuple
+
+from ...problem.moe_problem import MoEProblem
+from .launch import Launch
+from .launch_model import GpuRates, fitted, load_of, seconds, work_of
+from .launch_shape import LaunchShape
+from .launch_table import TokenSpread
+from .mid_launches import MID_TILES
+from .prefill_launches import PREFILL_TILES
+from .stream_launches import STREAM_TILES
+from .tile_family import TileFamily
+from .warpwise_launches import WARPWISE_TILES
+
+MODELLED: Mapping[str, TileFamily] = {
+    "stream": STREAM_TILES,
+    "mid": MID_TILES,
+    "prefill": PREFILL_TILES,
+    "warpwise": WARPWISE_TILES,
+}
+"""The kernel families that the model of time knows, by `Launch.family`."""
+
+FITTED_CAPABILITY = (9, 0)
+"""The GPUs on which the launches were measured that the model of time is fitted to."""
+
+MOST_TOKENS = 16384
+"""Numbers of tokens up to which launches are compared and, by default, a layer's binaries are compiled; more
+take the launch of this one."""
+
+SIZES = tuple(sorted({round(2 ** (half / 2)) for half in range(2 * int(math.log2(MOST_TOKENS)) + 1)}))
+"""Numbers of tokens at which launches are compared, two for each power of two."""
+
+MOST_GEMM_BINARIES = 7
+"""Compiled GEMMs of a layer over all numbers of tokens. Sorts, plans and sums come in addition: about 14."""
+
+WORTH = 0.004
+"""Mean gain of predicted time over all `SIZES` for which another launch is added."""
+
+UNFITTED = 10.0
+"""Loss, a logarithm, of a launch where it was not fitted: beyond that of any that was."""
+
+
+class CandidateLaunch(NamedTuple):
+    """A launch that a layer may take.
+
+    Attributes:
+        launch: the launch.
+        shape: what the model of time knows of it.
+        tokens_per_expert: where it was fitted: lowest and highest average of active experts.
+    """
+
+    launch: Launch
+    shape: LaunchShape
+    tokens_per_expert: tuple[float, float]
+
+    @property
+    def binaries(self) -> int:
+        """Compiled GEMMs."""
+        return 1 if getattr(self.launch.tile, "fused", 0) else 2
+
+
+class Plan(NamedTuple):
+    """Launches by number of tokens.
+
+    Attributes:
+        most: largest number of tokens of each range, in ascending order.
+        launches: the launch of each range, and of more tokens.
+        us: predicted microseconds at the largest number of tokens of each range.
+    """
+
+    most: tuple[int, ...]
+    launches: tuple[Launch, ...]
+    us: tuple[float, ...]
+
+    def launch(self, tokens: int) -> Launch:
+        """The launch for `tokens` tokens."""
+        return self.launches[min(bisect_left(self.most, tokens), len(self.most) - 1)]
+
+
+@lru_cache(maxsize=256)
+def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> Plan | None:
+    """The launches of a layer by the model of time; None if it does not know the GPU or the weight format."""
+    if capability != FITTED_CAPABILITY:
+        return None
+    candidates = []
+    for name, family in MODELLED.items():
+        if family.shape is None:
+            continue
+        for tile in family.candidates(problem):
+            shape = family.shape(problem, tile)
+            if fitted(name, shape, problem.scheme.weight) and not family.fits(problem, tile):
+                candidates.append(CandidateLaunch(Launch(name, tile), shape, family.tokens_per_expert))
+    return plan(problem, gpu, candidates)
+
+
+def plan(problem: MoEProblem, gpu: GpuRates, candidates: Sequence[CandidateLaunch]) -> Plan | None:
+    """The launches of a layer; None if there is a number of tokens for which no candidate was fitted.
+
+    They are few, within `MOST_GEMM_BINARIES`: those whose fastest is nearest to the fastest of all
+    candidates, on average over `SIZES`. All candidates are of fitted families and formats.
+    """
+    us = _predicted(problem, gpu, candidates)
+    fastest = [min(times, default=math.inf) for times in zip(*us, strict=True)]
+    if not fastest or not all(map(math.isfinite, fastest)):
+        return None
+    # A loss for each candidate at each number of tokens.
+    losses = [
+        [
+            UNFITTED if time == math.inf else math.log(time / best)
+            for time, best in zip(times, fastest, strict=True)
+        ]
+        for times in us
+    ]
+    chosen = _chosen(losses, [candidate.binaries for candidate in candidates])
+    times = list(zip(*(us[index] for index in chosen), strict=True))
+    best = [min(each) for each in times]
+    if not best or not all(map(math.isfinite, best)):
+        return None
+    picks = [chosen[indexOf(each, least)] for each, least in zip(times, best, strict=True)]
+    ends = [i for i, pick in enumerate(picks) if i + 1 == len(picks) or picks[i + 1] != pick]
+    # Between two sizes the launch of the nearer one is taken.
+    most = [
+        SIZES[i] if i + 1 == len(SIZES) else max(SIZES[i], int(math.sqrt(SIZES[i] * SIZES[i + 1])))
+        for i in ends
+    ]
+    return Plan(tuple(most), tuple(candidates[picks[i]].launch for i in ends), tuple(best[i] for i in ends))
+
+
+def _predicted(
+    problem: MoEProblem, gpu: GpuRates, candidates: Sequence[CandidateLaunch]
+) -> list[list[float]]:
+    """Microseconds of each candidate at each of `SIZES`; infinite where it was not fitted."""
+    loads = [load_of(problem, tokens) for tokens in SIZES]
+    spread = [TokenSpread.local(problem, tokens).tokens_per_expert for tokens in SIZES]
+    predicted = []
+    for candidate in candidates:
+        of = fitted(candidate.launch.family, candidate.shape, problem.scheme.weight)
+        assert of is not None
+        low, high = candidate.tokens_per_expert
+        predicted.append(
+            [
+                1e6 * seconds(work_of(load, candidate.shape), gpu.sms, gpu.bandwidth, of)
+                if low <= per_expert <= high
+                else math.inf
+                for load, per_expert in zip(loads, spread, strict=True)
+            ]
+        )
+    return predicted
+
+
+Losses = Sequence[Sequence[float]]
+"""Of each candidate, at each number of tokens."""
+
+
+def _chosen(losses: Losses, binaries: Sequence[int]) -> list[int]:
+    """Candidates whose least loss is small on average, within the limit.
+
+    They are added one after another, each the one that gains most, then exchanged while that gains more.
+    """
+    chosen: list[int] = []
+    while (added := _best_candidate(losses, chosen, binaries)) is not None:
+        chosen.append(added)
+    for _ in range(len(chosen)):
+        before = chosen.copy()
+        for i, index in enumerate(chosen):
+            better = _best_candidate(losses, chosen[:i] + chosen[i + 1 :], binaries)
+            chosen[i] = index if better is None else better
+        if chosen == before:
+            break
+    return chosen
+
+
+def _best_candidate(losses: Losses, chosen: Sequence[int], binaries: Sequence[int]) -> int | None:
+    """The candidate that gains most beside those `chosen`; None if none gains `WORTH` within the limit."""
+    room = MOST_GEMM_BINARIES - sum(binaries[index] for index in chosen)
+    best = [2 * UNFITTED] * len(losses[0])
+    for index in chosen:
+        best = list(map(min, best, losses[index]))
+    now = sum(best)
+    gains = [
+        (now - sum(map(min, best, loss))) / len(best) if needed <= room else 0.0
+        for loss, needed in zip(losses, binaries, strict=True)
+    ]
+    most = max(gains)
+    return gains.index(most) if most >= WORTH else None

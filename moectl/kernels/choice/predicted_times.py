@@ -1,0 +1,93 @@
+"""The launches of a layer that ship, and their times by the model, on a GPU that need not be here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ...environment import Device
+from ...problem.moe_problem import MoEProblem
+from .launch import Launch
+from .launch_model import GpuRates, coefficients, predicted_us
+from .launch_plan import FITTED_CAPABILITY, MODELLED, planned
+from .launch_table import GpuModel, MeasuredLaunch, own_rows
+from .tile_family import launch_of
+
+
+@dataclass(frozen=True)
+class PredictedTime:
+    """A layer's time for a number of tokens, with cold caches and uniform routing.
+
+    Attributes:
+        tokens: the number of tokens.
+        us: predicted microseconds.
+        family: the kernel family of the launch.
+    """
+
+    tokens: int
+    us: float
+    family: str
+
+
+@dataclass(frozen=True)
+class PredictedTimes:
+    """Predicted times of a layer on a GPU.
+
+    Attributes:
+        times: by number of tokens, in ascending order; empty if the model does not know the GPU or the
+            weight format.
+        median_error: median relative error of predictions on this GPU, of layers that the model was not
+            fitted to; None if nothing was measured on it.
+    """
+
+    times: tuple[PredictedTime, ...]
+    median_error: float | None
+
+
+def shipped_launch(
+    problem: MoEProblem,
+    tokens: int,
+    gpu: GpuModel,
+    rates: GpuRates,
+    runnable: Callable[[MeasuredLaunch], Launch | None],
+) -> Launch | None:
+    """The launch that was measured for this very layer, else one by the model of time; None without either.
+
+    `runnable` gives the launch of a measured row, or None if it cannot run.
+    """
+    for row in own_rows(problem, tokens, gpu):
+        if launch := runnable(row):
+            return launch
+    plan = planned(problem, rates, gpu.capability)
+    return plan.launch(tokens) if plan else None
+
+
+@lru_cache(maxsize=64)
+def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]) -> PredictedTimes:
+    """The predicted times of `problem`, a rank's share, on `device` with the launches that ship.
+
+    Example:
+        >>> from moectl.environment import find_device
+        >>> from moectl.problem.published_layers import model_problem
+        >>> times = predicted_times(model_problem("gpt-oss-120b"), find_device("h200"), (1, 1024)).times
+        >>> [time.family for time in times]
+        ['stream', 'mid']
+    """
+
+    def runnable(row: MeasuredLaunch) -> Launch | None:
+        launch = launch_of(MODELLED, row.family, row.tile)
+        return launch if launch and not MODELLED[row.family].fits(problem, launch.tile) else None
+
+    times = []
+    fitted_arch = "sm{}{}".format(*FITTED_CAPABILITY)
+    if device.arch == fitted_arch and device.sms and device.bandwidth:
+        gpu, rates = GpuModel(FITTED_CAPABILITY, device.sms), GpuRates(device.sms, device.bandwidth)
+        for m in sorted(tokens):
+            launch = shipped_launch(problem, m, gpu, rates, runnable)
+            shape = MODELLED[launch.family].shape if launch else None
+            if launch is None or shape is None:
+                continue
+            us = predicted_us(problem, m, launch.family, shape(problem, launch.tile), rates)
+            times += [PredictedTime(m, us, launch.family)] if us is not None else []
+    return PredictedTimes(tuple(times), coefficients().errors.get(device.name) if times else None)

@@ -1,0 +1,113 @@
+"""Launch configurations of a kernel family (`TileFamily`), and what their legality depends on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ...dtypes import MODEL_DTYPES
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import FULL
+from .launch import Launch
+from .launch_shape import LaunchShape
+
+
+@dataclass(frozen=True)
+class TileFamily:
+    """The launch configurations of kernels that compute a whole layer, without the kernels.
+
+    Attributes:
+        tile: the type of its launch configurations, a frozen dataclass of plain numbers.
+        fits: why it does not support a problem with a tile, its weight format included, as a clause; empty if
+            it does.
+        capability: lowest and highest supported compute capability.
+        candidates: tiles that are worth measuring for a problem.
+        tokens_per_expert: range of tokens per active expert in which they are worth measuring.
+        suits: whether one of the candidates is worth measuring at a number of tokens per active expert.
+        shape: what the model of time has to know of a tile (`launch_model`); None if it has no such launches.
+    """
+
+    tile: type
+    fits: Callable[[MoEProblem, Any], str]
+    capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 9))
+    candidates: Callable[[MoEProblem], Sequence[Any]] = lambda problem: ()
+    tokens_per_expert: tuple[float, float] = (0.0, math.inf)
+    suits: Callable[[Any, float], bool] = lambda tile, tokens_per_expert: True
+    shape: Callable[[MoEProblem, Any], LaunchShape] | None = None
+
+
+def launch_of(families: Mapping[str, TileFamily], name: str, tile: Mapping[str, int]) -> Launch | None:
+    """The launch of a row; None if `families` has no such family, or its tile has other fields."""
+    family = families.get(name)
+    if family is None or set(tile) != {field.name for field in fields(family.tile)}:
+        return None
+    return Launch(name, family.tile(**tile))
+
+
+SIZE_MULTIPLE = 16
+"""Required divisor of sizes for kernels with 16-byte copies; Triton specializes on it."""
+
+
+DECODED = ("mxfp4", "nvfp4", "mxfp8", "int4", "int8")
+"""Weight formats that every kernel family that decodes tiles supports."""
+
+
+def column_refusal(problem: MoEProblem, formats: Sequence[str] = DECODED) -> str:
+    """Why kernels with steps of 64 columns do not support a layer's format, groups or sizes; empty if they
+    do.
+
+    `formats` are names of the weight formats that the kernels decode.
+    """
+    weight, dims = problem.scheme.weight, problem.dims
+    if weight.name not in formats:
+        return f"it decodes {', '.join(formats)}; the layer has {weight}"
+    wide = weight.group > 0 and weight.group % 64 == 0
+    if not (wide or weight.name == "nvfp4" or weight.group in (32, FULL)):
+        return f"it supports scale groups of 32, of multiples of 64 and of whole rows; the layer has {weight}"
+    for name, size in (("hidden", dims.hidden), ("intermediate", dims.intermediate)):
+        if size % SIZE_MULTIPLE:
+            return f"it needs sizes that are multiples of {SIZE_MULTIPLE}; the layer's {name} size is {size}"
+    return ""
+
+
+_FLOATS = {name: short for short, name in MODEL_DTYPES.items()}
+
+
+def scale_name(problem: MoEProblem) -> str:
+    """Type of the scales: ``e8m0``, ``e4m3``, ``bf16`` or ``fp16``; empty if no kernel supports it."""
+    weight = problem.scheme.weight
+    if weight.number.byte_scale:
+        return {"E8M0": "e8m0", "F8_E4M3": "e4m3"}[weight.number.byte_scale]
+    return _FLOATS.get(weight.scale_dtype, "") if weight.scale_dtype else problem.dtype
+
+
+SHARED_MEMORY = 227 * 1024
+"""Most bytes of shared memory that a program may have on SM90."""
+
+FORMATS: dict[str, tuple[tuple[str, str], ...]] = {
+    "e8m0": (("mxfp4", "bf16"), ("mxfp8", "bf16")),
+    "e4m3": (("nvfp4", "bf16"), ("nvfp4", "fp16")),
+    "bf16": (("int4", "bf16"), ("int8", "bf16")),
+    "fp16": (("int4", "fp16"), ("int8", "fp16"), ("int4", "bf16")),
+}
+"""Dtype of the scales -> supported (weights, activations): those in which no weight is rounded twice."""
+
+
+def dtype_refusal(problem: MoEProblem) -> str:
+    """Why `FORMATS` excludes a layer's dtypes; empty if it supports them."""
+    weight, scale = problem.scheme.weight, scale_name(problem)
+    if (weight.name, problem.dtype) in FORMATS.get(scale, ()):
+        return ""
+    return f"it does not support {problem.dtype} tokens with {weight} weights and {scale} scales"
+
+
+def scale_words(format: str, group: int) -> int:
+    """int32 words of scales that a 64x64 tile of weights needs."""
+    return 64 if format == "nvfp4" or (format in ("int4", "int8") and group == 32) else 32
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is not below `n`, which is at least 1."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,61 @@
+"""What `moectl explain` says of the time of moectl's own kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from moectl.environment import find_device
+from moectl.explain.predicted_time import TOKENS
+from moectl.kernels.choice.launch_model import coefficients
+from moectl.kernels.choice.predicted_times import predicted_times
+from moectl.problem.published_layers import model_problem
+from support.invoking import moectl
+
+GPT = "openai/gpt-oss-120b"
+
+
+def explain(*options, model=GPT):
+    return moectl("explain", model, "--policy", "moectl", *options, "--offline")
+
+
+def test_a_line_and_the_document_have_the_predicted_times():
+    (group,) = explain("--gpu", "h200", "--json").document["groups"]
+    wanted = predicted_times(model_problem("gpt-oss-120b"), find_device("h200"), TOKENS)
+    assert [(it["tokens"], it["us"]) for it in group["predicted"]["times"]] == [
+        (time.tokens, time.us) for time in wanted.times
+    ]
+    error = coefficients().errors["NVIDIA H200"]
+    assert group["predicted"]["median_error"] == error
+    words = explain("--gpu", "h200").words
+    one, many, most = (time.us for time in wanted.times)
+    assert (
+        f"predicted {one:.3g} us at 1 token, {many:.3g} us at 64, {most:.3g} us at 1024 a layer" in words
+        and f"(median error {error:.0%} on this GPU)" in words
+    )
+
+
+def test_a_gpu_that_was_not_measured_is_said_to_be_none():
+    assert "at 1024 a layer (not measured on this GPU)" in explain("--gpu", "h20").words
+    assert explain("--gpu", "h20", "--json").document["groups"][0]["predicted"]["median_error"] is None
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "what"),
+    [
+        (GPT, "a100", "mxfp4 group 32 on NVIDIA A100"),
+        ("deepseek-ai/DeepSeek-V3", "h200", "fp8 block 128x128 on NVIDIA H200"),
+    ],
+)
+def test_what_the_model_does_not_know_has_no_times(model, gpu, what):
+    options = ("--gpu", gpu, "--tp", "8")
+    assert f"predicted no times: the model does not know {what}" in explain(*options, model=model).words
+    (group,) = explain(*options, "--json", model=model).document["groups"]
+    assert group["predicted"] == {"times": [], "median_error": None}
+
+
+def test_other_answers_have_no_such_line():
+    assert "predicted" not in explain("--gpu", "mi300x").words
+    assert explain("--gpu", "mi300x", "--json").document["groups"][0]["predicted"] is None
+    engine = ("explain", GPT, "--gpu", "h200", "--offline")
+    assert "predicted" not in moectl(*engine).words
+    assert "; predicted 24" in moectl(*engine, "-v").words, "beside what moectl itself would run"

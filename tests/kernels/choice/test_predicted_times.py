@@ -1,0 +1,62 @@
+"""Predicted times of the launches that ship, without a GPU, torch or triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
+
+from moectl.environment import find_device
+from moectl.kernels.choice.launch_model import coefficients
+from moectl.kernels.choice.predicted_times import predicted_times
+from moectl.kernels.triton.triton_runner import bandwidth_of, choose_shipped, predicted_for
+from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
+from moectl.problem.published_layers import SCHEMES, model_problem
+
+TOKENS = (1, 8, 64, 512, 4096)
+H200 = find_device("h200")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        model_problem("gpt-oss-120b"),
+        model_problem("kimi-k2").on(Parallel(tp=8)),
+        MoEProblem(Dims(2560, 1536), 64, 6, SCHEMES["int4-g128"]),
+        replace(model_problem("gpt-oss-20b"), local_experts=4),
+    ],
+    ids=["rows of its own", "slice", "without rows", "rank"],
+)
+def test_they_are_those_of_the_launches_that_run(problem: MoEProblem) -> None:
+    """The host code chooses by the GPU that is there; nothing of it is needed to predict."""
+    device = torch.device("cuda")
+    with compiling_for(OFFLINE_GPUS[90]):
+        chosen = [choose_shipped(problem, m, device) for m in TOKENS]
+        wanted = [predicted_for(problem, m, it, device) for m, it in zip(TOKENS, chosen, strict=True)]
+        about = torch.cuda.get_device_properties(device)
+        there = replace(H200, sms=about.multi_processor_count, bandwidth=bandwidth_of(about))
+    times = predicted_times(problem, there, TOKENS).times
+    assert [time.family for time in times] == [launch.family for launch in chosen]
+    assert [time.us for time in times] == pytest.approx(wanted)
+    assert [time.tokens for time in times] == [*TOKENS]
+
+
+def test_the_error_is_that_of_the_gpu_or_unknown() -> None:
+    problem = model_problem("gpt-oss-120b")
+    assert set(coefficients().errors) == {"NVIDIA H100 80GB HBM3", "NVIDIA H200"}
+    for name, error in coefficients().errors.items():
+        assert predicted_times(problem, find_device(name), (1,)).median_error == error
+        assert 0 < error < 0.2
+    h20 = predicted_times(problem, find_device("h20"), (64,))
+    assert h20.median_error is None
+    assert h20.times[0].us > predicted_times(problem, H200, (64,)).times[0].us
+
+
+def test_what_was_not_fitted_has_no_times() -> None:
+    problem = model_problem("gpt-oss-120b")
+    for device in ("a100", "b200", "mi300x", "cpu"):
+        assert predicted_times(problem, find_device(device), (1,)).times == ()
+    assert predicted_times(replace(problem, scheme=SCHEMES["fp8-block"]), H200, (1,)).times == ()
+    assert predicted_times(problem, replace(H200, bandwidth=0.0), (1,)).times == ()
