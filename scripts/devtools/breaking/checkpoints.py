@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,19 +23,16 @@ LONGEST_SEED = 10_000
 
 EXPLAIN = ("explain", "IN", "--gpu", "h200", "--json", "--offline")
 
-TESTS = Path(__file__).resolve().parents[3] / "tests"
-
 
 def checkpoint_readers(work: Path) -> Iterator[Reader]:
     """The readers of a checkpoint's files, in folders below `work`."""
-    if str(TESTS) not in sys.path:
-        sys.path.append(str(TESTS))
     configs, layers = config_seeds(), list(layer_seeds())
     yield Reader("configs", configs, partial(_opened, work / "configs"), share=30)
     yield Reader("configs, explain", configs, partial(_commanded, work / "explained", EXPLAIN), share=1)
     yield Reader("checkpoints", layers, partial(_opened, work / "checkpoints"), share=20)
     for name, words in {
         "explain": ("explain", "IN", "--gpu", "h100", "--verbose", "--offline"),
+        "explain --html": ("explain", "IN", "--gpu", "h100", "--offline", "--html", "OUT"),
         "convert --dry-run": ("convert", "IN", "OUT", "--to", "marlin", "--dry-run"),
         "convert to NVFP4": ("convert", "IN", "OUT", "--to", "nvfp4", "--requantize", "--dry-run"),
         "serve-check": ("serve-check", "IN", "--engine", "vllm", "--gpu", "h100", "--json"),
@@ -143,7 +139,7 @@ def _commanded(folder: Path, words: Sequence[str], data: bytes) -> str:
     try:
         return command(*({"IN": folder, "OUT": out}.get(word, word) for word in words))
     finally:
-        shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(out, ignore_errors=True) if out.is_dir() else out.unlink(missing_ok=True)
 
 
 def _indexed(folder: Path, data: bytes) -> str:

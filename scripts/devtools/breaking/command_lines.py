@@ -33,19 +33,22 @@ _SLOW = (
 )
 """Options that take long by what they are for, choose a device, or ask for tracebacks."""
 
-_NUMBERS = ("0", "1", "2", "3", "8", "-1", "1.5", "1e3", "0x1", "\u0663", "", "x", "9" * 30, str(1 << 63), "nan", "1,2",
-            "1-3", "3-1", "1/2", "0,0", "2/1", "1,,2")  # fmt: skip
+_NUMBERS = (
+    "0", "1", "2", "3", "8", "-1", "1.5", "1e3", "0x1", "\u0663", "", "x", "9" * 30, str(1 << 63), "nan",
+    "1,2", "1-3", "3-1", "1/2", "0,0", "2/1", "1,,2",
+)  # fmt: skip
 _WORDS = (
-    "marlin", "moectl", "trtllm", "humming", "nvfp4", "int4-g128", "int8", "h100", "h200,b200", "mi300x", "vllm", "sglang",
-    "transformers", "all", "torch", "cpu", "auto", "a16", "silu", "swigluoai:limit=7", "softmax,bias", "groups=8/4",
-    "act=fp8", "hidden=64", "VLLM_USE_FLASHINFER_MOE_FP4=1", "=", "a=b=c", "openai/gpt-oss-20b", "gpt-oss-120b", "rtn",
-    "gptq", "uniform", "trace:rows.jsonl", "zipf:1.1", "md", "csv", "json", "always", "never", "models", "layouts",
+    "marlin", "moectl", "trtllm", "humming", "nvfp4", "int4-g128", "int8", "h100", "h200,b200", "mi300x",
+    "vllm", "sglang", "transformers", "all", "torch", "cpu", "auto", "a16", "silu", "swigluoai:limit=7",
+    "softmax,bias", "groups=8/4", "act=fp8", "hidden=64", "VLLM_USE_FLASHINFER_MOE_FP4=1", "=", "a=b=c",
+    "openai/gpt-oss-20b", "gpt-oss-120b", "rtn", "gptq", "uniform", "trace:rows.jsonl", "zipf:1.1", "md",
+    "csv", "json", "always", "never", "models", "layouts",
     "vllm==0.28.0", "0.28.0", "none", "triton", "8GB", "10s", "bf16", "explain",
 )  # fmt: skip
 _PATHS = (
-    "small", "converted", "ranks", "portable", "rows.jsonl", "answer.json", "new", "new/deep/er", ".", "..", "small/config.json",
-    "small/model.safetensors", "/dev/null", "/nonexistent", "/proc/self/mem", "~nobody/x", "converted/moectl.json",
-    "ranks/rank-00", "pipe",
+    "small", "converted", "ranks", "portable", "rows.jsonl", "answer.json", "new", "new/deep/er", ".", "..",
+    "small/config.json", "small/model.safetensors", "/dev/null", "/nonexistent", "/proc/self/mem",
+    "~nobody/x", "converted/moectl.json", "ranks/rank-00", "pipe",
 )  # fmt: skip
 
 
@@ -94,7 +97,7 @@ def _make_good(good: Path) -> None:
 
 @contextlib.contextmanager
 def _inside(folder: Path) -> Iterator[None]:
-    before = os.getcwd()
+    before = Path.cwd()
     os.chdir(folder)
     try:
         yield

@@ -121,7 +121,7 @@ def _respelled(dice: random.Random, text: bytes) -> bytes:
 
 def read_both(file: bytes) -> str:
     """What moectl says of a file's header; WrongAnswerError if the safetensors library knows better."""
-    from safetensors import SafetensorError, deserialize
+    import safetensors
 
     from moectl.errors import CheckpointError
     from moectl.files.safetensors_header import read_header
@@ -130,9 +130,10 @@ def read_both(file: bytes) -> str:
         ours = read_header(file, len(file), "x.safetensors")
     except CheckpointError as error:
         return str(error)
+    deserialize: Any = safetensors.deserialize
     try:
         listed = deserialize(file)
-    except (SafetensorError, ValueError) as error:
+    except (safetensors.SafetensorError, ValueError) as error:
         said = str(error).removeprefix("Error while deserializing: ")
         reason = re.sub(r"`.*?`|\".*?\"|\d+", "", said.rpartition("header: ")[2]).replace(":", "")
         raise WrongAnswerError(f"safetensors says {reason}: {said}") from None

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .headers import packed
+from .headers import changed_header, header_seeds, packed, split_header
 from .outcomes import function
 from .search import Reader
 
@@ -20,15 +20,41 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 WEIGHTS = "model.safetensors"
 
 _CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 128, "num_hidden_layers": 1,
-    "moe_intermediate_size": 128, "num_experts": 2, "num_experts_per_tok": 1, "norm_topk_prob": True,
-    "hidden_act": "silu",
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 128,
+    "num_hidden_layers": 1, "moe_intermediate_size": 128, "num_experts": 2, "num_experts_per_tok": 1,
+    "norm_topk_prob": True, "hidden_act": "silu",
 }  # fmt: skip
 
 
 def hub_readers(work: Path) -> Iterator[Reader]:
-    """The reader of a Hub's answers; an input is JSON of the answers by a part of their path."""
+    """The readers of a Hub's answers, as JSON by a part of their path, and of what is kept of them."""
     yield Reader("Hub", [_good()], partial(_asked, work / "hub"), share=2)
+    yield from _cache_readers(work)
+
+
+def _cache_readers(work: Path) -> Iterator[Reader]:
+    from unittest import mock
+
+    from huggingface_hub import constants
+
+    from moectl.checkpoint.source.hub_cache import LISTING, HeaderCache
+
+    with mock.patch.object(constants, "HF_ASSETS_CACHE", str(work / "assets")):
+        cache = HeaderCache("org/tiny", COMMIT)
+    good = json.dumps({WEIGHTS: 0}).encode()
+
+    def listed(data: bytes) -> str:
+        cache.write(WEIGHTS, packed(b"{}", 0), 10)
+        (cache.folder / LISTING).write_bytes(data)
+        return function(lambda: cache.tensors(None))
+
+    def header(file: bytes) -> str:
+        cache.write(WEIGHTS, file, len(file))
+        cache.write_listing({WEIGHTS: len(file)})
+        return function(lambda: cache.tensors(None))
+
+    yield Reader("cached Hub, sizes", [good], listed, share=2)
+    yield Reader("cached Hub, headers", header_seeds(), header, 2, changed_header, split=split_header)
 
 
 def _good() -> bytes:
@@ -60,8 +86,9 @@ def _good() -> bytes:
 
 def _asked(folder: Path, data: bytes) -> str:
     """What opening ``org/tiny`` says when the Hub answers as `data` says."""
-    from huggingface_hub import constants
     from unittest import mock
+
+    from huggingface_hub import constants
 
     from moectl.checkpoint import open_checkpoint
     from moectl.checkpoint.source import hub

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
+import os
+import re
 import resource
 import signal
 import traceback
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +29,7 @@ MEGABYTES = 1000
 
 @dataclass(frozen=True)
 class Defect:
-    """What is wrong with a reader's answer: its kind, the same for all inputs with the same cause, and words."""
+    """What is wrong with an answer: its kind, the same for all inputs with the same cause, and words."""
 
     kind: str
     words: str
@@ -67,8 +70,17 @@ def raw_characters(text: str) -> str:
     return "".join(sorted({c for c in text if c not in "\n\t" and unicodedata.category(c) in steering}))
 
 
-def command(*words: object) -> str:
-    """What a command of moectl's prints; AssertionError for an exit code, or JSON, that is not moectl's."""
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code, what it printed to stdout, and what to stderr."""
+
+    code: int
+    out: str
+    error: str
+
+
+def ended(*words: object) -> Ended:
+    """Runs a command of moectl's; WrongAnswerError for an exit code or an error that is not moectl's."""
     from moectl.cli.main import app
     from moectl.errors import ExitCode
 
@@ -78,15 +90,55 @@ def command(*words: object) -> str:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
             app(given, prog_name="moectl")
-        except SystemExit as ended:
-            code = ended.code
+        except SystemExit as exiting:
+            code = exiting.code
     text, said = out.getvalue(), error.getvalue()
-    known = code is None or code in {int(each) for each in ExitCode}
-    if not known or "internal error" in said or "Traceback" in said:
+    if code is None:
+        code = int(ExitCode.DONE)
+    if code not in {int(each) for each in ExitCode} or "internal error" in said or "Traceback" in said:
         raise WrongAnswerError(f"exit code {code}: {said[-400:]}")
+    assert isinstance(code, int)
     if "--json" in given and text and code != int(ExitCode.USAGE):
         json.loads(text, parse_constant=_no_constant)
-    return text + said
+    if asks_for_color(given):
+        text, said = without_colors(text), without_colors(said)
+    return Ended(code, text, said)
+
+
+def command(*words: object) -> str:
+    """What a command of moectl's prints, without the colours that it was asked for."""
+    found = ended(*words)
+    return found.out + found.error
+
+
+def asks_for_color(words: Sequence[str]) -> bool:
+    """Whether a command line, or a variable in its place, has ``--color always``."""
+    before = ("", *words)
+    given = any(
+        word == "--color=always" or (word == "always" and option == "--color")
+        for option, word in zip(before, words, strict=False)
+    )
+    name = f"MOECTL_{words[0].upper().replace('-', '_')}_COLOR" if words else "MOECTL_COLOR"
+    return given or "always" in (os.environ.get("MOECTL_COLOR"), os.environ.get(name))
+
+
+def without_colors(text: str) -> str:
+    """`text` without the sequences of moectl's own colours; others stay."""
+    return _own_colors().sub("", text)
+
+
+@functools.cache
+def _own_colors() -> re.Pattern[str]:
+    """What sets and ends each colour that moectl has for results and for messages."""
+    from rich.color import ColorSystem
+    from rich.style import Style
+
+    from moectl.cli.output import RED, YELLOW
+    from moectl.cli.text_blocks import TONES
+
+    tones = [Style.parse(tone).render("x", color_system=ColorSystem.STANDARD) for tone in TONES.values()]
+    begins = {f"\x1b[{code}m" for code in (RED, YELLOW)} | {tone.partition("x")[0] for tone in tones} - {""}
+    return re.compile("|".join(map(re.escape, sorted(begins | {"\x1b[0m"}))))
 
 
 def _no_constant(word: str) -> float:

@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass
 class Search:
-    """The cases that were tried, by reader, with the seconds that they took and the kinds of defects found."""
+    """The cases that were tried, by reader, with their seconds and the kinds of defects found."""
 
     seed: int
     cases: Counter[str] = field(default_factory=Counter)

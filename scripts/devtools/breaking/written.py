@@ -1,17 +1,15 @@
-"""Documents that moectl reads back: rows, answers, caches, manifests, reports, logs, tuned files, traces."""
+"""Documents that moectl reads back: rows, answers, caches, tuned files, traces, an engine's reply."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import shutil
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from .changes import changed_document, changed_lines
-from .headers import changed_header, split_header
 from .outcomes import command, function
 from .search import Reader
 
@@ -38,20 +36,20 @@ class Kind:
     lines: bool = False
 
 
-def _command(*words: object) -> Read:
+def prints(*words: object) -> Read:
+    """What a command prints, each time that it is called."""
     return lambda: command(*words)
 
 
-def _function(call: Callable[[], object]) -> Read:
+def says(call: Callable[[], object]) -> Read:
+    """The sentence of the error that a function raises, each time that it is called."""
     return lambda: function(call)
 
 
-def written_readers(work: Path) -> Iterator[Reader]:
-    """The readers of each kind of document, with a good one below `work`; a document stays for one case."""
-    known = {**rows_of_a_bench(work), **answers(work), **caches(work), **folders(work), **others(work)}
-    yield from layer_files(work)
-    count = sum(len(kind.readers) for kind in known.values())
-    for name, kind in known.items():
+def readers_of(kinds: Mapping[str, Kind], share: float) -> Iterator[Reader]:
+    """The readers of each kind, which share `share`; a changed document stays for one case."""
+    count = sum(len(kind.readers) for kind in kinds.values())
+    for name, kind in kinds.items():
         for reader, call in kind.readers.items():
 
             def read(data: bytes, kind: Kind = kind, call: Read = call) -> str:
@@ -62,7 +60,12 @@ def written_readers(work: Path) -> Iterator[Reader]:
                     kind.write(kind.data)
 
             change = changed_lines if kind.lines else changed_document
-            yield Reader(f"{name}, {reader}", [kind.data], read, 10 / count, change, kind.lines)
+            yield Reader(f"{name}, {reader}", [kind.data], read, share / count, change, kind.lines)
+
+
+def written_readers(work: Path) -> Iterator[Reader]:
+    """The readers of each kind of document, with a good one below `work`."""
+    yield from readers_of({**rows_of_a_bench(work), **answers(work), **caches(work), **others(work)}, 7)
 
 
 def rows_of_a_bench(work: Path) -> dict[str, Kind]:
@@ -75,13 +78,13 @@ def rows_of_a_bench(work: Path) -> dict[str, Kind]:
     made = {}
     for suffix in ("jsonl", "json", "csv"):
         path = work / f"rows.{suffix}"
-        path.write_text(_command("bench", "--rows", good, "--format", suffix)())
+        path.write_text(prints("bench", "--rows", good, "--format", suffix)())
         readers = {
-            "bench --rows": _command("bench", "--rows", path, "--verbose"),
-            "bench --rows --json": _command("bench", "--rows", path, "--json"),
-            "bench --rows --format md": _command("bench", "--rows", path, "--format", "md"),
-            "compare": _command("compare", good, path, "--verbose"),
-            "compare --json": _command("compare", path, good, "--json"),
+            "bench --rows": prints("bench", "--rows", path, "--verbose"),
+            "bench --rows --json": prints("bench", "--rows", path, "--json"),
+            "bench --rows --format md": prints("bench", "--rows", path, "--format", "md"),
+            "compare": prints("compare", good, path, "--verbose"),
+            "compare --json": prints("compare", path, good, "--json"),
         }
         if suffix == "jsonl":
 
@@ -89,7 +92,7 @@ def rows_of_a_bench(work: Path) -> dict[str, Kind]:
                 with RowJournal.open(path, resume=True):
                     pass
 
-            readers["bench --resume"] = _function(resume)
+            readers["bench --resume"] = says(resume)
         made[f"rows {suffix}"] = Kind(path.read_bytes(), path.write_bytes, readers, suffix == "jsonl")
     return made
 
@@ -99,18 +102,18 @@ def answers(work: Path) -> dict[str, Kind]:
     made = {}
     for name, options in (("answer", ["--gpu", "h200"]), ("matrix", ["--gpu", "h200,b200", "--tp", "1,2"])):
         path = work / f"{name}.json"
-        ask = _command(*ASK, *options, "--json")
+        ask = prints(*ASK, *options, "--json")
         path.write_text(json.dumps(json.JSONDecoder().raw_decode(ask())[0]))
         readers = {
-            "explain --replay": _command("explain", "--replay", path, "--verbose"),
-            "explain --replay --json": _command("explain", "--replay", path, "--json"),
-            "explain --replay --md": _command("explain", "--replay", path, "--md"),
-            "explain --diff": _command(
+            "explain --replay": prints("explain", "--replay", path, "--verbose"),
+            "explain --replay --json": prints("explain", "--replay", path, "--json"),
+            "explain --replay --md": prints("explain", "--replay", path, "--md"),
+            "explain --diff": prints(
                 "explain", "openai/gpt-oss-20b", "--offline", "--gpu", "b200", "--diff", path
             ),
         }
         if name == "answer":
-            readers["explain --replay --why"] = _command("explain", "--replay", path, "--why", "marlin")
+            readers["explain --replay --why"] = prints("explain", "--replay", path, "--why", "marlin")
         made[name] = Kind(path.read_bytes(), path.write_bytes, readers)
     return made
 
@@ -143,12 +146,12 @@ def caches(work: Path) -> dict[str, Kind]:
     tune()
     ask = (*ASK, "--gpu", "h200", "--policy", "moectl")
     readers = {
-        "explain": _command(*ask, "--verbose"),
-        "explain --json": _command(*ask, "--json"),
-        "tune --list": _command("tune", "--list"),
-        "tune --list --json": _command("tune", "--list", "--json"),
-        "a measurement": _function(save),
-        "a tuned launch": _function(tune),
+        "explain": prints(*ask, "--verbose"),
+        "explain --json": prints(*ask, "--json"),
+        "tune --list": prints("tune", "--list"),
+        "tune --list --json": prints("tune", "--list", "--json"),
+        "a measurement": says(save),
+        "a tuned launch": says(tune),
     }
     paths_of = {
         "launches": launches_file.KIND.path(device),
@@ -157,130 +160,10 @@ def caches(work: Path) -> dict[str, Kind]:
     return {name: Kind(path.read_bytes(), path.write_bytes, readers) for name, path in paths_of.items()}
 
 
-def small_source(work: Path) -> Path:
-    """A checkpoint of one small layer below `work`."""
-    from moectl.synth import synthesize
-
-    source = work / "source"
-    if not source.exists():
-        synthesize("openai/gpt-oss-20b", source, layers=1, experts=2, hidden=128, intermediate=128)
-    return source
-
-
-def layer_files(work: Path) -> Iterator[Reader]:
-    """The files of a converted directory's tensors, changed with a manifest that has their sizes and hashes."""
-    from moectl.convert.manifest.manifest import load_manifest
-
-    folder = work / "layers"
-    said = command("convert", small_source(work), folder, "--to", "marlin", "--experts-only")
-    assert (folder / "READY").exists(), said
-    (path,) = folder.glob("*.experts")
-    good, manifest = path.read_bytes(), json.loads((folder / "moectl.json").read_bytes())
-
-    def write(file: bytes) -> None:
-        path.write_bytes(file)
-        manifest["layers"][0]["size"] = len(file)
-        data = json.dumps(manifest).encode()
-        (folder / "moectl.json").write_bytes(data)
-        (folder / "READY").write_text(hashlib.sha256(data).hexdigest() + "\n")
-
-    for name, call in {
-        "open_layer": _function(lambda: load_manifest(folder).open_layer(0)),
-        "verify": _command("verify", folder),
-        "run": _command("run", folder, "--device", "cpu", "--backend", "torch", "--tokens", "1"),
-        "unconvert": _command("unconvert", folder, work / "back"),
-        "parity": _command("parity", folder, folder),
-    }.items():
-
-        def read(data: bytes, call: Read = call) -> str:
-            write(data)
-            try:
-                return call()
-            finally:
-                shutil.rmtree(work / "back", ignore_errors=True)
-
-        share = 4 if name == "open_layer" else 0.2
-        yield Reader(f"layer files, {name}", [good], read, share, changed_header, split=split_header)
-
-
-def folders(work: Path) -> dict[str, Kind]:
-    """What conversions leave: manifests, signed again; READY; logs; the report of a portable one; configs."""
-    from moectl.convert.manifest.manifest import load_directory
-    from moectl.convert.manifest.progress_log import logged_conversion, open_log
-    from moectl.convert.portable.report_fragments import report_bytes
-
-    source = small_source(work)
-    whole, ranks, portable = work / "marlin", work / "ranks", work / "portable"
-    for folder, options in (
-        (whole, ["marlin"]),
-        (ranks, ["marlin", "--tp-size", 2]),
-        (portable, ["int8", "--requantize"]),
-    ):
-        said = _command("convert", source, folder, "--to", *options)()
-        assert folder.exists(), said
-    made = {}
-    for name, folder in (("manifest", whole), ("manifest of ranks", ranks)):
-        manifest, ready = folder / "moectl.json", folder / "READY"
-
-        def sign(data: bytes, manifest: Path = manifest, ready: Path = ready) -> None:
-            manifest.write_bytes(data)
-            ready.write_text(hashlib.sha256(data).hexdigest() + "\n")
-
-        readers = {
-            "verify": _command("verify", folder),
-            "verify --json": _command("verify", folder, "--json"),
-            "explain": _command("explain", folder, "--gpu", "h200"),
-            "parity": _command("parity", folder, whole),
-            "a library's user": _function(lambda folder=folder: load_directory(folder)),  # type: ignore[misc]
-        }
-        made[name] = Kind(manifest.read_bytes(), sign, readers)
-        made[f"READY of {name}"] = Kind(ready.read_bytes(), ready.write_bytes, readers)
-    report = portable / "moectl-report.json"
-
-    def sign_report(data: bytes) -> None:
-        with contextlib.suppress(ValueError, AttributeError, TypeError, UnicodeError, RecursionError):
-            document = json.loads(data)
-            data = report_bytes({k: v for k, v in document.items() if k not in ("report_version", "sha256")})
-        report.write_bytes(data)
-
-    verify = {"verify": _command("verify", portable), "verify --json": _command("verify", portable, "--json")}
-    made["report"] = Kind(report.read_bytes(), sign_report, verify)
-    log, facts = work / "log", {"layout": "marlin", "moectl": "0.1.0"}
-    log.mkdir()
-    record = json.loads((whole / "moectl.json").read_bytes())
-    opened = open_log(log, facts)
-    opened.pin("0" * 64)
-    opened.close()
-    path = opened.path
-    with path.open("a") as file:
-        file.writelines(json.dumps({"layer": layer}) + "\n" for layer in record["layers"])
-        file.writelines(json.dumps({"rest": rest}) + "\n" for rest in record["rest"])
-    made["log of a conversion"] = Kind(
-        path.read_bytes(),
-        path.write_bytes,
-        {
-            "convert --resume": _function(lambda: open_log(log, facts).close()),
-            "another part": _function(lambda: logged_conversion(path)),
-        },
-        True,
-    )
-    config = source / "config.json"
-    made["config"] = Kind(
-        config.read_bytes(),
-        config.write_bytes,
-        {
-            "explain": _command("explain", source, "--gpu", "h200", "--verbose"),
-            "explain --json": _command("explain", source, "--gpu", "h200", "--json"),
-            "explain --html": _command("explain", source, "--gpu", "h200", "--html", work / "page.html"),
-            "convert --dry-run": _command("convert", source, work / "never", "--to", "marlin", "--dry-run"),
-        },
-    )
-    return made
-
-
 def others(work: Path) -> dict[str, Kind]:
-    """Indices of kernels, tuned files of an engine, and traces."""
+    """Indices of kernels, tuned files of an engine, traces, an engine's reply, what was compiled before."""
     from moectl.bench.routings import read_trace
+    from moectl.capabilities.vllm_launches import read_launches
     from moectl.layer.kernel_files import differences
     from moectl.oracle.registry import engine_named
     from moectl.problem.published_layers import named_problem
@@ -294,7 +177,7 @@ def others(work: Path) -> dict[str, Kind]:
     index.write_text(json.dumps({"version": 1, "built": built, "arch": "sm90", "kernels": listed}))
     tuned = work / "E=128,N=768,device_name=NVIDIA_H200.json"
     field = dict.fromkeys(engine_named().tuned_files.choices.values(), 16)  # type: ignore[union-attr]
-    write = _function(lambda: write_choices(tuned, {16: field}, "3.0", engine_named()))
+    write = says(lambda: write_choices(tuned, {16: field}, "3.0", engine_named()))
     write()
     trace = work / "trace.jsonl"
     _, problem = named_problem("gpt-oss-20b")
@@ -312,23 +195,91 @@ def others(work: Path) -> dict[str, Kind]:
     )
     return {
         "index of kernels": Kind(
-            index.read_bytes(), index.write_bytes, {"warm --from": _function(lambda: differences(kernels))}
+            index.read_bytes(), index.write_bytes, {"warm --from": says(lambda: differences(kernels))}
         ),
         "tuned file": Kind(
             tuned.read_bytes(),
             tuned.write_bytes,
-            {"explain": _command(*ask, "--verbose"), "tune --for": write},
+            {
+                "explain": prints(*ask, "--verbose"),
+                "tune --to": write,
+                "bench": says(lambda: read_launches(tuned)),
+            },
         ),
         "trace": Kind(
             trace.read_bytes(),
             trace.write_bytes,
-            {"bench --routing": _function(lambda: read_trace(trace, problem))},
+            {"bench --routing": says(lambda: read_trace(trace, problem))},
             True,
         ),
         "trace with weights": Kind(
             weighted.read_bytes(),
             weighted.write_bytes,
-            {"bench --routing": _function(lambda: read_trace(weighted, problem))},
+            {"bench --routing": says(lambda: read_trace(weighted, problem))},
             True,
         ),
+        "reply of an engine": _reply(work),
+        "what was compiled": _compiled(work),
     }
+
+
+def _reply(work: Path) -> Kind:
+    """What an engine's own code writes when it is asked."""
+    from moectl.checkpoint import open_checkpoint
+    from moectl.environment import find_device
+    from moectl.environment.python_environments import python_environment
+    from moectl.explain import Question, explain
+    from moectl.explain.engine_answer import ask_engine
+    from moectl.oracle import engine_named, packages_from
+    from support.engine_environments import environment
+
+    engine, checkpoint = engine_named("vllm"), open_checkpoint("openai/gpt-oss-20b", offline=True)
+    installed = {"vllm/__init__.py": "__version__ = '0.33.0'\n", "vllm/_C.abi3.so": ""}
+    where = python_environment(environment(work / "engine", installed))
+    profile = packages_from("full", {}, engine)
+    explanation = explain(checkpoint, find_device("h200"), profile, Question(engine.policy))
+    path = work / "reply.json"
+    rows = []
+    for group in explanation.groups:
+        chosen, dims = group.decision.chosen, group.decision.problem.dims
+        assert chosen is not None
+        padded = {"hidden": dims.padded_hidden, "intermediate_per_partition": dims.padded_intermediate}
+        refused = {"backend": "MARLIN", "experts_cls": "MarlinExperts", "reason": "no", "code": "shape"}
+        rows.append(
+            {
+                "selected": chosen.engine_name,
+                "experts_cls": chosen.variant.experts,
+                "monolithic": chosen.variant.monolithic,
+                "padded": padded,
+                "priority": list(group.decision.order),
+                "error": None,
+                "gates": [],
+                "rejected": [refused],
+                "forced": None,
+            }
+        )
+    good = json.dumps({"version": "0.33.0", "own_device": True, "rows": rows}).encode()
+
+    def replied(command: list[str], text: str, said: Path, timeout_s: float) -> int:
+        Path(json.loads(text)["out"]).write_bytes(path.read_bytes())
+        return 0
+
+    def ask() -> None:
+        with mock.patch("moectl.explain.engine_answer._run", replied):
+            ask_engine(explanation, checkpoint, engine, where)
+
+    return Kind(good, path.write_bytes, {"explain --ask-engine": says(ask)})
+
+
+def _compiled(work: Path) -> Kind:
+    """What `moectl warm` keeps of the kernels that it compiled."""
+    from moectl.environment import find_device
+    from moectl.kernels.triton.offline_gpu import OfflineGpu
+    from moectl.layer.compile_ahead import CompileRequest, CompileResult, remember, remembered
+    from moectl.problem.published_layers import named_problem
+
+    _, problem = named_problem("gpt-oss-20b")
+    request = CompileRequest(problem, "moectl", OfflineGpu.of(find_device("h200")), 16)
+    remember(request, CompileResult(2, 0, 2, 1.0, binaries=(("k", "A" * 52, "standard", 1),)))
+    (path,) = (Path(os.environ["MOECTL_CACHE"]) / "compiling").glob("*.json")
+    return Kind(path.read_bytes(), path.write_bytes, {"warm": says(lambda: remembered(request))})
