@@ -21,13 +21,13 @@ def converted_readers(work: Path) -> Iterator[Reader]:
     yield from readers_of({**manifests(work), **reports(work), **logs(work)}, 5)
 
 
-def small_source(work: Path) -> Path:
-    """A checkpoint of one small layer below `work`."""
+def small_source(work: Path, layers: int = 1) -> Path:
+    """A checkpoint of small layers below `work`."""
     from moectl.synth import synthesize
 
     source = work / "source"
     if not source.exists():
-        synthesize("openai/gpt-oss-20b", source, layers=1, experts=2, hidden=128, intermediate=128)
+        synthesize("openai/gpt-oss-20b", source, layers=layers, experts=2, hidden=128, intermediate=128)
     return source
 
 
@@ -129,7 +129,7 @@ def logs(work: Path) -> dict[str, Kind]:
     """Logs of a conversion, of a part of one, and of an update."""
     from moectl.checkpoint import open_checkpoint
     from moectl.convert.execute.update_folder import plan_update
-    from moectl.convert.manifest.progress_log import LOG, logged_conversion, open_log
+    from moectl.convert.manifest.progress_log import LOG, log_line, logged_conversion, open_log
     from moectl.convert.plan.conversion_plan import conversion_facts
 
     source, begun, updated = small_source(work), work / "parts", work / "updated"
@@ -142,8 +142,8 @@ def logs(work: Path) -> dict[str, Kind]:
     log.pin("0" * 64)
     log.close()
     path = updated / LOG
-    with path.open("a") as file:
-        file.writelines(json.dumps({"layer": layer}) + "\n" for layer in layers)
+    with path.open("ab") as file:
+        file.writelines(log_line({"layer": layer}) for layer in layers)
     (part,) = begun.glob("progress*.jsonl")
     readers = {
         "refit": prints("refit", updated, source),
@@ -152,9 +152,35 @@ def logs(work: Path) -> dict[str, Kind]:
     }
     finish = ("convert", source, begun, "--to", "marlin", "--finish")
     return {
-        "log": Kind(path.read_bytes(), _beside(path), readers, True),
-        "log of a part": Kind(part.read_bytes(), _beside(part), {"convert --finish": prints(*finish)}, True),
+        "log": Kind(_unsigned(path), _signing(path), readers, True),
+        "log of a part": Kind(_unsigned(part), _signing(part), {"convert --finish": prints(*finish)}, True),
     }
+
+
+def _unsigned(log: Path) -> bytes:
+    """A log without the hashes of its lines."""
+    entries = [json.loads(line) for line in log.read_bytes().splitlines()]
+    return b"".join(
+        json.dumps({k: v for k, v in e.items() if k != "sha256"}).encode() + b"\n" for e in entries
+    )
+
+
+def _signing(log: Path) -> Callable[[bytes], object]:
+    """Puts a log in its place, with the hash of each line that can have one."""
+    from moectl.convert.manifest.progress_log import log_line
+
+    write = _beside(log)
+
+    def sign(data: bytes) -> None:
+        lines = data.splitlines(keepends=True)
+        for number, line in enumerate(lines):
+            with contextlib.suppress(ValueError, RecursionError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and entry and line.endswith(b"\n"):
+                    lines[number] = log_line(entry)
+        write(b"".join(lines))
+
+    return sign
 
 
 def _beside(path: Path) -> Callable[[bytes], object]:

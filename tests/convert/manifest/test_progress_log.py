@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moectl.convert.execute.convert import complete, convert
-from moectl.convert.manifest.progress_log import open_log
+from moectl.convert.manifest.progress_log import log_line, open_log
 from moectl.convert.worker_partition import WorkerPartition
 from moectl.errors import Unavailable, UsageError
 from support.stream_checkpoints import folder_bytes
@@ -41,8 +41,10 @@ def changed(*path: str, value: Any) -> Edit:
 def edit(log: Path, kind: str, change: Edit) -> None:
     """Applies `change` to the last line about a layer, or a file of other tensors."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for line in lines:
+        del line["sha256"]
     change([line for line in lines if kind in line][-1])
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    log.write_bytes(b"".join(map(log_line, lines)))
 
 
 EDITS = {
