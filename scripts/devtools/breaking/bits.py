@@ -17,7 +17,7 @@ from .converted import small_source
 from .outcomes import Ended, command, ended
 
 FOUND, USAGE, DAMAGED = 1, 2, 4
-"""Exit codes of a finding, of what is not finished, and of a checkpoint or converted directory that cannot be used."""
+"""Exit codes of a finding, of what is not finished, and of a checkpoint or directory that cannot be used."""
 
 SELDOM = 20
 """Of so many flips that loading does not notice, one is given to commands that take seconds."""
@@ -73,7 +73,7 @@ class UnnoticedError(Exception):
 
 
 Check = Callable[[Flip, int], str]
-"""Runs with a bit flipped, the n-th of its kind; returns ``refused``, ``unaffected``, or why it did not run."""
+"""Runs with a bit flipped, the n-th of its kind; returns ``refused``, ``unaffected`` or ``not run``."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ def _unfinished(source: Path, work: Path) -> Specimen:
         shutil.rmtree(copied, ignore_errors=True)
         shutil.copytree(folder, copied)
         found = ended("convert", source, copied, "--to", "marlin", "--finish")
-        # A log whose last line does not end is one whose writer was stopped: usage, as of a part that is missing.
+        # A log whose last line does not end is one whose writer was stopped: a part is missing.
         if found.code == USAGE or _refused(found):
             return "refused"
         if contents(copied) == whole:

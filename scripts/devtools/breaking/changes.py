@@ -27,6 +27,9 @@ NUMBERS: tuple[float, ...] = (
     0.5, 1e308, -0.0, 1e-320,
 )  # fmt: skip
 CONSTANTS = ("NaN", "Infinity", "-Infinity", "1e999", "9" * 6000, "-0", "1E2", "1.0", "-0.0", "1e0")
+MOST_VALUES = 2000
+"""A document of more values is changed no further: pieces of it, repeated, would become gigabytes."""
+
 PLACEHOLDER = "\ue000placeholder\ue000"
 
 
@@ -66,6 +69,8 @@ def changed_value(dice: random.Random, document: Any, others: Sequence[Any] = ()
     document = copy.deepcopy(document)
     for _ in range(dice.choice((1, 1, 1, 1, 2, 3, 8))):
         places = list(paths(document))
+        if len(places) > MOST_VALUES:
+            break
         path = dice.choice(places)
         if not path:
             continue

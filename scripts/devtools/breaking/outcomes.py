@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SECONDS = 10
 """Of processor time, within which a case ends."""
@@ -81,7 +82,6 @@ class Ended:
 
 def ended(*words: object) -> Ended:
     """Runs a command of moectl's; WrongAnswerError for an exit code or an error that is not moectl's."""
-    from moectl.cli.main import app
     from moectl.errors import ExitCode
 
     given = [str(word) for word in words]
@@ -89,7 +89,7 @@ def ended(*words: object) -> Ended:
     code: object = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
-            app(given, prog_name="moectl")
+            _commands()(given, prog_name="moectl")
         except SystemExit as exiting:
             code = exiting.code
     text, said = out.getvalue(), error.getvalue()
@@ -103,6 +103,16 @@ def ended(*words: object) -> Ended:
     if asks_for_color(given):
         text, said = without_colors(text), without_colors(said)
     return Ended(code, text, said)
+
+
+@functools.cache
+def _commands() -> Any:
+    """moectl's commands, which take longer to make than many cases."""
+    import typer
+
+    from moectl.cli.main import app
+
+    return typer.main.get_command(app)
 
 
 def command(*words: object) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from moectl.convert.execute.convert import complete, convert
-from moectl.convert.manifest.progress_log import log_line, open_log
+from moectl.convert.manifest.progress_log import LogEntry, log_entry, log_line, open_log
 from moectl.convert.worker_partition import WorkerPartition
-from moectl.errors import Unavailable, UsageError
+from moectl.errors import CheckpointError, Unavailable, UsageError
 from support.stream_checkpoints import folder_bytes
 
 from ..conftest import plan_of
@@ -116,3 +116,23 @@ def test_a_log_that_its_conversion_removes_meanwhile(tmp_path: Path, monkeypatch
     with pytest.raises(Unavailable, match="has just finished"):
         open_log(tmp_path, {"layout": "a"})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("entry", [{"source": "0" * 64}, {"conversion": {"layout": "\u00e9"}}])
+def test_a_flipped_bit_in_a_line_of_a_log_is_noticed_wherever_it_is(entry: dict[str, Any]) -> None:
+    line = log_line(entry)
+    assert log_entry(line, "line 2 of log") == LogEntry(**entry)
+    for position in range(8 * (len(line) - 1)):
+        flipped = bytearray(line)
+        flipped[position // 8] ^= 1 << position % 8
+        with pytest.raises(CheckpointError, match="line 2 of log"):
+            log_entry(bytes(flipped), "line 2 of log")
+
+
+def test_a_log_whose_hash_was_changed_is_refused(tmp_path: Path) -> None:
+    log = open_log(tmp_path, {"layout": "a"})
+    log.pin("0" * 64)
+    log.close()
+    log.path.write_bytes(log.path.read_bytes().replace(b"000", b"010", 1))
+    with pytest.raises(CheckpointError, match=r"line 2 of progress\.jsonl is not as it was written"):
+        open_log(tmp_path, {"layout": "a"})
