@@ -151,7 +151,7 @@ def test_sizes_that_overflow_beside_zero(shape: list[int]) -> None:
 @pytest.mark.parametrize("number", ["-0", "1e999", "NaN", "-Infinity", "1.5", "9" * 400, "-3"])
 @pytest.mark.parametrize("space", ["", " "])
 def test_numbers_that_are_no_sizes(number: str, space: str) -> None:
-    tensor = '{"t":{"dtype":"U8","shape":[0],"data_offsets":[0,0],"x":%s%s}}' % (space, number)
+    tensor = '{"t":{"dtype":"U8","shape":[0],"data_offsets":[0,0],"x":' + f"{space}{number}" + "}}"
     refused(packed(tensor.encode()), "the number", number[:20])
 
 
