@@ -32,10 +32,6 @@ AROUND = {
     "convert/execute/update_folder.py": (1, WRITES),
     "convert/manifest/manifest.py": (1, "maps a file that was opened through the seam"),
     "convert/manifest/progress_log.py": (2, WRITES),
-    "convert/quantize/calibration.py": (
-        3,
-        "a given file, checked before; safetensors maps it and bounds its header",
-    ),
     "convert/stream/devices.py": (1, "memory without a file"),
     "environment/named_devices.py": (1, OWN_DATA),
     "environment/python_environments.py": (

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..files.tensor_table import TensorInfo
+from ..files.tensor_table import TensorInfo, TensorTable
 from ..problem.layer_ranges import ranges
 from ..problem.model_shape import BlockedMatrix, ModelShape
 from ..problem.moe_problem import MoEProblem
+from ..problem.other_weights import OtherWeights, sum_weights
 from ..problem.schemes import Scheme
 from .config.model_shape import model_shape
 from .tensors.storage import Storage
@@ -125,6 +127,37 @@ class Checkpoint:
     def model(self) -> ModelShape:
         """Sizes of the model outside its experts."""
         return replace(model_shape(self.config), blocked=self.blocked)
+
+    @cached_property
+    def other_weights(self) -> OtherWeights | None:
+        """All weights that are no routed experts: from the headers, else computed from the config.
+
+        A built-in model lists the tensors of its MoE layers only. None when the config does not tell them.
+        """
+        from .config.other_weights import estimated_weights  # which matches names with groups' layers
+
+        model, tensors = self.model, self.tensors
+        if self.origin.kind == "catalogue" or not tensors:
+            stored = {group.problem.scheme.weight.name for group in self.groups}
+            return estimated_weights(self.config, self.quantization, self.quantization_file, stored)
+        layers = model.layers or 1 + max(layer for group in self.groups for layer in group.layers)
+        experts = {
+            template.format(layer=layer, expert=expert)
+            for group in self.groups
+            for template in group.names.experts.values()
+            if "experts." not in template
+            for layer in group.layers
+            for expert in range(group.problem.experts if "{expert}" in template else 1)
+        }
+        if isinstance(tensors, TensorTable):
+            ends = zip(tensors.starts, tensors.ends, strict=True)
+            sizes: Iterable[tuple[str, int]] = zip(
+                tensors.names, (end - start for start, end in ends), strict=True
+            )
+        else:
+            sizes = ((name, info.nbytes) for name, info in tensors.items())
+        others = ((name, size) for name, size in sizes if ".experts." not in name and name not in experts)
+        return sum_weights(others, layers, model.kv_heads, "headers")
 
     def group_of(self, layer: int | None) -> LayerGroup:
         """The group with `layer`; the first group for None. KeyError when no group has it."""

@@ -17,7 +17,7 @@ EXAMPLES = ("moectl verify ./marlin", "moectl verify ./marlin --source ./gpt-oss
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A converted directory.", show_default=False)],
     source: Annotated[
-        Path | None, option("--source", help="Also compare with the bytes of this checkpoint directory.")
+        Path | None, option("--source", help="Also compare with the files of this checkpoint directory.")
     ] = None,
     *,
     out: Output,

@@ -20,7 +20,7 @@ from .answer_rows import answer_row
 from .assumed_machines import AssumedMachine
 from .assumptions import assume
 from .explanation import GroupExplanation, Question, checkpoint_json, explained, memory_with
-from .rank_memory import RankMemory, other_weights
+from .rank_memory import RankMemory
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def matrix(
         tuple(machines),
         tuple(parallels),
         tuple(cells),
-        other_weights(checkpoint),
+        checkpoint.other_weights,
     )
 
 

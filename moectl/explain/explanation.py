@@ -28,7 +28,7 @@ from .fallback import Fallback, fallback_of
 from .measured_evidence import EvidenceLookup, MeasuredEvidence, nothing
 from .predicted_time import predicted_of
 from .problem_facts import facts, source_of
-from .rank_memory import RankMemory, other_weights, rank_memory
+from .rank_memory import RankMemory, rank_memory
 
 ASSUMED = "assumed"
 """The source of a property that the user stated."""
@@ -351,5 +351,5 @@ def explain(checkpoint: Checkpoint, device: Device, packages: Packages, question
         question.parallel,
         question.policy.name,
         tuple(groups),
-        other_weights(checkpoint),
+        checkpoint.other_weights,
     )

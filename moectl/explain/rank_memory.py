@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.config.other_weights import estimated_weights
 from ..environment import Device
 from ..errors import NoBackend, UsageError
-from ..files.tensor_table import TensorTable
 from ..oracle.decision import Decision
 from ..oracle.select import decide
 from ..problem.moe_problem import Parallel
-from ..problem.other_weights import OtherWeights, sum_weights
+from ..problem.other_weights import OtherWeights
 
 TENSOR_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
 """Tensor-parallel sizes among which the smallest that fits is looked for."""
@@ -67,37 +63,6 @@ class RankMemory:
             "left_bytes": self.left,
             "smallest_tp": self.smallest_tp,
         }
-
-
-def other_weights(checkpoint: Checkpoint) -> OtherWeights | None:
-    """All weights that are no routed experts: from the headers, else computed from the config.
-
-    A built-in model lists the tensors of its MoE layers only. None when the config does not tell them.
-    """
-    model, tensors = checkpoint.model, checkpoint.tensors
-    if checkpoint.origin.kind == "catalogue" or not tensors:
-        stored = {group.problem.scheme.weight.name for group in checkpoint.groups}
-        return estimated_weights(
-            checkpoint.config, checkpoint.quantization, checkpoint.quantization_file, stored
-        )
-    layers = model.layers or 1 + max(layer for group in checkpoint.groups for layer in group.layers)
-    experts = {
-        template.format(layer=layer, expert=expert)
-        for group in checkpoint.groups
-        for template in group.names.experts.values()
-        if "experts." not in template
-        for layer in group.layers
-        for expert in range(group.problem.experts if "{expert}" in template else 1)
-    }
-    if isinstance(tensors, TensorTable):
-        ends = zip(tensors.starts, tensors.ends, strict=True)
-        sizes: Iterable[tuple[str, int]] = zip(
-            tensors.names, (end - start for start, end in ends), strict=True
-        )
-    else:
-        sizes = ((name, info.nbytes) for name, info in tensors.items())
-    others = ((name, size) for name, size in sizes if ".experts." not in name and name not in experts)
-    return sum_weights(others, layers, model.kv_heads, "headers")
 
 
 def rank_memory(

@@ -241,10 +241,31 @@ def _covers(table: TensorTable, base: int, size: int) -> bool:
 def _read_any(raw: bytes, name: str, end: int, size: int) -> TensorTable:
     """The tensors of a header, checked one by one; CheckpointError if it is not valid."""
     document = parse_json_object(raw, f"{name}: the header")
+    if _ODD_NUMBER.search(raw) is not None:
+        _refuse_odd_numbers(raw, name)
     _check_metadata(document.pop(METADATA, None), name)
     tensors = {key: _tensor(key, entry, name, end, size) for key, entry in document.items()}
     _check_cover(tensors, end, size, name)
     return table_of(tensors.values())
+
+
+_ODD_NUMBER = re.compile(rb"[:\[,\s](?:-|NaN|Infinity|\d+[.eE]|\d{19})")
+"""What begins a number that is no size, unless it is inside a string."""
+
+
+def _refuse_odd_numbers(raw: bytes, name: str) -> None:
+    """CheckpointError for a number that other readers refuse, and Python's JSON takes or makes a size of."""
+
+    def refuse(text: str) -> float:
+        raise CheckpointError(
+            f"{name}: the header has the number {shown(text)}, expected whole ones from 0 to 2^63 - 1.",
+            hint=FETCH_AGAIN,
+        )
+
+    def whole(text: str) -> float:
+        return refuse(text) if text.startswith("-") or len(text) > 19 else int(text)
+
+    json.loads(raw, parse_int=whole, parse_float=refuse, parse_constant=refuse)
 
 
 def _check_marks(raw: bytes, data: int, name: str) -> None:
@@ -316,6 +337,11 @@ def _fields(entry: dict[str, Any], where: str) -> tuple[str, tuple[int, ...], tu
     if not isinstance(shape, list) or len(shape) > RANK_LIMIT or not all(map(_whole, shape)):
         raise CheckpointError(
             f"{where}: shape must be a list of sizes, got {shown(shape)}.", hint=FETCH_AGAIN
+        )
+    if math.prod(filter(None, shape)) * DTYPE_BITS[dtype] >= 1 << 63:
+        # Libraries multiply the sizes one by one, and overflow even beside a size of zero.
+        raise CheckpointError(
+            f"{where}: {dtype} {shape} has sizes whose product does not fit into 64 bits.", hint=FETCH_AGAIN
         )
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_whole, offsets)):
         raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from moectl.bench.read_rows import read_rows
 from moectl.checkpoint import open_checkpoint
 from moectl.errors import MoectlError, UsageError
 from moectl.explain.replay import read_document
+from support.scripts import SCRIPTS, loaded
 
 SMALL = 0.01
 """Share of the full sizes: cost that grows with the square of a size shows at this one, too."""
@@ -59,3 +61,17 @@ def test_the_measure(tmp_path: Path) -> None:
         [sys.executable, "-c", "import time; time.sleep(60)"], env, most_seconds=0.5, most_megabytes=300.0
     )
     assert waits.stopped.endswith(" s") and waits.busy < waits.seconds < 20
+
+
+def test_the_limits_page_has_the_worst_of_every_command() -> None:
+    script = loaded("break_limits")
+    commands = {
+        words[0] for table in (script.CHECKPOINT, *script.OF_FILES.values()) for words in table.values()
+    }
+    text = (SCRIPTS.parent / "docs" / "checkpoints.md").read_text().partition("| command | seconds | MB |")[2]
+    rows = re.findall(
+        r"^\| `([a-z-]+)` \| ([0-9.]+) \| ([0-9]+) \|$", text.partition("\n\n")[0], re.MULTILINE
+    )
+    assert {name for name, _, _ in rows} == commands and len(rows) == len(commands)
+    assert all(float(seconds) <= script.SECONDS for _, seconds, _ in rows)
+    assert all(int(megabytes) <= script.MEGABYTES for _, _, megabytes in rows)

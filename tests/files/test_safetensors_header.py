@@ -141,6 +141,26 @@ def test_size_does_not_match() -> None:
     refused(packed({"t": entry("U8", [1 << 62] * 32, [0, 4])}, 4), "'t'")
 
 
+@pytest.mark.parametrize(
+    "shape", [[1 << 62, 4, 0], [0, 1 << 62, 2], [1 << 60, 0], [0, (1 << 63) - 1, (1 << 63) - 1]]
+)
+def test_sizes_that_overflow_beside_zero(shape: list[int]) -> None:
+    refused(packed({"t": entry("F32", shape, [0, 0])}), "'t'", "does not fit into 64 bits")
+
+
+@pytest.mark.parametrize("number", ["-0", "1e999", "NaN", "-Infinity", "1.5", "9" * 400, "-3"])
+@pytest.mark.parametrize("space", ["", " "])
+def test_numbers_that_are_no_sizes(number: str, space: str) -> None:
+    tensor = '{"t":{"dtype":"U8","shape":[0],"data_offsets":[0,0],"x":' + f"{space}{number}" + "}}"
+    refused(packed(tensor.encode()), "the number", number[:20])
+
+
+def test_a_name_may_look_like_such_a_number() -> None:
+    content = packed({"a": entry(), "b ,-0": entry("U8", [0], [4, 4]), "b: 1e9": entry("U8", [0], [4, 4])}, 4)
+    spaced = packed(json.dumps(json.loads(content[8:-4])).encode(), 4)
+    assert list(read_header(spaced, len(spaced), "w")) == ["a", "b ,-0", "b: 1e9"]
+
+
 def test_odd_count_of_four_bit_values() -> None:
     refused(packed({"t": entry("F4", [7], [0, 4])}, 4), "'t'")
     content = packed({"t": entry("F4", [8], [0, 4])}, 4)

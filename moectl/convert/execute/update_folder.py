@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,7 +17,6 @@ from ...files.folder_handle import read_inside, sha256_inside
 from ...files.lock import Busy, Lock, is_at
 from ...files.records import to_json
 from ...files.safe_reading import range_sha256
-from ...files.strict_json import parse_document
 from ..layouts.registry import layout_named
 from ..manifest.manifest import load_directory, load_rank_record, recorded
 from ..manifest.manifest_records import (
@@ -35,7 +33,15 @@ from ..manifest.manifest_records import (
     RankRecord,
     SourceRecord,
 )
-from ..manifest.progress_log import Meter, Progress, log_entry, logged_conversion, open_log, silent
+from ..manifest.progress_log import (
+    Meter,
+    Progress,
+    log_entry,
+    log_line,
+    logged_conversion,
+    open_log,
+    silent,
+)
 from ..manifest.rank_directories import load_rank_manifests, rank_numbers
 from ..manifest.signed_document import LONGEST_MANIFEST, read_small, versioned_document
 from ..plan.conversion_plan import ConversionPlan, LayerPlan, PassthroughPlan, conversion_facts
@@ -281,8 +287,7 @@ def _logged_layers(folder: Path, plan: ConversionPlan) -> dict[int, LayerRecord]
     data = read_inside(folder, LOG, LONGEST_MANIFEST, str(path))
     for number, line in enumerate(data.splitlines(keepends=True), 1):
         if line.endswith(b"\n"):
-            where = f"line {number} of {LOG}"
-            record = log_entry(parse_document(line, where), where).layer
+            record = log_entry(line, f"line {number} of {LOG}").layer
             if record is not None:
                 found[record.layer] = record
     return found
@@ -349,10 +354,10 @@ def _begin(
 
     Logs of parts, which their writer left when it was killed after that, go too.
     """
-    entries: list[object] = [{"conversion": dict(fingerprint)}]
+    entries: list[Mapping[str, object]] = [{"conversion": dict(fingerprint)}]
     entries += [{"layer": to_json(layer)} for layer in layers]
     entries += [{"rest": to_json(item)} for item in rest]
-    data = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
+    data = b"".join(map(log_line, entries))
     with disk_errors(folder / LOG, len(data)):
         replace_file(folder / LOG, data)
         for partition in partitions_in(folder):

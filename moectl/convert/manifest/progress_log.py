@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -114,7 +115,7 @@ class ProgressLog:
             self.fd = -1
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        line = (json.dumps(entry, ensure_ascii=False) + "\n").encode()
+        line = log_line(entry)
         with disk_errors(self.path, len(line)):
             end = os.fstat(self.fd).st_size
             try:
@@ -166,20 +167,20 @@ def open_log(
             raise Busy(
                 f"another conversion has just finished in {folder}.", hint="Run the same command again."
             )
-        entries = _read(fd)
+        entries = _read(fd, name)
         if not entries:
             os.ftruncate(fd, 0)
             log._append({"conversion": dict(fingerprint)})
             log.new = True
             return log
-        logged = log_entry(entries[0], f"line 1 of {name}").conversion
+        logged = entries[0].conversion
         if logged is None:
             raise CheckpointError(
                 f"{name} does not begin with a conversion.", hint="Convert into an empty directory."
             )
         refuse_other_conversion(folder, logged, fingerprint)
-        for number, entry in enumerate(entries[1:], 2):
-            _load_entry(log, entry, f"line {number} of {name}")
+        for entry in entries[1:]:
+            _load_entry(log, entry)
     except BaseException:
         lock.release()
         os.close(fd)
@@ -216,18 +217,17 @@ def logged_conversion(path: Path) -> Mapping[str, Any] | None:
         line = file.readline(1 << 20)
     if not line.endswith(b"\n"):
         return None
-    where = f"line 1 of {path.name}"
-    return log_entry(parse_document(line, where), where).conversion
+    return log_entry(line, f"line 1 of {path.name}").conversion
 
 
-def _read(fd: int) -> list[dict[str, Any]]:
+def _read(fd: int, name: str) -> list[LogEntry]:
     """The complete lines of the log; an unfinished last line is truncated.
 
-    Raises CheckpointError for a log that is longer than any manifest.
+    Raises CheckpointError for a log that is longer than any manifest, or a line that was changed.
     """
     if (size := os.fstat(fd).st_size) > LONGEST_MANIFEST:
         raise CheckpointError(
-            f"{LOG} has {size} bytes, expected at most {LONGEST_MANIFEST}.",
+            f"{name} has {size} bytes, expected at most {LONGEST_MANIFEST}.",
             hint="Convert into an empty directory.",
         )
     data = bytearray()
@@ -236,7 +236,7 @@ def _read(fd: int) -> list[dict[str, Any]]:
     end = data.rfind(b"\n") + 1
     os.ftruncate(fd, end)
     lines = bytes(data[:end]).splitlines()
-    return [parse_document(line, f"line {number} of {LOG}") for number, line in enumerate(lines, 1)]
+    return [log_entry(line, f"line {number} of {name}") for number, line in enumerate(lines, 1)]
 
 
 @dataclass(frozen=True)
@@ -249,18 +249,48 @@ class LogEntry:
     rest: PassthroughRecord | None = None
 
 
-def log_entry(entry: Mapping[str, Any], where: str) -> LogEntry:
-    """The line of a log that `where` names; CheckpointError if it is none that this program writes."""
+def log_line(entry: Mapping[str, Any]) -> bytes:
+    """The line of a log that says `entry`, one field of `LogEntry`; it ends with its own SHA-256.
+
+    Example:
+        >>> log_entry(log_line({"source": "abc"}), "line 1").source
+        'abc'
+    """
+    return _signed(json.dumps(entry, ensure_ascii=False).encode()[:-1])
+
+
+_SIGNATURE = b', "sha256": "'
+
+
+def _signed(text: bytes) -> bytes:
+    """A line of `text`, JSON up to its last brace, and its SHA-256."""
+    return text + _SIGNATURE + hashlib.sha256(text).hexdigest().encode() + b'"}\n'
+
+
+def log_entry(line: bytes, where: str) -> LogEntry:
+    """What a line of a log says; CheckpointError if it was changed, or is none that this program writes.
+
+    `where` names it in errors.
+    """
+    entry = parse_document(line, where)
+    entry.pop("sha256", None)
     if len(entry) != 1:
-        raise CheckpointError(f"{where} must be one of {', '.join(_ENTRIES)}, got {len(entry)} fields.")
+        raise CheckpointError(
+            f"{where} must be one of {', '.join(_ENTRIES)}, got {len(entry)} fields.",
+            hint="Convert into an empty directory.",
+        )
+    if _signed(line.rpartition(_SIGNATURE)[0]).strip() != line.strip():
+        raise CheckpointError(
+            f"{where} is not as it was written: its SHA-256 is another one.",
+            hint="Convert into an empty directory.",
+        )
     return from_json(LogEntry, entry, f"{where}: ")
 
 
 _ENTRIES = ("conversion", "layer", "source", "rest")
 
 
-def _load_entry(log: ProgressLog, entry: Mapping[str, Any], where: str) -> None:
-    found = log_entry(entry, where)
+def _load_entry(log: ProgressLog, found: LogEntry) -> None:
     if found.layer is not None:
         log.layers[found.layer.layer] = found.layer
     if found.source is not None:

@@ -78,7 +78,7 @@ class PinnedSource:
             now = {name: _status(handle, name) for name in self.files}
         changed = [n for n, status in now.items() if status is None or _identity_of(status) != self.files[n]]
         if not changed:
-            found = _source_files(self.folder, [file.name for file in self.record.files])
+            found = source_files(self.folder, [file.name for file in self.record.files])
             pairs = zip(found, self.record.files, strict=True)
             changed = [file.name for file, before in pairs if file != before]
         self._refuse(changed)
@@ -169,11 +169,12 @@ def source_record(checkpoint: Checkpoint, folder: Path) -> SourceRecord:
         name=checkpoint.origin.name.encode("utf-8", "backslashreplace").decode(),
         revision=checkpoint.origin.revision,
         config_sha256=sha256_inside(folder, CONFIG),
-        files=_source_files(folder, sorted(files_of(checkpoint.tensors) - {""})),
+        files=source_files(folder, sorted(files_of(checkpoint.tensors) - {""})),
     )
 
 
-def _source_files(folder: Path, names: Iterable[str]) -> tuple[SourceFile, ...]:
+def source_files(folder: Path, names: Iterable[str]) -> tuple[SourceFile, ...]:
+    """Size, metadata and hashes of weight files, in the order of `names`; raises CheckpointError."""
     with FolderHandle(folder) as handle, ThreadPoolExecutor(READERS) as threads:
         return tuple(threads.map(partial(_source_file, handle), names))
 

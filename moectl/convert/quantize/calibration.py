@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from ...errors import CheckpointError
-from ...files.safe_reading import open_regular
+from ...files.safe_reading import open_regular, read_exactly
+from ...files.safetensors_header import read_header
+from ...files.tensor_table import TensorInfo
 from ...lazy_torch import Tensor, torch
 
 Activate = Callable[[Tensor], Tensor]
@@ -36,44 +36,44 @@ class Calibration:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with open_regular(path, f"calibration file {path}"):
-            pass  # a pipe would be waited for
-        try:
-            with safe_open(path, framework="pt") as file:
-                self._names = frozenset(file.keys())
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"calibration file {path} cannot be read: {error}.") from error
+        with open_regular(path, f"calibration file {path}") as file:
+            try:
+                self._tensors = read_header(file, os.fstat(file.fileno()).st_size, path.name)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"calibration file {path} cannot be read: {error.what}.",
+                    hint="Record the activations again.",
+                ) from error
 
     def shared(self, layer: int) -> bool:
         """True when all experts of `layer` share the same activations."""
         begin, end = NAMES[0].format(layer=layer, expert="\0").split("\0")
-        return not any(name.startswith(begin) and name.endswith(end) for name in self._names)
+        return not any(name.startswith(begin) and name.endswith(end) for name in self._tensors)
 
     def check(self, layer: int, experts: int, hidden: int) -> None:
         """Raises CheckpointError as `tokens` does, for all experts' headers and the first one's numbers."""
-        with safe_open(self.path, framework="pt") as file:
-            for expert in range(experts):
-                self._named(file, layer, expert, hidden)
+        for expert in range(experts):
+            self._tensor(layer, expert, hidden)
         self.tokens(layer, 0, hidden)
 
-    def _named(self, file: Any, layer: int, expert: int, hidden: int) -> str:
-        """The name of one expert's tensor, after a check of its dtype and shape."""
+    def _tensor(self, layer: int, expert: int, hidden: int) -> TensorInfo:
+        """Where one expert's tensor is, after a check of its dtype and shape."""
         names = [name.format(layer=layer, expert=expert) for name in NAMES]
-        name = next((name for name in names if name in self._names), None)
+        name = next((name for name in names if name in self._tensors), None)
         if name is None:
             raise CheckpointError(
                 f"calibration file {self.path} has no activations for expert {expert} of layer {layer}.",
                 hint=f"Store a tensor [tokens, {hidden}] named {', '.join(names[:-1])} or {names[-1]}.",
             )
-        header = file.get_slice(name)
-        dtype, shape = header.get_dtype(), header.get_shape()
-        if dtype not in FLOATS or len(shape) != 2 or shape[1] != hidden or not shape[0]:
+        info = self._tensors[name]
+        shape = info.shape
+        if info.dtype not in FLOATS or len(shape) != 2 or shape[1] != hidden or not shape[0]:
             raise CheckpointError(
                 f"calibration tensor {name} of {self.path} must be floats [tokens, {hidden}], "
-                f"got {dtype} {shape}.",
+                f"got {info.dtype} {list(shape)}.",
                 hint="Store the inputs of the layer's experts, one row per token.",
             )
-        return name
+        return info
 
     def tokens(self, layer: int, expert: int, hidden: int) -> Tensor:
         """``[tokens, hidden]`` float32: the inputs of `expert` of `layer`.
@@ -81,9 +81,13 @@ class Calibration:
         Raises CheckpointError when there are none, their shape or dtype is wrong, they are not finite, or
         their squares exceed the range of float32.
         """
-        with safe_open(self.path, framework="pt") as file:
-            name = self._named(file, layer, expert, hidden)
-            x: Tensor = file.get_tensor(name)
+        from ...torch_dtypes import TORCH_DTYPES
+
+        info = self._tensor(layer, expert, hidden)
+        x = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
+        with open_regular(self.path, f"calibration file {self.path}") as file:
+            view = memoryview(x.view(-1).view(torch.uint8).numpy().data)
+            read_exactly(file.fileno(), view, info.start, self.path.name)
         least, most = SMALLEST, LARGEST
         if not bool(torch.isfinite(x).all()):
             fault = "has NaN or infinite values"
@@ -92,7 +96,7 @@ class Calibration:
         else:
             return x.float()
         raise CheckpointError(
-            f"calibration tensor {name} of {self.path} {fault}.", hint="Record the activations again."
+            f"calibration tensor {info.name} of {self.path} {fault}.", hint="Record the activations again."
         )
 
 

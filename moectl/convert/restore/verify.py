@@ -12,9 +12,10 @@ from ...files.folder_handle import file_findings, sha256_inside
 from ...files.safe_reading import range_sha256
 from ..manifest.checked_files import read_file_header
 from ..manifest.manifest import Manifest
-from ..manifest.manifest_records import CONFIG, MANIFEST, FileRecord
+from ..manifest.manifest_records import CONFIG, MANIFEST, SOURCE_INDEX, FileRecord
 from ..manifest.progress_log import Meter, Progress, silent
 from ..manifest.rank_directories import load_rank_manifests, refuse_one_rank
+from ..plan.source_pin import source_files
 from ..stream.source_reader import FolderReader
 from .restore_layer import RestoredRun, is_complete, layer_restorers, restore_layer, source_tensors
 
@@ -106,6 +107,7 @@ def verify(
             findings += [label + text for text in unlisted_files(folder, written)]
         if original:
             findings += original.findings + original.compare_passthrough(manifest.top)
+            findings += original.compare_files()
     finally:
         if original:
             original.close()
@@ -137,7 +139,7 @@ class _Source:
     """The source checkpoint, whose bytes are compared with the restored ones."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._manifest = manifest
+        self._manifest, self._folder = manifest, folder
         self._reader = FolderReader(folder)
         self.findings: list[str] = []
         self._infos = {
@@ -188,6 +190,22 @@ class _Source:
                         self._reader.fd(rest.source), source.start, source.end, rest.source
                     ) != range_sha256(reader.fd(rest.file), info.start, info.end, rest.file):
                         findings.append(f"{name} differs from the source's bytes")
+        return findings
+
+    def compare_files(self) -> list[str]:
+        """Findings from comparing metadata in headers, and small files that are there, with the records."""
+        record = self._manifest.record
+        now = source_files(self._folder, [item.name for item in record.source.files])
+        findings = [
+            f"the metadata in the header of the source's {item.name} is not what was converted"
+            for item, found in zip(record.source.files, now, strict=True)
+            if found.metadata != item.metadata
+        ]
+        # The index is restored from the tensors' places, which are compared, and may be spelled otherwise.
+        for item in record.files:
+            there = item.file != SOURCE_INDEX and (self._folder / item.file).is_file()
+            if there and file_findings(self._folder, item.file, item.size, item.sha256):
+                findings.append(f"the source's {item.file} is not the one that was converted")
         return findings
 
     def close(self) -> None:

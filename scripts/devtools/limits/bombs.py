@@ -7,9 +7,10 @@ than 64 MiB, apart from holes.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,10 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / CONFIG).write_text(json.dumps(config))
 
 
-def _write_text(path: Path, pieces: Iterable[bytes], limit: int) -> None:
-    """The pieces, up to `limit` bytes of them; a last piece of None ends the text."""
-    with path.open("wb") as file:
-        for piece in pieces:
-            if file.tell() + len(piece) > limit:
-                break
-            file.write(piece)
+def plain_model(folder: Path) -> None:
+    """The model of the bombs alone, in a new folder."""
+    folder.mkdir()
+    _write_config(folder, _model())
 
 
 def _filled(path: Path, before: bytes, unit: Callable[[int], bytes], after: bytes, limit: float) -> None:
@@ -274,6 +272,24 @@ def _many_files(name: str, most: int, folder: Path, share: float) -> None:
         os.close(os.open(folder / (name % number), os.O_CREAT | os.O_WRONLY))
 
 
+def _manifest(name: str, unit: Callable[[int], bytes], key: str, folder: Path, share: float) -> None:
+    """A manifest, with its hash in READY, or a report."""
+    _write_config(folder, _model())
+    _filled(folder / name, b'{"format_version": 2, "%s": [' % key.encode(), unit, b"]}", LARGEST * share)
+    _sign(folder, name)
+
+
+def _manifest_deep(folder: Path, share: float) -> None:
+    _write_config(folder, _model())
+    text = b'{"format_version": 2, "layers": ' + _nested(b"[", b"]", LARGEST * share) + b"}"
+    (folder / "moectl.json").write_bytes(text)
+    _sign(folder, "moectl.json")
+
+
+def _sign(folder: Path, name: str) -> None:
+    (folder / "READY").write_text(hashlib.sha256((folder / name).read_bytes()).hexdigest() + "\n")
+
+
 def _document(unit: Callable[[int], bytes], key: str, folder: Path, share: float) -> None:
     _filled(folder / DOCUMENT, b'{"%s": [' % key.encode(), unit, b"]}", LARGEST * share)
 
@@ -347,6 +363,11 @@ def _bombs() -> Iterator[Bomb]:
     yield Bomb(
         "header: long metadata", part(_metadata, lambda limit: b'{"a":"' + b"x" * int(limit - 20) + b'"}')
     )
+    for key in ("layers", "groups", "rest"):
+        for what in ("empty objects", "small numbers"):
+            yield Bomb(f"manifest: {key} of {what}", part(_manifest, "moectl.json", UNITS[what], key))
+    yield Bomb("manifest: deep", _manifest_deep)
+    yield Bomb("report: experts", part(_manifest, "moectl-report.json", UNITS["empty objects"], "experts"))
     yield Bomb("folder: a million files", part(_many_files, "%07d.txt", 1_000_000))
     yield Bomb("folder: 200,000 weight files", part(_many_files, "%07d.safetensors", 200_000))
     yield Bomb("rows: rows", part(tables.lines, tables.row_line), ROWS)

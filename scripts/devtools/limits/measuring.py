@@ -18,7 +18,8 @@ INTERVAL = 0.02
 class Measured:
     """How a program ended: its exit status (negative: the signal that ended it), cost and printed text.
 
-    `seconds` are of the clock, `busy` of the processors; `megabytes` are the peak resident memory of the
+    `seconds` are of the clock, without those in which the program was ready and other programs had the
+    processors; `busy` are of the processors; `megabytes` are the peak resident memory of the
     program alone. `stopped` says why it was killed, empty if it ended by itself.
     """
 
@@ -39,15 +40,16 @@ def measured(
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, env=dict(env)
         )
-        stopped, peak = "", 0.0
+        stopped, peak, queued = "", 0.0, 0.0
         while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
             peak = max(peak, _peak_megabytes(process.pid))
-            passed = time.monotonic() - begin
+            queued = max(queued, _queued_seconds(process.pid))
+            passed = time.monotonic() - begin - queued
             if not stopped and (passed > most_seconds or peak > most_megabytes):
                 stopped = f"{passed:.0f} s" if passed > most_seconds else f"{peak:.0f} MB"
                 process.kill()
             time.sleep(INTERVAL)
-        seconds = time.monotonic() - begin
+        seconds = time.monotonic() - begin - queued
         process.returncode = os.waitstatus_to_exitcode(ended[1])
         usage = ended[2]
         said.seek(0)
@@ -64,3 +66,11 @@ def _peak_megabytes(pid: int) -> float:
     return next(
         (int(line.split()[1]) / 1000 for line in status.splitlines() if line.startswith("VmHWM:")), 0.0
     )
+
+
+def _queued_seconds(pid: int) -> float:
+    """How long the process's main thread has waited for a processor."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0

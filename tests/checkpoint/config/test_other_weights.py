@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from moectl.checkpoint import open_checkpoint
 from moectl.checkpoint.config.other_weights import estimated_weights
 from moectl.checkpoint.source.catalogue import CatalogueEntry, model_names, read_entry
 from moectl.checkpoint.source.shards import separate_quantization
@@ -199,3 +200,14 @@ def test_modules_have_the_format_that_the_config_gives_them(name: str, gib: floa
 )
 def test_nothing_is_estimated_from_what_is_not_understood(change: dict[str, Any]) -> None:
     assert estimated_weights({**HYBRID, **change}) is None
+
+
+def test_they_are_computed_once_for_all_answers_about_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def estimated(*asked: object) -> None:
+        calls.append(asked)
+
+    monkeypatch.setattr("moectl.checkpoint.config.other_weights.estimated_weights", estimated)
+    checkpoint = open_checkpoint("openai/gpt-oss-20b", offline=True)
+    assert [checkpoint.other_weights for _ in range(3)] == [None] * 3 and len(calls) == 1

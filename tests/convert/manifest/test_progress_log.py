@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from moectl.convert.execute.convert import complete, convert
-from moectl.convert.manifest.progress_log import open_log
+from moectl.convert.manifest.progress_log import LogEntry, log_entry, log_line, open_log
 from moectl.convert.worker_partition import WorkerPartition
-from moectl.errors import Unavailable, UsageError
+from moectl.errors import CheckpointError, Unavailable, UsageError
 from support.stream_checkpoints import folder_bytes
 
 from ..conftest import plan_of
@@ -41,8 +41,10 @@ def changed(*path: str, value: Any) -> Edit:
 def edit(log: Path, kind: str, change: Edit) -> None:
     """Applies `change` to the last line about a layer, or a file of other tensors."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for line in lines:
+        del line["sha256"]
     change([line for line in lines if kind in line][-1])
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    log.write_bytes(b"".join(map(log_line, lines)))
 
 
 EDITS = {
@@ -114,3 +116,23 @@ def test_a_log_that_its_conversion_removes_meanwhile(tmp_path: Path, monkeypatch
     with pytest.raises(Unavailable, match="has just finished"):
         open_log(tmp_path, {"layout": "a"})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("entry", [{"source": "0" * 64}, {"conversion": {"layout": "\u00e9"}}])
+def test_a_flipped_bit_in_a_line_of_a_log_is_noticed_wherever_it_is(entry: dict[str, Any]) -> None:
+    line = log_line(entry)
+    assert log_entry(line, "line 2 of log") == LogEntry(**entry)
+    for position in range(8 * (len(line) - 1)):
+        flipped = bytearray(line)
+        flipped[position // 8] ^= 1 << position % 8
+        with pytest.raises(CheckpointError, match="line 2 of log"):
+            log_entry(bytes(flipped), "line 2 of log")
+
+
+def test_a_log_whose_hash_was_changed_is_refused(tmp_path: Path) -> None:
+    log = open_log(tmp_path, {"layout": "a"})
+    log.pin("0" * 64)
+    log.close()
+    log.path.write_bytes(log.path.read_bytes().replace(b"000", b"010", 1))
+    with pytest.raises(CheckpointError, match=r"line 2 of progress\.jsonl is not as it was written"):
+        open_log(tmp_path, {"layout": "a"})

@@ -50,6 +50,23 @@ def test_the_way_back_gives_every_file_of_the_source(kind: str, target: str, tmp
     assert folder_bytes(back) == before
 
 
+def test_what_differs_in_a_source_beside_its_tensors(tmp_path: Path) -> None:
+    source, out, back = CHECKPOINTS["gpt_oss"](tmp_path / "source"), tmp_path / "out", tmp_path / "back"
+    (source / "tokenizer.json").write_text("{}")
+    convert(plan_of(source), out)
+    unconvert(out, back)
+    assert verify(out, back).ok
+    (back / "tokenizer.json").write_text("[]")
+    weights = sorted(back.glob("*.safetensors"))[0]
+    save_file(load_file(weights), weights, metadata={"format": "np"})
+    assert verify(out, back).findings == (
+        f"the metadata in the header of the source's {weights.name} is not what was converted",
+        "the source's tokenizer.json is not the one that was converted",
+    )
+    (back / "tokenizer.json").unlink()
+    assert len(verify(out, back).findings) == 1
+
+
 def test_the_config_is_written_last_and_an_error_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,1 @@
+"""Readers of untrusted input, and changed inputs to break them with."""
