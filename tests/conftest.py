@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,10 +95,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
+@pytest.fixture(scope="session")
+def user_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Names for the tests' cache folders, none of which is there."""
+    folder = tmp_path_factory.mktemp("caches")
+    return (folder / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own, not made yet: what a user has measured decides no test."""
-    folder = tmp_path / "moectl-cache"
+def user_cache(user_caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, not made yet: what a user has measured decides no test.
+
+    It is not in `tmp_path`: to name a folder for a test, pytest looks through the folders of all before it.
+    """
+    folder = next(user_caches)
     monkeypatch.setenv("MOECTL_CACHE", str(folder))
     return folder
 

@@ -14,7 +14,6 @@ from devtools.transformers_recording.sample import shortened, traits
 from moectl.errors import UsageError
 
 RECORDED = Path(__file__).parents[1] / "data" / "oracle" / "transformers-5.23.0.jsonl.gz"
-KNOWN = checkpoints()
 
 
 def write(path, rows):
@@ -22,15 +21,20 @@ def write(path, rows):
     return path
 
 
-def test_every_kind_is_asked_about_on_every_device_and_no_cell_twice():
-    asked = list(cells(KNOWN, "0.18.2"))
+@pytest.fixture(scope="module")
+def known():
+    return checkpoints()
+
+
+def test_every_kind_is_asked_about_on_every_device_and_no_cell_twice(known):
+    asked = list(cells(known, "0.18.2"))
     assert len({json.dumps(cell) for cell in asked}) == len(asked)
     gpt = [cell for cell in asked if cell["checkpoint"] == "openai/gpt-oss-120b"]
     assert {cell["device"] for cell in gpt} == set(DEVICES)
     assert any("kernels" not in cell["packages"] for cell in gpt)
     assert {len(cell["packages"]) for cell in gpt} == {len(COMPLETE), len(COMPLETE) + 1}
     assert any(cell["arguments"]["dequantize"] for cell in gpt)
-    assert all("auto_map" not in row["config"] for row in KNOWN.values())
+    assert all("auto_map" not in row["config"] for row in known.values())
 
 
 def test_an_unknown_checkpoint_is_refused():

@@ -90,16 +90,20 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_compressed_tensors_reads_the_same(family: str) -> None:
+def test_compressed_tensors_reads_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own parser gives each matrix of every expert the format that the writer expects."""
     pytest.importorskip("compressed_tensors", reason=NEEDS_311)
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.lifecycle import apply
 
-    judged = 0
+    # A module has its scheme by then; scales and zero points, which follow from it, take most of the time.
+    monkeypatch.setattr(apply, "initialize_module_for_quantization", lambda *_, **__: None)
+    model, judged = modules(FAMILIES[family]), 0
     for written in configs():
         if written.family is not FAMILIES[family] or "config_groups" not in written.quantization:
             continue
-        model = modules(written.family)
+        for module in model.modules():
+            vars(module).pop("quantization_scheme", None)
         read = QuantizationConfig.model_validate(copy.deepcopy(dict(written.quantization)))
         apply_quantization_config(model, read)
         for layer in written.family.moe:

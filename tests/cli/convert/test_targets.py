@@ -40,7 +40,7 @@ def test_a_lora_adapter_is_named_as_such(tmp_path):
 
 
 def test_a_format_without_a_loader_is_announced_before_any_work(tmp_path):
-    words = ("openai/gpt-oss-120b", tmp_path / "out", "--to", "nvfp4", "--dry-run", "--offline")
+    words = ("openai/gpt-oss-20b", tmp_path / "out", "--to", "nvfp4", "--dry-run", "--offline")
     ran = moectl("convert", *words)
     assert "no engine loads gpt_oss in nvfp4" in " ".join(ran.stderr.split())
     assert "read by compressed-tensors decompress" in " ".join(ran.stdout.split())
@@ -54,15 +54,15 @@ def test_the_default_container_is_one_that_an_engine_loads_this_model_from(tmp_p
         words = (model, tmp_path / "out", "--to", "mxfp4", "--dry-run", "--offline", "--json")
         return moectl("convert", *words).document
 
-    own = planned("openai/gpt-oss-120b")
+    own = planned("openai/gpt-oss-20b")
     assert own["layout"].startswith("mxfp4 in native") and "vLLM mxfp4" in own["readers"]
     # Its fused blocks, as they are in the source.
-    assert own["tensors_out"] == own["tensors_in"] == 36 * 6
+    assert own["tensors_out"] == own["tensors_in"] == 24 * 6
     assert planned("Qwen/Qwen3-30B-A3B")["layout"].startswith("mxfp4 in compressed-tensors")
 
 
 def test_a_layout_says_that_no_engine_loads_it(tmp_path):
-    words = ("openai/gpt-oss-120b", tmp_path / "out", "--to", "cutlass-sm100", "--dry-run", "--offline")
+    words = ("openai/gpt-oss-20b", tmp_path / "out", "--to", "cutlass-sm100", "--dry-run", "--offline")
     ran = moectl("convert", *words)
     told, shown = " ".join(ran.stderr.split()), " ".join(ran.stdout.split())
     assert "no serving engine loads this directory as it is; it is for moectl (run, bench" in told
@@ -70,7 +70,7 @@ def test_a_layout_says_that_no_engine_loads_it(tmp_path):
 
 
 def test_explain_proposes_a_conversion_only_where_it_is_loaded():
-    loaded = ("gpt-oss-120b", "--gpu", "h100")
+    loaded = ("gpt-oss-20b", "--gpu", "h100")
     for words, advised in (
         ((*loaded, "--policy", "vllm-0.33.0"), True),
         ((*loaded, "--policy", "moectl"), True),

@@ -116,10 +116,13 @@ def test_decisions_without_rules_are_counted_and_not_compared() -> None:
 
 @pytest.mark.parametrize(("newer", "older"), list(pairwise(WHOLE)))
 def test_the_next_release_would_fail_on_the_recording_of_the_one_before(newer, older) -> None:
-    records = list(read_decisions(OLDER[older.version]))
-    report = compare(records, read_grid(), newer.policy)
-    fields = {found.field for found in report.disagreements}
-    assert {"selected", "experts_cls", "rejected"} <= fields
+    records, grid = list(read_decisions(OLDER[older.version])), read_grid()
+    missing = {"selected", "experts_cls", "rejected"}
+    for share in (records[start::8] for start in range(8)):
+        missing -= {found.field for found in compare(share, grid, newer.policy).disagreements}
+        if not missing:
+            break
+    assert not missing
 
 
 def test_releases_share_what_did_not_change() -> None:
