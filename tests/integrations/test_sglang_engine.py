@@ -42,7 +42,7 @@ def plugged(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(plugged):
-    """Starts SGLang's engine with the torch backend, the only one that runs on a CPU; the finished process."""
+    """Starts SGLang's engine with moectl's torch backend, which runs on a CPU; the finished process."""
 
     def started(model: Path, options: dict, *steps: str) -> subprocess.CompletedProcess[str]:
         machine = ROOT / "tests" / "support" / "sglang_machine"

@@ -1,7 +1,7 @@
 """In place of SGLang's compiled kernels, which exist for GPUs and for CPUs with AMX: two operators in torch.
 
-On a CPU, SGLang serves gpt-oss with the attention backend ``intel_amx`` alone; its two operators are here. Any
-other kernel can be imported and says, when it is called, that it is missing: nothing else is stood in for.
+On a CPU, SGLang serves gpt-oss with the attention backend ``intel_amx`` alone; its two operators are here.
+Any other kernel can be imported, and says that it is missing when it is called.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 _LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
 _LIBRARY.define(
     "extend_attention_cpu(Tensor q, Tensor? k, Tensor? v, Tensor(a!) o, Tensor keys, Tensor values, "
-    "float k_scale, float v_scale, Tensor tokens, Tensor rows, Tensor lengths, Tensor new, Tensor starts, int longest, "
-    "float scaling, float cap, bool cross, int window, Tensor? encoder_lengths, Tensor? sinks, Tensor? tree, "
+    "float k_scale, float v_scale, Tensor tokens, Tensor rows, Tensor lengths, Tensor new, Tensor starts, "
+    "int longest, float scaling, float cap, bool cross, int window, Tensor? encoder_lengths, Tensor? sinks, Tensor? tree, "
     "bool causal) -> ()"
 )
 _LIBRARY.define(
