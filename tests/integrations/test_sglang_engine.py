@@ -12,9 +12,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import moectl
 from support import whole_models
+from support.sglang_generate import PROMPT
 
 ENGINE = os.environ.get("MOECTL_TEST_SGLANG_PYTHON", "")
 ROOT = Path(__file__).parents[2]
@@ -114,9 +116,28 @@ def test_dummy_weights_read_nothing_of_the_checkpoint(qwen3, generate):
     assert len(dummy["tokens"]) == len(want["tokens"]) and dummy["tokens"] != want["tokens"]
 
 
-def test_gpt_oss_published_and_converted(generate, tmp_path):
+def of_transformers(folder: Path, prompt: list[int]) -> dict:
+    """The greedy tokens of transformers' own model and their log-probabilities."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
+    told: dict = {"tokens": [], "scores": []}
+    with torch.no_grad():
+        for _ in range(12):
+            scores = model(torch.tensor([prompt + told["tokens"]])).logits[0, -1].float().log_softmax(-1)
+            told["tokens"].append(int(scores.argmax()))
+            told["scores"].append(float(scores.max()))
+    return told
+
+
+def test_gpt_oss_gives_the_tokens_of_transformers(generate, tmp_path):
     model = whole_models.gpt_oss(tmp_path / "model")
     want = generate(model, MOECTL | SINKS)
+    moectl.convert(model, tmp_path / "bf16", "bf16")
+    reference = of_transformers(tmp_path / "bf16", PROMPT)
+    assert want["tokens"][:6] == reference["tokens"][:6]
+    assert want["scores"][:6] == pytest.approx(reference["scores"][:6], abs=0.05)
     moectl.convert(model, tmp_path / "prepared", "moectl")
     assert near(generate(tmp_path / "prepared", SINKS), want, 0)
 

@@ -13,8 +13,6 @@ import os
 import sys
 from typing import Any
 
-os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-
 PROMPT = [1, 5, 9, 77, 300, 42, 8, 19, 250, 401]
 DEFAULTS = {
     "device": "cpu",
@@ -31,10 +29,16 @@ DEFAULTS = {
 
 
 def main() -> None:
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     import sglang
 
     model, options, *steps = sys.argv[1:]
-    engine = sglang.Engine(model_path=model, **{**DEFAULTS, **json.loads(options)})
+    given = {**DEFAULTS, **json.loads(options)}
+    # SGLang wants a memory node for each rank, or to be told each rank's cores.
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = (str(cores[rank % len(cores)]) for rank in range(given.get("tp_size", 1)))
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(ranks)
+    engine = sglang.Engine(model_path=model, **given)
     asked = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
     answer = engine.generate(input_ids=PROMPT, sampling_params=asked, return_logprob=True)
     scores = [row[0] for row in answer["meta_info"]["output_token_logprobs"]]

@@ -16,7 +16,8 @@ _LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
 _LIBRARY.define(
     "extend_attention_cpu(Tensor q, Tensor? k, Tensor? v, Tensor(a!) o, Tensor keys, Tensor values, "
     "float k_scale, float v_scale, Tensor tokens, Tensor rows, Tensor lengths, Tensor new, Tensor starts, "
-    "int longest, float scaling, float cap, bool cross, int window, Tensor? encoder_lengths, Tensor? sinks, Tensor? tree, "
+    "int longest, float scaling, float cap, bool cross, "
+    "int window, Tensor? encoder_lengths, Tensor? sinks, Tensor? tree, "
     "bool causal) -> ()"
 )
 _LIBRARY.define(
