@@ -70,12 +70,6 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / CONFIG).write_text(json.dumps(config))
 
 
-def plain_model(folder: Path) -> None:
-    """The model of the bombs alone, in a new folder."""
-    folder.mkdir()
-    _write_config(folder, _model())
-
-
 def _filled(path: Path, before: bytes, unit: Callable[[int], bytes], after: bytes, limit: float) -> None:
     """``before``, as many units as `limit` bytes hold, separated by commas, and ``after``."""
     with path.open("wb") as file:
