@@ -1,9 +1,8 @@
 """Greedy tokens of a whole model in SGLang's real engine on a CPU, as one JSON object.
 
-usage: sglang_generate.py MODEL OPTIONS [STEP]
+usage: sglang_generate.py MODEL OPTIONS
 
-OPTIONS is a JSON object of arguments of ``sglang.Engine``. `scores` are the tokens' log-probabilities. The
-step ``reload`` calls `update_weights_from_disk` after the tokens and tells its answer.
+OPTIONS is a JSON object of arguments of ``sglang.Engine``. `scores` are the tokens' log-probabilities.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def main() -> None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     import sglang
 
-    model, options, *steps = sys.argv[1:]
+    model, options = sys.argv[1:]
     given = {**DEFAULTS, **json.loads(options)}
     # SGLang wants a memory node for each rank, or to be told each rank's cores.
     cores = sorted(os.sched_getaffinity(0))
@@ -43,8 +42,6 @@ def main() -> None:
     answer = engine.generate(input_ids=PROMPT, sampling_params=asked, return_logprob=True)
     scores = [row[0] for row in answer["meta_info"]["output_token_logprobs"]]
     told: dict[str, Any] = {"tokens": answer["output_ids"], "scores": scores}
-    if steps == ["reload"]:
-        told["reload"] = engine.update_weights_from_disk(model)
     print(json.dumps(told), flush=True)
     engine.shutdown()
 
