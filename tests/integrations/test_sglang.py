@@ -136,9 +136,14 @@ def test_a_directory_of_another_deployment_is_refused(converted):
         loaded(converted / "tp")
 
 
-def test_the_scaling_factor_of_routed_experts_is_the_runners(tiny_gpt_oss):
+@pytest.mark.parametrize(("platform", "scale"), [(["cuda"], 2.5), ([], 1.0)])
+def test_the_scaling_factor_of_routed_experts_is_the_runners_on_cuda(
+    tiny_gpt_oss, monkeypatch, platform, scale
+):
+    """Elsewhere SGLang's models apply it."""
+    monkeypatch.setattr(stubs, "PLATFORM", platform)
     model = loaded(tiny_gpt_oss, lambda quantization: Model(quantization, routed_scaling_factor=2.5))
-    assert torch.equal(run(model.experts[0]), wanted(tiny_gpt_oss, scale=2.5))
+    assert torch.equal(run(model.experts[0]), wanted(tiny_gpt_oss, scale=scale))
 
 
 def test_routing_that_sglang_left_to_the_runner_is_done_by_sglang(tiny_gpt_oss):

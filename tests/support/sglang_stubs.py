@@ -380,6 +380,13 @@ def _hooked(real: Any, hook: Any, kind: HookType) -> Any:
 
 
 LAYERS = "sglang.srt.layers"
+def is_cuda() -> bool:
+    """SGLang asks torch; a test says what it answers in `PLATFORM`."""
+    return bool(PLATFORM)
+
+
+PLATFORM = ["cuda"]
+
 MODULES: dict[str, tuple[Any, ...]] = {
     "sglang.srt.configs.shared_experts": (SharedExpertsConfig,),
     f"{LAYERS}.linear": (LinearBase,),
@@ -395,6 +402,7 @@ MODULES: dict[str, tuple[Any, ...]] = {
     ),
     f"{LAYERS}.quantization.base_config": (FusedMoEMethodBase, QuantizationConfig, QuantizeMethodBase),
     f"{LAYERS}.quantization.unquant": (UnquantizedLinearMethod,),
+    "sglang.srt.utils.common": (is_cuda,),
     "sglang.srt.model_loader.loader": (_get_quantization_config, _initialize_model),
     "sglang.srt.plugins.hook_registry": (HookRegistry, HookType),
     "sglang.srt.runtime_context": (get_parallel, get_server_args),

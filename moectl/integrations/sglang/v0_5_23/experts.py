@@ -12,6 +12,7 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.layers.moe.utils import MoeRunnerBackendLike, resolve_moe_runner_backend
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
+from sglang.srt.utils.common import is_cuda
 from torch import Tensor
 
 from ....convert.rank_slice import RankShard
@@ -142,7 +143,8 @@ class SglangRunnerCore(DispatchMoeRunnerCore):
             what = "LoRA on experts" if hooks is not None else f"routing in the form {routed.format.name}"
             raise NoBackend(f"moectl's experts in SGLang do not support {what}")
         weights = routed.topk_weights.float()
-        if runner_config.routed_scaling_factor not in (None, 1.0):
+        # Elsewhere SGLang's models multiply the sum, as its own runners do not.
+        if is_cuda() and runner_config.routed_scaling_factor not in (None, 1.0):
             weights = weights * runner_config.routed_scaling_factor
         return StandardCombineInput(
             experts_sum(quant_info.kernel, dispatch_output.hidden_states, routed.topk_ids, weights)
