@@ -52,6 +52,7 @@ NOT_CHANGED = {
     "convert/portable/portable_plan.py _quantizer_words": HASHED,
     "convert/restore/unconvert.py _write_documents": HASHED,
     "convert/restore/verify.py __init__": HASHED,
+    "convert/restore/verify.py compare_files": HASHED,
     "environment/host.py _container": MACHINE,
     "environment/python_environments.py _settings": MACHINE,
     "environment/python_environments.py _with_linked": MACHINE,

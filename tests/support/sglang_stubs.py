@@ -380,6 +380,8 @@ def _hooked(real: Any, hook: Any, kind: HookType) -> Any:
 
 
 LAYERS = "sglang.srt.layers"
+
+
 def is_cuda() -> bool:
     """SGLang asks torch; a test says what it answers in `PLATFORM`."""
     return bool(PLATFORM)

@@ -26,9 +26,8 @@ def expert_counts(experts: int, top_k: int, tokens: int) -> tuple[tuple[int, ...
         steps = [8 * i / (POINTS - 1) - 4 for i in range(POINTS)]
         weights = [math.exp(-step * step / 2) for step in steps]
         total = sum(weights)
-        sampled = [(round(mean + deviation * x), w / total) for x, w in zip(steps, weights, strict=True)]
-        kept = [(count, chance) for count, chance in sampled if count > 0]
-        return tuple(count for count, _ in kept), tuple(chance for _, chance in kept)
+        counts = tuple(min(tokens, round(mean + deviation * step)) for step in steps)
+        return counts, tuple(weight / total for weight in weights)
     chance, chances = (1 - share) ** tokens, []
     for count in range(1, min(tokens, POINTS) + 1):
         chance *= (tokens - count + 1) / count * share / (1 - share)

@@ -73,7 +73,7 @@ class Plan(NamedTuple):
     Attributes:
         most: largest number of tokens of each range, in ascending order.
         launches: the launch of each range, and of more tokens.
-        us: predicted microseconds at the largest number of tokens of each range.
+        us: predicted microseconds at the last of `SIZES` of each range.
     """
 
     most: tuple[int, ...]

@@ -25,8 +25,7 @@ class StreamShape:
         blocks: blocks of 16 rows per warp.
         depth: tiles that a warp keeps in flight, a power of two.
         tiles: row tiles that a program computes one after the other, without reading the tokens again; more
-            than
-            1 require row tiles of a multiple of 64 rows.
+            than 1 require row tiles of a multiple of 64 rows.
     """
 
     columns: int
@@ -57,9 +56,9 @@ class StreamTile:
         planned: 1 to gather the assignments of each expert first; 0 to run each assignment alone (`tokens`
             1).
         columns, rows, blocks, depth, tiles: `StreamShape` of the first GEMM; with suffix 2, of the second.
-        split: programs that share the second GEMM's reduction. fused: 1 for both GEMMs in one launch, which
-        requires a plan, the same number of warps in both GEMMs, and
-            no split.
+        split: programs that share the second GEMM's reduction.
+        fused: 1 for both GEMMs in one launch, which requires a plan, the same number of warps in both GEMMs,
+            and no split.
     """
 
     tokens: int

@@ -199,8 +199,9 @@ def _tensor_files(work: Path, seeds: Sequence[bytes]) -> Iterator[Reader]:
         "weights": {"dtype": "F32", "shape": [2, 4], "data_offsets": [64, 96]},
     }
     activations = {"x": {"dtype": "F32", "shape": [4, 8], "data_offsets": [0, 128]}}
-    made = ((dump, 32), (trace, 96), (activations, 128))
-    more = [packed(json.dumps(header).encode(), size) for header, size in made]
+
+    def file(header: dict[str, Any], size: int) -> bytes:
+        return packed(json.dumps(header).encode(), size)
 
     def calibrate() -> None:
         calibration = Calibration(path)
@@ -212,17 +213,22 @@ def _tensor_files(work: Path, seeds: Sequence[bytes]) -> Iterator[Reader]:
         found = dumped(path)
         compared(found, found)
 
-    for name, call in {
-        "run --input": lambda: load_tensors(path, "the input"),
-        "bench --routing": lambda: read_trace(path, problem),
-        "convert --calibration": calibrate,
-        "parity": compare,
-    }.items():
+    for name, good, call in (
+        ("run --input", file(trace, 96), lambda: load_tensors(path, "the input")),
+        ("bench --routing", file(trace, 96), lambda: read_trace(path, problem)),
+        ("convert --calibration", file(activations, 128), calibrate),
+        ("parity", file(dump, 32), compare),
+    ):
 
         def read(data: bytes, call: Any = call) -> str:
             path.write_bytes(data)
             return function(call)
 
         yield Reader(
-            f"tensors, {name}", [*seeds, *more], read, share=6, change=changed_header, split=split_header
+            f"tensors, {name}",
+            [*[good] * len(seeds), *seeds],
+            read,
+            share=6,
+            change=changed_header,
+            split=split_header,
         )
