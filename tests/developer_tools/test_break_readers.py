@@ -50,6 +50,7 @@ NOT_CHANGED = {
     "convert/manifest/checked_files.py refuse_changed": HASHED,
     "convert/manifest/manifest.py load_layer": "maps a file whose header `open_layer` has read",
     "convert/portable/portable_plan.py _quantizer_words": HASHED,
+    "convert/quantize/calibration.py tokens": "reads numbers of a file whose header `Calibration` has read",
     "convert/restore/unconvert.py _write_documents": HASHED,
     "convert/restore/verify.py __init__": HASHED,
     "convert/restore/verify.py compare_files": HASHED,
