@@ -271,6 +271,9 @@ def test_new_weights_are_refused_while_it_serves(tiny_gpt_oss, converted, kind):
     model = loaded(folder)
     with pytest.raises(MoectlError, match="take no new weights while SGLang serves"):
         model.load_weights([("model.norm.weight", None)])
+    # What SGLang answers with before it touches any weight.
+    said = model.experts[0]._derived_weight_cache_error
+    assert said.startswith("moectl's experts take no new weights while SGLang serves: start the server again")
     with pytest.raises(MoectlError, match="take no new weights while SGLang serves"):
         model.experts[0].quant_method.process_weights_after_loading(model.experts[0])
 

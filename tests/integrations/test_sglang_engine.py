@@ -96,6 +96,19 @@ def test_a_converted_directory_gives_the_same_tokens(qwen3, generate, tmp_path):
     assert near(generate(tmp_path / "prepared", {}), want, 0)
 
 
+def test_new_weights_are_refused_and_it_goes_on_serving(qwen3):
+    _, got = qwen3
+    taken, message = got["update"]
+    assert not taken and message.startswith("moectl's experts take no new weights while SGLang serves")
+    assert got["again"] == got["tokens"]
+
+
+def test_scaled_routing_and_shared_experts_give_the_tokens_of_sglangs_own(generate, tmp_path):
+    """GLM-4.5's: sigmoid scores, a factor on their sum, a shared expert beside the routed ones."""
+    model = whole_models.glm(tmp_path / "model")
+    assert near(generate(model, MOECTL), generate(model, {}))
+
+
 @pytest.mark.parametrize("experts", (1, 2))
 def test_two_ranks_give_the_same_tokens(qwen3, generate, experts):
     model, want = qwen3

@@ -42,6 +42,10 @@ def main() -> None:
     answer = engine.generate(input_ids=PROMPT, sampling_params=asked, return_logprob=True)
     scores = [row[0] for row in answer["meta_info"]["output_token_logprobs"]]
     told: dict[str, Any] = {"tokens": answer["output_ids"], "scores": scores}
+    if given.get("quantization") == "moectl":
+        told["update"] = engine.update_weights_from_disk(model)[:2]
+        again = engine.generate(input_ids=PROMPT, sampling_params=asked)
+        told["again"] = again["output_ids"]
     print(json.dumps(told), flush=True)
     engine.shutdown()
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from .quantization import SglangQuantization
 
 
+NO_NEW_WEIGHTS = "take no new weights while SGLang serves"
+
+
 class SglangMoEMethod(FusedMoEMethodBase):
     """Has SGLang allocate and load nothing for the experts, and puts moectl's there when loading is over."""
 
@@ -69,7 +72,7 @@ class SglangMoEMethod(FusedMoEMethodBase):
             )
         if self.kernel is not None:
             raise UsageError(
-                f"moectl's experts of layer {self.number} take no new weights while SGLang serves",
+                f"moectl's experts of layer {self.number} {NO_NEW_WEIGHTS}",
                 hint="start the server again with the new checkpoint",
             )
         prepared = quantization.experts.prepared(
@@ -84,6 +87,10 @@ class SglangMoEMethod(FusedMoEMethodBase):
             parameter = torch.nn.Parameter(tensor, requires_grad=False)
             layer.register_parameter(output_name("", role), parameter)
             weights[role] = parameter.data
+        # SGLang asks every module for this before it changes weights, and answers with it.
+        layer._derived_weight_cache_error = (
+            f"moectl's experts {NO_NEW_WEIGHTS}: start the server again with the new checkpoint"
+        )
         self.kernel = share_kernel(replace(prepared, weights=weights))
         quantization.loaded = True
 
