@@ -255,6 +255,30 @@ def refuse_empty(context: typer.Context) -> None:
         previous = text
 
 
+def refuse_contradictions(context: typer.Context) -> None:
+    """Raises UsageError for two spellings of one option with different values, of which the last would count.
+
+    One spelling may be repeated, as scripts do with defaults of theirs.
+    """
+    options = [param for param in context.command.params if param.param_type_name == "option"]
+    single = [
+        it for it in options if not getattr(it, "is_flag", False) and not getattr(it, "multiple", False)
+    ]
+    owners = {name: param for param in single for name in param.opts}
+    stated: dict[str, dict[str, str]] = {}
+    typed = context.meta[TYPED]
+    for text, following in zip(typed, [*typed, ""][1:], strict=True):
+        if text == "--":
+            return
+        name, equals, value = text.partition("=")
+        if name in owners:
+            stated.setdefault(str(owners[name].name), {})[name] = value if equals else following
+    for spellings in stated.values():
+        if len(set(spellings.values())) > 1:
+            words = " and ".join(f"{name} {shown(value)}" for name, value in spellings.items())
+            raise UsageError(f"{words} are one option with different values", hint="give it once")
+
+
 def pick(value: str, known: Iterable[str], what: str) -> str:
     """`value` as spelled in `known`, ignoring case and dashes.
 
@@ -299,6 +323,7 @@ def framed(name: str) -> Callable[[Command], Command]:
             out = Output(name, as_json=json, quiet=quiet)
             try:
                 refuse_empty(context)
+                refuse_contradictions(context)
                 out.color = pick(color, COLORS, "choice of --color")
                 if CONTEXT.name in signature:
                     kwargs[CONTEXT.name] = context

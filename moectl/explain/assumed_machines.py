@@ -74,7 +74,7 @@ def machine(
     if assumed:
         spec = default_profile(device.platform, engine)
         notes.append(
-            f"assuming {engine.title}'s default packages (--packages {INSTALLED} detects yours)"
+            f"assuming the default packages of {engine.title} (--packages {INSTALLED} detects yours)"
             if name
             else f"{engine.title} is not installed in this environment: its default packages (profile "
             f"{spec}) are assumed; --packages {INSTALLED} detects, --python PATH looks elsewhere"

@@ -15,6 +15,7 @@ from ..oracle.registry import policy_named
 from ..oracle.select import decide
 from ..oracle.selection_inputs import SelectionInputs
 from ..oracle.verdict_sentences import sentence
+from .decision_words import reason_words
 from .proposed_changes import (
     ProposedChange,
     new_devices,
@@ -166,6 +167,8 @@ class _Search:
                 name not in nearest
             ):
                 nearest[name] = candidate
+        if not nearest and self.answers and instead:
+            yield self.name, f"is not tried: {instead} is the choice ({reason_words(first)})"
         failing = {name: {v.question for v in candidate.failed} for name, candidate in nearest.items()}
         for name, candidate in nearest.items():
             if any(questions < failing[name] for questions in failing.values()):

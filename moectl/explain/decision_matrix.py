@@ -19,7 +19,7 @@ from ..problem.other_weights import OtherWeights
 from .answer_rows import answer_row
 from .assumed_machines import AssumedMachine
 from .assumptions import assume
-from .explanation import GroupExplanation, Question, checkpoint_json, explained, memory_with
+from .explanation import Explanation, GroupExplanation, Question, checkpoint_json, explained, memory_with
 from .rank_memory import RankMemory
 
 
@@ -87,6 +87,18 @@ class DecisionMatrix:
     def columns(self) -> int:
         """Machines times deployments: every so many cells belong to one of them."""
         return len(self.machines) * len(self.parallels)
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """The answers of a matrix of one machine and one deployment; None where a layer group is refused."""
+        answers = tuple(cell.answer for cell in self.cells if cell.answer)
+        if len(answers) < len(self.cells):
+            return None
+        (machine,), (parallel,) = self.machines, self.parallels
+        policy = self.question.policy.name
+        return Explanation(
+            self.origin, machine.device, machine.packages, parallel, policy, answers, self.other_weights
+        )
 
     @cached_property
     def memories(self) -> tuple[RankMemory | None, ...]:

@@ -46,7 +46,8 @@ def packages_from(
         >>> packages_from("flashinfer=0.1.0").has("flashinfer")
         False
     """
-    profiles = profile_engine(engine or engine_named()).profiles()
+    owner = profile_engine(engine or engine_named())
+    profiles = owner.profiles()
     versions: dict[str, str] = {}
     missing: set[str] = set()
     switches: dict[str, str] = {}
@@ -70,7 +71,8 @@ def packages_from(
         if name not in probes and name not in TOOLS:
             raise UsageError(
                 f"there is no package or profile {name!r} for --packages",
-                hint=f"Packages: {', '.join((*probes, *TOOLS))}. Profiles: {', '.join(profiles)}.",
+                hint=f"Packages: {', '.join((*probes, *TOOLS))}. Profiles of {owner.title}: "
+                f"{', '.join(profiles)}; none is no package.",
             )
         if version and not version[0].isdigit():
             raise UsageError(

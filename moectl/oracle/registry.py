@@ -127,7 +127,13 @@ def _release(family: str, version: str) -> Engine:
     releases = [row for row in known if row.family == family]
     if not releases:
         pinned = ", ".join(dict.fromkeys(row.family for row in known))
-        raise UsageError(f"there are no releases of {family!r}; known are those of {pinned}")
+        unversioned = family == "all" or any(row.family == family for row in ENGINES.known())
+        raise UsageError(
+            f"there are no releases of {family!r}; known are those of {pinned}",
+            hint=f"name {family} without a release"
+            if unversioned
+            else f"name one of these, such as {known[0].family}",
+        )
     wanted, title = release_numbers(version), releases[0].title
     if not wanted:
         raise UsageError(
@@ -136,10 +142,11 @@ def _release(family: str, version: str) -> Engine:
     for row in releases:
         if release_numbers(row.version) <= wanted:
             return ENGINES[row.name]
+    newest, oldest = releases[0].version, releases[-1].version
+    others = f", or another release from {oldest} on" if len(releases) > 1 else ""
     raise UsageError(
-        f"moectl has no rules for {title} {version}: the oldest release that it knows is "
-        f"{releases[-1].version}",
-        hint=f"name {family}=={releases[0].version}, or another release from {releases[-1].version} on",
+        f"moectl has no rules for {title} {version}: the oldest release that it knows is {oldest}",
+        hint=f"name {family}=={newest}{others}",
     )
 
 

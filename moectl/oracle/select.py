@@ -149,12 +149,20 @@ def _by_time(
     return replace(found, chosen=next(c for c in usable if c.backend.name == ranking.best)), ranking
 
 
+_DEVICES = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "xpu": "Intel GPUs", "cpu": "CPUs", "tpu": "TPUs"}
+"""By platform."""
+
+
+def _devices(platform: str) -> str:
+    return _DEVICES.get(platform, f"{platform} devices")
+
+
 def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:
     """The first route of `policy` for the problem."""
     problem, device = inputs.problem, inputs.device
     scheme = problem.scheme
-    not_covered = f"the rules of {versioned(policy.name)} do not cover {device.platform} devices"
-    hint = f"name a device of {', '.join(sorted(policy.platforms))} with --gpu"
+    not_covered = f"the rules of {versioned(policy.name)} do not cover {_devices(device.platform)}"
+    hint = f"ask about {' or '.join(map(_devices, sorted(policy.platforms)))} with --gpu"
     if device.platform not in policy.platforms:
         raise OutOfScope(not_covered, hint=hint)
     for route in policy.routes:
@@ -165,10 +173,10 @@ def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:
             and (route.when is None or route.when.holds(_ask(inputs, policy, route, name)))
         ):
             if not route.covers.allows(device.platform):
-                covered = ", ".join(p for p in sorted(policy.platforms) if route.covers.allows(p))
+                covered = " or ".join(_devices(p) for p in sorted(policy.platforms) if route.covers.allows(p))
                 raise OutOfScope(
                     f"{not_covered} with {route.name}: their plug-in has its own",
-                    hint=f"name a device of {covered} with --gpu",
+                    hint=f"ask about {covered} with --gpu",
                 )
             return route
     raise OutOfScope(

@@ -103,9 +103,12 @@ def predicate(verdict: Verdict) -> str:
         >>> predicate(Verdict("order", "policy", "in the automatic order", "only by name", False))
         'is used only by name'
     """
+    said = sentence(verdict)
+    if said.startswith(f"{verdict.question}: "):
+        return f"is ruled out by {said}"
     if verdict.question != "order":
-        return sentence(verdict)
-    return f"is {'used ' if verdict.offered.startswith('only ') else ''}{sentence(verdict)}"
+        return said
+    return f"is {'used ' if verdict.offered.startswith('only ') else ''}{said}"
 
 
 def _template(question: str, wanted: str, offered: str) -> str:

@@ -95,7 +95,7 @@ def test_why_spells_its_command_line() -> None:
     answers = explain(*off, "--why", "quick")["why"][0]["answers"]
     texts = [change["text"] for answer in answers for change in answer["changes"]]
     assert "set ACME_QUICK=1" in texts
-    assert "--policy acme" in answers[0]["command"] and "ACME_QUICK=1" in answers[0]["command"]
+    assert "--engine acme" in answers[0]["command"] and "ACME_QUICK=1" in answers[0]["command"]
     texts = [
         change["text"]
         for answer in explain("--why", "steady")["why"][0]["answers"]

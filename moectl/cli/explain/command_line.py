@@ -41,7 +41,7 @@ class ExplainCommand:
             "--backend": question.backend or ABSENT,
             "--allow-fallback": "" if question.allow_fallback else ABSENT,
             **{f"--assume {key}": f"{key}={value}" for key, value in question.assumptions.items()},
-            "--policy": self.policy or ABSENT,
+            "--engine": self.policy or ABSENT,
             **dict(self.stated),
         }
 

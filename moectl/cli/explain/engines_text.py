@@ -17,9 +17,11 @@ from .text import lacking, next_higher
 
 NONE = "none"
 
+MORE = "-v: every candidate; --engine NAME: one in full"
 
-def engine_blocks(answers: Sequence[DecisionMatrix]) -> Iterator[Block]:
-    """The checkpoint and deployment, and a line for each engine."""
+
+def engine_blocks(answers: Sequence[DecisionMatrix], alone: bool = True) -> Iterator[Block]:
+    """The checkpoint and deployment, and a line for each engine; `alone`: nothing follows."""
     first = answers[0]
     (machine,), (parallel,) = first.machines, first.parallels
     head = (first.origin.name, deployment_words(parallel, machine.device), "every engine")
@@ -30,6 +32,8 @@ def engine_blocks(answers: Sequence[DecisionMatrix]) -> Iterator[Block]:
         rows.append((engine, _answer(answer)))
         tones[engine] = "good" if all(cell.usable for cell in answer.cells) else "wrong"
     yield LabelledValues(tuple(rows), tones=tones)
+    if alone:
+        yield LabelledValues((("more", MORE),), tones={"more": "dim"})
 
 
 def engine_lines(answers: Sequence[DecisionMatrix]) -> list[str]:

@@ -175,7 +175,11 @@ class AnswerOutput:
             "rows": [row for matrix in matrices for row in matrix.rows()],
             "engines": engines_document(matrices),
         }
-        self.show(document, engine_blocks(matrices), engine_lines(matrices))
+        blocks = [*engine_blocks(matrices, alone=not self.verbose)]
+        if self.verbose:
+            for explanation in filter(None, (matrix.explanation for matrix in matrices)):
+                blocks += [*summary_blocks(explanation, alone=False), *sections(explanation)]
+        self.show(document, blocks, engine_lines(matrices))
         passed = all(it.clean for it in matrices) if self.strict else document["usable"]
         return ExitCode.DONE if passed else ExitCode.FOUND
 

@@ -25,10 +25,12 @@ def release_blocks(
     if not decisions:
         return
     if not changes:
-        yield TextLine(f"Every one of {count(decisions, 'decision')} is the same.", strong=True)
+        same = "The decision is" if decisions == 1 else f"All {decisions} decisions are"
+        yield TextLine(f"{same} the same.", strong=True)
         return
     verb = "differs" if len(changes) == 1 else "differ"
-    yield TextLine(f"{len(changes)} of {count(decisions, 'decision')} {verb}.", strong=True)
+    some = f"{len(changes)} of {decisions} decisions" if decisions > 1 else "The decision"
+    yield TextLine(f"{some} {verb}.", strong=True)
     yield Listing(tuple(map(_entry, change_groups(changes))))
 
 

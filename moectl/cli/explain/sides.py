@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...environment.packages import INSTALLED
 from ...explain.assumed_machines import AssumedMachine
 from ...explain.decision_matrix import DecisionMatrix, matrix
 from ...explain.explanation import Question
@@ -59,7 +60,9 @@ def assumptions_of(sides: Iterable[Side]) -> list[str]:
     assumed = [side.engine.title for side in named if any(machine.assumed for machine in side.machines)]
     *others, last = dict.fromkeys(assumed) if assumed else ("",)
     titles = " and ".join([", ".join(others), last] if others else [last])
-    notes = [f"assuming the default packages of {titles}"] if last else []
+    notes = (
+        [f"assuming the default packages of {titles} (--packages {INSTALLED} detects yours)"] if last else []
+    )
     machines = [machine for side in sides for machine in side.machines]
     notes += [note for machine in machines if not machine.assumed for note in machine.notes]
     return list(dict.fromkeys(notes))

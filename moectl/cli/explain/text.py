@@ -11,7 +11,7 @@ from ...explain.explanation_diff import ChoiceCause, ExplanationDiff, GroupDiffe
 from ...oracle.backend import UNTRIED
 from ...oracle.checks import Verdict
 from ...oracle.decision import Candidate, Decision
-from ...oracle.verdict_sentences import reasons, sentence
+from ...oracle.verdict_sentences import predicate, reasons, sentence
 from ...problem.layer_ranges import ranges
 from ..output import count, gib
 from ..text_blocks import Block, Heading, LabelledValues, Listing, ListingEntry, TextLine
@@ -164,7 +164,7 @@ def _group_answers(command: ExplainCommand, why: Counterfactuals) -> Iterator[Bl
             yield TextLine(f"{why.reason[0].upper()}{why.reason[1:]}.")
         yield Listing(
             tuple(
-                ListingEntry("", candidate.variant.experts, (("because", f"it {sentence(verdict)}"),))
+                ListingEntry("", candidate.variant.experts, (("because", f"it {predicate(verdict)}"),))
                 for candidate, verdict in why.remaining
             )
         )

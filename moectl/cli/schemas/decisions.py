@@ -217,7 +217,9 @@ def _row() -> Schema:
             "experts": said(OPTIONAL_STRING, "The engine's class of experts."),
             "monolithic": said(nullable(BOOLEAN), "Routing is fused in the kernel."),
             "because": said(STRING, "The one reason for the choice, or for none."),
-            "remark": said(OPTIONAL_STRING, "The footnote in a table: a fallback, shards not aligned."),
+            "remark": said(
+                OPTIONAL_STRING, "The footnote in a table: a fallback, shards not aligned, a failure to come."
+            ),
             **SIZES,
             "gates": said(STRINGS, "Refusals before any backend is checked."),
             "error": said(OPTIONAL_STRING, "Why nothing is chosen, or what fails after the choice."),

@@ -201,4 +201,4 @@ def test_a_format_without_rules_is_no_wrong_usage(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = moectl("explain", tmp_path / "config.json", "--gpu", "tpu", code=1)
-    assert "do not cover tpu devices with native MXFP4" in done.stderr
+    assert "do not cover TPUs with native MXFP4" in done.stderr

@@ -44,7 +44,7 @@ def test_quiet_is_a_line_for_each_change_and_nothing_is_said_of_none():
     done = explain(NVFP4, *SHORT, "--gpu", "h100", "-q", code=1)
     assert done.stdout == f"{NVFP4}\tNVIDIA H100 80GB HBM3\tTP 1\tmarlin\thumming\n"
     done = explain(BF16, *BETWEEN, "--gpu", "h100")
-    assert "Every one of 1 decision is the same." in done.words
+    assert "The decision is the same." in done.words
 
 
 def test_a_decision_that_only_one_release_makes_says_why():

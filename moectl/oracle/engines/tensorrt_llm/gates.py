@@ -22,13 +22,14 @@ CODES = {
 
 def quantization(algorithm: str, supported: Collection[str]) -> BackendRule:
     """The experts' quantization is one of those `supported`."""
+    *others, last = supported
     return BackendRule(
         question="quantization",
         group="scheme",
         code="quant_unsupported",
         holds=lambda ask: algorithm in supported,
         wanted=lambda ask: algorithm or f"{ask.problem.storage}, which is not read",
-        offered=" or ".join(supported),
+        offered=f"{', '.join(others)} or {last}" if others else last,
     )
 
 

@@ -193,8 +193,8 @@ _UNREAD = LateFailure(
     "weights",
     lambda ask, chosen: chosen is not None,
     lambda ask, chosen: (
-        "transformers does not read the experts: GPTQModel replaces linear layers, and experts are none; "
-        "their weights stay random, and a warning lists them as missing (GPTQModel.load reads them)"
+        "transformers does not read the experts: GPTQModel replaces linear layers, and these experts have "
+        "none; their weights stay random, and a warning lists them as missing (GPTQModel.load reads them)"
     ),
     kind="",
 )
