@@ -177,6 +177,14 @@ def test_a_deployment_that_the_engine_refuses_names_no_backend_as_chosen():
     ]
 
 
+def test_two_spellings_of_one_option_with_different_values_are_refused():
+    ask = ("explain", "openai/gpt-oss-120b", "--gpu", "h200", "--offline", "--engine", "vllm")
+    done = moectl(*ask, "--policy", "moectl", code=2)
+    assert "--engine 'vllm' and --policy 'moectl' are one option with different values" in done.stderr
+    assert moectl(*ask, "--policy", "vllm").stdout == moectl(*ask).stdout
+    assert moectl(*ask, "--engine", "moectl", "--quiet").stdout == "0-35\tmoectl\n"
+
+
 def test_a_format_without_rules_is_no_wrong_usage(tmp_path):
     config = {
         "model_type": "deepseek_v3",

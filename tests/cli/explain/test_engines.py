@@ -89,6 +89,13 @@ def test_the_reason_is_what_decides(model, gpu, engine, says):
     assert says in line.replace("\t", ": ")
 
 
+def test_verbose_shows_every_engine_in_full():
+    short, full = (explain(GPT, "--gpu", "h200", *more).stdout for more in ((), ("--verbose",)))
+    assert short.rstrip().endswith("--engine NAME: one in full") and short.count("candidates, in") == 0
+    assert full.startswith(short.rsplit("  more", 1)[0])
+    assert full.count("candidates, in priority order") == len(newest_engines())
+
+
 def test_no_engine_at_all_is_a_failure():
     done = explain(GPT, "--gpu", "tpu", "--quiet", code=1)
     assert {line.split("\t")[1] for line in done.stdout.splitlines()} == {"none"}

@@ -394,12 +394,12 @@ def test_refusals_have_the_engines_exception(problem: MoEProblem, request_: str 
 
 
 def test_plug_ins_compute_unquantized_and_fp8_layers_and_nothing_is_said_of_others() -> None:
-    for gpu, name in (("tpu", "TPU"), ("out-of-tree", "OOT")):
+    for gpu, name, devices in (("tpu", "TPU", "TPUs"), ("out-of-tree", "OOT", "out-of-tree devices")):
         decision = ask(QWEN, gpu)
         assert (decision.stand_in, decision.chosen, decision.candidates) == (name, None, ())
         assert "plug-in" in decision.error and not decision.error_kind
         assert ask(FP8, gpu).stand_in == "NONE"
-        with pytest.raises(OutOfScope, match=f"do not cover {gpu} devices"):
+        with pytest.raises(OutOfScope, match=f"do not cover {devices}"):
             ask(replace(QWEN, scheme=Scheme(MXFP4), storage="mxfp4"), gpu)
     assert ask(FP8, "cpu", only="marlin").error_kind == "ValueError"
 
