@@ -56,6 +56,7 @@ def test_wrong_usage_is_a_sentence(options, says):
     assert says in " ".join(ask(*options, "--gpu", "h200", code=2).stderr.split())
 
 
+@pytest.mark.slow
 def test_the_release_itself_answers_as_its_rules_do(tmp_path):
     where = unpacked_release(tmp_path / "env", "0.33.0")
     done = ask(GPT, "--gpu", "b200", "--tp", "2", where=where)
@@ -64,6 +65,7 @@ def test_the_release_itself_answers_as_its_rules_do(tmp_path):
     assert "the device's properties are given to it, and the packages" in done.words
 
 
+@pytest.mark.slow
 def test_rules_of_another_release_differ_from_it(tmp_path):
     where = unpacked_release(tmp_path / "env", "0.28.0")
     options = (NVFP4, "--gpu", "h100", "--engine", "0.33.0", "--json")
