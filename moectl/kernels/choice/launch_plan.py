@@ -38,14 +38,17 @@ take the launch of this one."""
 SIZES = tuple(sorted({round(2 ** (half / 2)) for half in range(2 * int(math.log2(MOST_TOKENS)) + 1)}))
 """Numbers of tokens at which launches are compared, two for each power of two."""
 
-MOST_GEMM_BINARIES = 7
+MOST_GEMM_BINARIES = 9
 """Compiled GEMMs of a layer over all numbers of tokens. Sorts, plans and sums come in addition: about 14."""
+
+SEVERITY = 2.0
+"""How much more a large loss counts than several small ones: one launch far from the fastest is noticed."""
 
 WORTH = 0.004
 """Mean gain of predicted time over all `SIZES` for which another launch is added."""
 
 UNFITTED = 10.0
-"""Loss, a logarithm, of a launch where it was not fitted: beyond that of any that was."""
+"""Loss of a launch where it was not fitted: beyond that of any that was."""
 
 
 class CandidateLaunch(NamedTuple):
@@ -62,9 +65,12 @@ class CandidateLaunch(NamedTuple):
     tokens_per_expert: tuple[float, float]
 
     @property
-    def binaries(self) -> int:
-        """Compiled GEMMs."""
-        return 1 if getattr(self.launch.tile, "fused", 0) else 2
+    def binaries(self) -> frozenset[object]:
+        """Its compiled GEMMs; those of equal shapes are one, which launches share."""
+        family, name = self.launch.family, self.shape.name
+        if getattr(self.launch.tile, "fused", 0):
+            return frozenset([(family, name, self.shape.gemms)])
+        return frozenset((family, name, *indexed) for indexed in enumerate(self.shape.gemms))
 
 
 class Plan(NamedTuple):
@@ -114,7 +120,7 @@ def plan(problem: MoEProblem, gpu: GpuRates, candidates: Sequence[CandidateLaunc
     # A loss for each candidate at each number of tokens.
     losses = [
         [
-            UNFITTED if time == math.inf else math.log(time / best)
+            UNFITTED if time == math.inf else _loss(time / best)
             for time, best in zip(times, fastest, strict=True)
         ]
         for times in us
@@ -156,11 +162,17 @@ def _predicted(
     return predicted
 
 
+def _loss(ratio: float) -> float:
+    """What a launch loses that takes `ratio` times the fastest one's time."""
+    loss = math.log(ratio)
+    return loss + SEVERITY * loss * loss
+
+
 Losses = Sequence[Sequence[float]]
 """Of each candidate, at each number of tokens."""
 
 
-def _chosen(losses: Losses, binaries: Sequence[int]) -> list[int]:
+def _chosen(losses: Losses, binaries: Sequence[frozenset[object]]) -> list[int]:
     """Candidates whose least loss is small on average, within the limit.
 
     They are added one after another, each the one that gains most, then exchanged while that gains more.
@@ -178,16 +190,18 @@ def _chosen(losses: Losses, binaries: Sequence[int]) -> list[int]:
     return chosen
 
 
-def _best_candidate(losses: Losses, chosen: Sequence[int], binaries: Sequence[int]) -> int | None:
+def _best_candidate(
+    losses: Losses, chosen: Sequence[int], binaries: Sequence[frozenset[object]]
+) -> int | None:
     """The candidate that gains most beside those `chosen`; None if none gains `WORTH` within the limit."""
-    room = MOST_GEMM_BINARIES - sum(binaries[index] for index in chosen)
+    compiled = frozenset[object]().union(*(binaries[index] for index in chosen))
     best = [2 * UNFITTED] * len(losses[0])
     for index in chosen:
         best = list(map(min, best, losses[index]))
     now = sum(best)
     gains = [
-        (now - sum(map(min, best, loss))) / len(best) if needed <= room else 0.0
-        for loss, needed in zip(losses, binaries, strict=True)
+        (now - sum(map(min, best, loss))) / len(best) if len(compiled | own) <= MOST_GEMM_BINARIES else 0.0
+        for loss, own in zip(losses, binaries, strict=True)
     ]
     most = max(gains)
     return gains.index(most) if most >= WORTH else None

@@ -116,6 +116,7 @@ def _fits(problem: MoEProblem, tile: MidTile) -> str:
 
 
 PROMISING: tuple[tuple[int, int, int, int, int, int], ...] = (
+    (16, 2, 2, 1, 0, 4),
     (16, 4, 1, 1, 0, 4),
     (16, 4, 1, 2, 1, 2),
     (32, 4, 1, 1, 0, 2),
@@ -158,6 +159,6 @@ MID_TILES = TileFamily(
     _fits,
     capability=((9, 0), (9, 0)),
     candidates=_candidates,
-    tokens_per_expert=(3.0, 130.0),
+    tokens_per_expert=(1.5, 130.0),
     shape=launch_shape,
 )

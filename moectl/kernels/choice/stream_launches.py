@@ -158,7 +158,16 @@ FOUR_ROWS, DEEP, DEEP_RUN, TALL = (
     StreamShape(1, 4, 1, 8, 2),
     StreamShape(1, 4, 2, 4, 1),
 )
-WIDE_DEEP, WIDE_TALL = StreamShape(1, 8, 1, 8, 1), StreamShape(1, 8, 2, 4, 1)
+WIDE, WIDE_DEEP, WIDE_TALL = (
+    StreamShape(1, 8, 1, 4, 2),
+    StreamShape(1, 8, 1, 8, 1),
+    StreamShape(1, 8, 2, 4, 1),
+)
+QUARTERS, WIDE_QUARTERS, EIGHTHS = (
+    StreamShape(4, 2, 1, 4, 1),
+    StreamShape(4, 4, 1, 4, 1),
+    StreamShape(8, 2, 1, 4, 1),
+)
 
 PROMISING: tuple[tuple[int, int, StreamShape, StreamShape, int, int], ...] = (
     (1, 0, StreamShape(2, 2, 1, 4, 1), StreamShape(4, 4, 1, 4, 1), 1, 0),
@@ -168,6 +177,19 @@ PROMISING: tuple[tuple[int, int, StreamShape, StreamShape, int, int], ...] = (
     (1, 0, WIDE_DEEP, TALL, 1, 0),
     (1, 0, WIDE_DEEP, WIDE_TALL, 1, 0),
     (1, 0, TALL, WIDE_DEEP, 1, 0),
+    (1, 0, WIDE_DEEP, DEEP_HALVES, 1, 0),
+    (1, 0, DEEP_HALVES, TALL, 1, 0),
+    (1, 0, QUARTERS, StreamShape(1, 4, 1, 4, 2), 1, 0),
+    (1, 0, QUARTERS, WIDE, 1, 0),
+    (1, 0, QUARTERS, HALVES, 1, 0),
+    (1, 0, EIGHTHS, TALL, 1, 0),
+    (1, 0, WIDE_QUARTERS, DEEP_HALVES, 1, 0),
+    (2, 1, DEEP, FOUR_ROWS, 1, 0),
+    (2, 1, HALVES, FOUR_ROWS, 1, 0),
+    (4, 1, DEEP, FOUR_ROWS, 1, 0),
+    (4, 1, HALVES, DEEP, 4, 0),
+    (4, 1, WIDE_DEEP, DEEP, 4, 0),
+    (4, 1, TALL, DEEP, 4, 0),
     (4, 1, FOUR_ROWS, FOUR_ROWS, 1, 1),
     (4, 1, DEEP, DEEP, 1, 1),
     (4, 1, TALL, TALL, 1, 1),

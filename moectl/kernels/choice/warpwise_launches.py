@@ -50,10 +50,14 @@ def _fits(problem: MoEProblem, tile: WarpwiseTile) -> str:
 CANDIDATES: tuple[tuple[int, int, int, int, int, int], ...] = (
     (0, 1, 4, 2, 4, 0),
     (1, 1, 2, 1, 2, 1),
+    (1, 1, 2, 1, 4, 0),
+    (1, 1, 4, 1, 4, 0),
+    (1, 1, 4, 1, 4, 1),
     (1, 2, 2, 2, 2, 0),
     (1, 2, 2, 2, 2, 1),
     (1, 2, 4, 4, 4, 0),
     (1, 2, 4, 4, 4, 1),
+    (1, 2, 8, 4, 4, 0),
 )
 """(planned, rows1, warps1, rows2, warps2, fused) with 8 tokens: the fastest on an H200, or close to it."""
 

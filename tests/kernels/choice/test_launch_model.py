@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,10 +163,10 @@ def test_choices_among_measured_launches_are_near_the_fastest() -> None:
         ]
         times = [predicted_us(problem, tokens, *launch, RATES[gpu]) or math.inf for launch in shapes]
         ratios.append(rows[times.index(min(times))][2] / min(us for _, _, us in rows))
-    assert len(ratios) >= 400
+    assert len(ratios) >= 490
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     within = [sum(ratio <= limit for ratio in ratios) / len(ratios) for limit in (1.03, 1.1)]
-    assert mean < 1.02 and within[0] > 0.83 and within[1] > 0.95, (mean, within)
+    assert mean < 1.02 and within[0] > 0.78 and within[1] > 0.95, (mean, within)
 
 
 def test_planned_launches_are_near_the_fastest_where_they_were_measured() -> None:
@@ -177,9 +178,23 @@ def test_planned_launches_are_near_the_fastest_where_they_were_measured() -> Non
         ratios += [times[0] / min(us for _, _, us in rows)] if times else []
     assert len(ratios) >= 300
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    assert mean < 1.03 and sum(ratio > 1.2 for ratio in ratios) <= 5 and max(ratios) < 1.45, sorted(ratios)[
-        -6:
+    assert mean < 1.03 and sum(ratio > 1.2 for ratio in ratios) <= 8 and max(ratios) < 1.3, sorted(ratios)[
+        -9:
     ]
+
+
+def _gemms(problem: MoEProblem, launches: Iterable[Launch]) -> set[object]:
+    """What is compiled of launches: one kernel for a fused one's GEMMs, and one for GEMMs that are alike."""
+    gemms: set[object] = set()
+    for launch in launches:
+        shape = FAMILIES[launch.family].shape
+        assert shape is not None
+        name, (first, second), *_ = shape(problem, launch.tile)
+        if getattr(launch.tile, "fused", 0):
+            gemms.add((name, first, second))
+        else:
+            gemms |= {(name, "first", first), (name, "second", second)}
+    return gemms
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "int4-g32", "int4-g128", "nvfp4"])
@@ -194,7 +209,7 @@ def test_a_plan_has_few_launches_and_all_of_them_run(
     found = planned(problem, H100, ON_SM90)
     assert found is not None
     launches = set(found.launches)
-    assert sum(1 if getattr(it.tile, "fused", 0) else 2 for it in launches) <= MOST_GEMM_BINARIES
+    assert len(_gemms(problem, launches)) <= MOST_GEMM_BINARIES
     assert list(found.most) == sorted(set(found.most)) and found.most[-1] == SIZES[-1]
     for launch in launches:
         assert not FAMILIES[launch.family].fits(problem, launch.tile)
