@@ -139,6 +139,6 @@ PREFILL_TILES = TileFamily(
     _fits,
     capability=((9, 0), (9, 0)),
     candidates=_candidates,
-    tokens_per_expert=(40, math.inf),
+    tokens_per_expert=(20, math.inf),
     shape=launch_shape,
 )

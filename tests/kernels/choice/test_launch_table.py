@@ -163,8 +163,8 @@ def test_few_tokens_are_no_work_for_kernels_of_many(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(launch_table, "entries", lambda: (entry,))
     monkeypatch.setattr(predicted_times, "planned", lambda problem, rates, capability: None)
     with compiling_for(OFFLINE_GPUS[90]):
-        found = {n: choose_shipped(OSS, n, torch.device("cuda")).family for n in (16, 512, 1024, 65_536)}
-    assert found == {16: "decode", 512: "grouped", 1024: "prefill", 65_536: "prefill"}
+        found = {n: choose_shipped(OSS, n, torch.device("cuda")).family for n in (16, 256, 1024, 65_536)}
+    assert found == {16: "decode", 256: "grouped", 1024: "prefill", 65_536: "prefill"}
 
 
 NVFP4_LAYERS = (("qwen3-235b", 1), ("deepseek-v3", 8))
@@ -193,7 +193,7 @@ def test_nvfp4_layers_take_their_own_rows(model: str, tp: int) -> None:
 
 
 def test_a_thin_slice_takes_the_rows_of_the_same_sizes_in_nvfp4() -> None:
-    """Sizes outweigh a format that the model does not know: rows of a larger intermediate size are farther."""
+    """Sizes outweigh a format that the model does not know: rows of larger intermediate sizes are farther."""
     problem, like = (_stored("deepseek-v3", name, 8) for name in ("mxfp8", "nvfp4"))
     with compiling_for(OFFLINE_GPUS[90]):
         for tokens in (16, 64, 8192):
