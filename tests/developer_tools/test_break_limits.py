@@ -17,6 +17,7 @@ from moectl.bench.read_rows import read_rows
 from moectl.checkpoint import open_checkpoint
 from moectl.errors import MoectlError, UsageError
 from moectl.explain.replay import read_document
+from support.sampling import every_nth
 from support.scripts import SCRIPTS, loaded
 
 SMALL = 0.01
@@ -25,7 +26,7 @@ SMALL = 0.01
 CHECKPOINTS = [bomb for bomb in BOMBS if not bomb.file and not bomb.name.startswith("folder")]
 
 
-@pytest.mark.parametrize("bomb", CHECKPOINTS, ids=[bomb.name for bomb in CHECKPOINTS])
+@pytest.mark.parametrize("bomb", every_nth(CHECKPOINTS, 2), ids=lambda bomb: bomb.name)
 def test_small_bombs(bomb: Bomb, tmp_path: Path) -> None:
     bomb.make(tmp_path, SMALL)
     begin = time.process_time()
@@ -39,7 +40,7 @@ def test_small_bombs(bomb: Bomb, tmp_path: Path) -> None:
 OF_USERS = [bomb for bomb in BOMBS if bomb.file in (ROWS, CSV, DOCUMENT) and not bomb.name.startswith("a ")]
 
 
-@pytest.mark.parametrize("bomb", OF_USERS, ids=[bomb.name for bomb in OF_USERS])
+@pytest.mark.parametrize("bomb", every_nth(OF_USERS, 2), ids=lambda bomb: bomb.name)
 def test_small_tables_and_documents(bomb: Bomb, tmp_path: Path) -> None:
     share = 1.0 if "decisions" in bomb.name else 0.05
     bomb.make(tmp_path, share)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from moectl.convert.canonical import canonical_shapes
@@ -185,3 +186,11 @@ EVERY_LAYOUT = [
     for i, case in enumerate(_PRODUCT)
 ]
 """Every layout with each of its formats and orders of rows; those that add no pair are slow tests."""
+
+
+def third_of_layouts(first: int) -> list[ParameterSet]:
+    """`EVERY_LAYOUT`, of which every third case from `first` on runs by default."""
+    return [
+        case if place % 3 == first else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
+        for place, case in enumerate(EVERY_LAYOUT)
+    ]
