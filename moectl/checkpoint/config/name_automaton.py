@@ -22,7 +22,7 @@ STATE_LIMIT = 4_000
 DEPTH_LIMIT = 50
 """Most groups inside each other."""
 
-WORK_LIMIT = 4_000_000
+WORK_LIMIT = 3_000_000
 """Most states that an automaton looks at, for all names together: a few seconds."""
 
 KEPT_LIMIT = 500_000
