@@ -27,6 +27,9 @@ LENGTH_LIMIT = 1024
 EXPRESSION_LIMIT = 4096
 """Most globs and regular expressions of a config's key."""
 
+SIZE_LIMIT = 250_000
+"""Most parts of all of them together (`Expression.size`)."""
+
 _GLOB = re.compile(r"[*?\[]")
 _WORD = re.compile(r"[A-Za-z_]{2,}")
 
@@ -58,19 +61,23 @@ class Patterns:
         self.names: set[str] = set()
         self.runs: set[tuple[str, ...]] = set()
         self.expressions: list[Expression] = []
+        self.size = 0
         for text in self.texts:
             if len(text) > LENGTH_LIMIT:
                 raise _refuse(where, text, f"a pattern of at most {LENGTH_LIMIT} characters")
-            if len(self.expressions) > EXPRESSION_LIMIT:
-                raise _too_many(where)
             if regex or text.startswith(REGEX):
-                self.expressions.append(_parsed(parsed_expression, text.removeprefix(REGEX), where))
+                self._add(_parsed(parsed_expression, text.removeprefix(REGEX), where))
             elif exact:
                 self.names.add(text)
             elif _GLOB.search(text):
-                self.expressions.append(_parsed(parsed_glob, text, where))
+                self._add(_parsed(parsed_glob, text, where))
             elif components := tuple(filter(None, text.split("."))):
                 self.runs.add(components)
+
+    def _add(self, expression: Expression) -> None:
+        self.expressions.append(expression)
+        self.size += expression.size
+        _bounded(len(self.expressions), self.size, self.where)
 
     def __bool__(self) -> bool:
         return bool(self.names or self.runs or self.expressions)
@@ -151,20 +158,23 @@ class PatternLists:
 
 def few_expressions(lists: Iterable[Listed], patterns: Callable[[Listed], Patterns]) -> Iterator[Listed]:
     """`lists`, which are made as they are asked for; CheckpointError if all their `patterns` are too many."""
-    expressions = 0
+    expressions = size = 0
     for item in lists:
         found = patterns(item)
         expressions += len(found.expressions)
-        if expressions > EXPRESSION_LIMIT:
-            raise _too_many(found.where)
+        size += found.size
+        _bounded(expressions, size, found.where)
         yield item
 
 
-def _too_many(where: str) -> CheckpointError:
-    return CheckpointError(
-        f"quantization_config.{where}: at most {EXPRESSION_LIMIT} globs and regular expressions are read.",
-        hint="Name the modules, or use fewer and simpler expressions.",
-    )
+def _bounded(expressions: int, size: int, where: str) -> None:
+    """CheckpointError for so many globs and regular expressions, of so many parts together."""
+    if expressions > EXPRESSION_LIMIT or size > SIZE_LIMIT:
+        raise CheckpointError(
+            f"quantization_config.{where}: at most {EXPRESSION_LIMIT} globs and expressions are read, "
+            f"of {SIZE_LIMIT} characters in all with their counted repeats written out.",
+            hint="Name the modules, or use fewer and simpler expressions.",
+        )
 
 
 def _refuse(where: str, text: str, expected: str) -> CheckpointError:

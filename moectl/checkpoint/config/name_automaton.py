@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import Any, NamedTuple
 
-STATE_LIMIT = 4_000
-"""Most states of one expression; a counted repeat has states for every count."""
+SIZE_LIMIT = 4_000
+"""Most parts of one expression: characters, places, ways of a choice, for every count of a repeat."""
 
 DEPTH_LIMIT = 50
 """Most groups inside each other."""
@@ -59,12 +59,14 @@ class Expression(NamedTuple):
     Attributes:
         parts: what it matches must end with a part of the name: before a dot, or at the end.
         looks: it has conditions on what follows.
+        size: how many characters, places and ways it has once its repeats are written out.
     """
 
     items: Any
     flags: int
     parts: bool
     looks: bool = False
+    size: int = 0
 
 
 def parsed_expression(text: str) -> Expression:
@@ -87,7 +89,7 @@ def _parse(text: str, parts: bool) -> Expression:
     parsed = Expression(items, items.state.flags, parts)
     builder = _Builder()
     builder.add(0, parsed)
-    return parsed._replace(looks=builder.looks)
+    return parsed._replace(looks=builder.looks, size=builder.size)
 
 
 def _glob_pieces(text: str) -> Iterator[str]:
@@ -147,20 +149,25 @@ class _Builder:
         self.owners: list[int] = []
         self.tests: list[tuple[str, Any, bool]] = []
         self.looks = False
+        self.size = 0
         self._test_ids: dict[tuple[str, str, bool], int] = {}
         self._owner = self._limit = 0
 
     def add(self, index: int, parsed: Expression) -> int:
         """The first state of an expression whose matches count for `index`."""
-        self._owner, self._limit = index, len(self.states) + STATE_LIMIT
+        self._owner, self._limit = index, self.size + SIZE_LIMIT
         last = self._state(_Accept(index))
         if parsed.parts:
             last = self._state(_Place(_NAME_END, last))
         return self._sequence(parsed.items, last, parsed.flags, 0)
 
+    def _grow(self, parts: int) -> None:
+        """Count what takes time or memory, also if no state comes of it."""
+        self.size += parts
+        if self.size > self._limit:
+            raise NotMatchable(f"it has more than {SIZE_LIMIT} parts")
+
     def _state(self, state: _State) -> int:
-        if len(self.states) >= self._limit:
-            raise NotMatchable(f"it has more than {STATE_LIMIT} states")
         self.states.append(state)
         self.owners.append(self._owner)
         return len(self.states) - 1
@@ -173,12 +180,14 @@ class _Builder:
         return then
 
     def _item(self, operation: str, argument: Any, then: int, flags: int, depth: int) -> int:
+        self._grow(1)
         if operation in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
             return self._state(_Character(self._test(operation, argument, flags), then))
         if operation == "SUBPATTERN":
             _, added, removed, inner = argument
             return self._sequence(inner, then, (flags | added) & ~removed, depth)
         if operation == "BRANCH":
+            self._grow(len(argument[1]))
             ways = tuple(self._sequence(way, then, flags, depth) for way in argument[1])
             return self._state(_Choice(ways))
         if operation in ("MAX_REPEAT", "MIN_REPEAT"):
@@ -200,11 +209,13 @@ class _Builder:
         else:
             first = then
             for _ in range(most - least):
+                self._grow(1)
                 first = self._state(_Choice((self._sequence(inner, first, flags, depth), then)))
         for _ in range(least):
-            first = self._sequence(inner, first, flags, depth)
-            if not len(inner):
+            once = self._sequence(inner, first, flags, depth)
+            if once == first:  # it matches nothing but the empty text
                 break
+            first = once
         return first
 
     def _test(self, operation: str, argument: Any, flags: int) -> int:

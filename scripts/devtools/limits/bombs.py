@@ -144,6 +144,14 @@ PATTERNS: Mapping[str, Callable[[int], dict[str, Any]]] = {
     "nested expressions": lambda n: _compressed(ignore=["re:" + "(" * 50 + "e?" + ")?" * 50 + "e" * 50]),
     "optional expressions": lambda n: _compressed(ignore=["re:" + ".?" * 400 + "x" * 60]),
     "alternatives": lambda n: _compressed(ignore=["re:" + "(.|e|.e|m|mo)" * 40 + "#"]),
+    "as many globs as are read": lambda n: _compressed(quant_method="fp8", ignore=[]) | {
+        "modules_to_not_convert": [f"*e*e*e*x*e*{i}*model.layers.{i}.self_attn.q*" for i in range(n // 4)]
+    },
+    "counted repeats": lambda n: _compressed(ignore=[f"re:.{{3900}}{i}" for i in range(n // 4)]),
+    "as many counted repeats as are read": lambda n: _compressed(
+        ignore=[f"re:.*.{{0,1900}}{i}" for i in range(max(1, n // 256))]
+    ),
+    "repeats of nothing": lambda n: _compressed(ignore=["re:(){4294967294}x", "re:(?:a{0}){4294967294}x"]),
     "look-around": lambda n: _compressed(ignore=["re:" + "(?=.*e.*e.*e)" * 60 + "#"]),
     "back-references": lambda n: _compressed(ignore=[r"re:(.*)(.*)(.*).*\1\2\3#"]),
     "names": lambda n: _compressed(ignore=[f"model.layers.{i}.mlp.experts" for i in range(64 * n)]),

@@ -70,7 +70,9 @@ def test_emptiness() -> None:
         ("re:(", "invalid"),
         ("[b-a]", "invalid"),
         ("re:a{99999999999}", "too large"),
-        ("re:(?:a{99}){99}", "states"),
+        ("re:(?:a{99}){99}", "parts"),
+        ("re:(?:" + "|" * 400 + "a){4000}", "parts"),
+        ("re:(?:" + "(){1}" * 100 + "a){4000}", "parts"),
         ("re:" + "(" * 60 + ")" * 60, "groups"),
         ("re:" + "(" * 400 + ")" * 400, "groups|large"),
         (r"re:(.*)\1", "group"),
@@ -95,6 +97,9 @@ def test_patterns_that_are_refused(pattern: str, why: str) -> None:
         "re:" + "(?=.*a.*a.*b)" * 20,
         "*a" * 100 + "b",
         "re:" + "(a|a?)" * 100 + "b",
+        "re:(){4294967294}x",
+        "re:(?:a{0}){4000000000}x",
+        "re:((){4000000000}()){4000000000}x",
     ],
     ids=lambda text: text[:20],
 )
@@ -123,6 +128,16 @@ def test_expressions_have_a_number() -> None:
     with pytest.raises(CheckpointError, match=rf"targets: at most {EXPRESSION_LIMIT}"):
         list(few_expressions(one_by_one, lambda patterns: patterns))
     assert Patterns([f"model.layers.{number}" for number in range(20_000)], "ignore")
+
+
+def test_counted_repeats_of_all_expressions_have_a_limit() -> None:
+    begin = time.process_time()
+    large = [f"re:.{{3900}}{number}" for number in range(EXPRESSION_LIMIT)]
+    with pytest.raises(CheckpointError, match=r"ignore: at most .* of 250000 characters in all"):
+        Patterns(large, "ignore")
+    with pytest.raises(CheckpointError, match=r"targets: at most .* of 250000 characters in all"):
+        list(few_expressions((Patterns([text], "targets") for text in large), lambda patterns: patterns))
+    assert time.process_time() - begin < 4
 
 
 def test_work_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
