@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 from devtools.inspection.shipped_kernels import covering_tiles
 
+from moectl.kernels.triton.hopper.tma import RULES, TMA_FAMILY, tile_for
 from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.problem.schemes import MXFP4, int_format
 from support.kernel_cases import nearly, probe, surplus
 from support.kernel_grid import FEWER_CASES, FORMATS
 
+from .hopper import test_gpu_tma as rows
 from .test_gpu_formats import PROBES, kind, launches_in, tiles_in
 from .test_gpu_stability import LAYERS, tiles_of
 
@@ -73,3 +75,31 @@ def test_which_sums_have_a_surplus() -> None:
     assert surplus("stream", probe(MXFP4, ("bf16", "BF16"))) == of("mid", 4, "bf16") == 0
     assert of("stream", 8, "bf16") == 0 and of("stream", 8, "fp16") == 1152
     assert of("warpwise", 4, "bf16", zero_point=True) == 143
+
+
+def tiles_run_by(test: Any, scheme: str) -> set[str]:
+    """The names of tiles with which a test of layers in rows is parametrized for a scheme."""
+    (mark,) = (it for it in test.pytestmark if it.name == "parametrize" and it.args[0] == ("scheme", "tile"))
+    return {tile for name, tile in mark.args[1] if name == scheme}
+
+
+@pytest.mark.parametrize("scheme", ["plain", *rows.W8A8])
+def test_every_launch_of_layers_in_rows_has_a_name_and_runs(scheme: str) -> None:
+    problem = replace(rows.LAYER, scheme=scheme).problem
+    there = list(TMA_FAMILY.candidates(problem))
+    names = [rows.name_of(tile) for tile in there]
+    assert len(set(names)) == len(names)
+    per_expert = [most for rules in RULES.values() for most, _ in rules]
+    assert {tile_for(problem, n) for n in per_expert} <= set(there)
+    assert set(rows.few(scheme)) <= set(names)
+    whole = scheme in ("plain", "block", "channel and token")
+    assert tiles_run_by(rows.test_every_tile_agrees, scheme) == set(names if whole else ())
+    repeated = tiles_run_by(rows.test_a_hundred_repetitions_and_a_graph_with_other_routings, scheme)
+    assert repeated == set(names if whole else rows.few(scheme))
+
+
+def test_few_tiles_of_layers_in_rows_have_both_kinds_of_sums() -> None:
+    for scheme in rows.W8A8:
+        tiles = TMA_FAMILY.candidates(replace(rows.LAYER, scheme=scheme).problem)
+        sums = {tile.fast_sums for tile in tiles if rows.name_of(tile) in rows.few(scheme)}
+        assert sums == {tile.fast_sums for tile in tiles}

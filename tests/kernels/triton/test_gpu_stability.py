@@ -17,6 +17,7 @@ from moectl.kernels.layer_inputs import LayerInputs
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.triton.triton_runner import FAMILIES, run_with
 from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.schemes import MXFP8, NVFP4, Scheme
 from support.random_layers import GPT_OSS, KIMI, QWEN, canonical_roles, inputs_of, layer_of
 
 pytestmark = pytest.mark.gpu
@@ -25,9 +26,13 @@ LAYERS: dict[str, MoEProblem] = {
     "gpt-oss": replace(GPT_OSS, dims=Dims(2880, 1440), experts=8, local_experts=8),
     "kimi": replace(KIMI, dims=Dims(2048, 1024), experts=16, local_experts=16),
     "qwen": replace(QWEN, dims=Dims(2048, 768), experts=16, local_experts=16, top_k=8),
+    "nvfp4": replace(QWEN, dims=Dims(2048, 768), experts=16, local_experts=16, top_k=8, scheme=Scheme(NVFP4)),
+    "mxfp8": replace(KIMI, dims=Dims(2048, 1024), experts=16, local_experts=16, scheme=Scheme(MXFP8)),
 }
 TOKENS = (1, 7, 48, 300)
 REPETITIONS = 100
+SHARES = 3
+"""Among how many layers the kinds of a family's tiles are divided; further layers begin again."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ def tiles_of(name: str, family: str) -> list[Any]:
     """The first and last tile of a family that fit a layer, and its share of those of each kind."""
     problem, kernel_family = LAYERS[name], FAMILIES[family]
     tiles = [tile for tile in kernel_family.candidates(problem) if not kernel_family.fits(problem, tile)]
-    share = covering_tiles(tiles)[list(LAYERS).index(name) :: len(LAYERS)]
+    share = covering_tiles(tiles)[list(LAYERS).index(name) % SHARES :: SHARES]
     return list(dict.fromkeys((*tiles[:1], *tiles[-1:], *share)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import MISSING, asdict, fields, replace
 from functools import cache
 
 import pytest
@@ -11,8 +11,8 @@ import torch
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.layer_inputs import LayerInputs, make_inputs
 from moectl.kernels.prepared_layer import PreparedMoE
-from moectl.kernels.tolerance import check
-from moectl.kernels.triton.hopper.tma import PROMISING, TMA_FAMILY, TmaTile
+from moectl.kernels.tolerance import Tolerance, check
+from moectl.kernels.triton.hopper.tma import TMA_FAMILY, TmaTile
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.layer.experts import ExpertLayer
 from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Dims, MoEProblem
@@ -23,12 +23,15 @@ from support.row_cases import RELU2, SCHEMES, RowCase, call_of, expected_of, lay
 pytestmark = pytest.mark.gpu
 
 
+DEFAULTS = {field.name: field.default for field in fields(TmaTile) if field.default is not MISSING}
+
+
 def name_of(tile: TmaTile) -> str:
-    return f"{tile.tokens}x{tile.workers}x{tile.blocks_m}, loaders {tile.loaders}, programs {tile.programs}"
+    """Every field but the stages, which follow from the layer; those with a default only if they differ."""
+    more = (f"{name} {n}" for name, n in asdict(tile).items() if n != DEFAULTS.get(name, n))
+    return " ".join((f"{tile.tokens}x{tile.workers}x{tile.blocks_m}", *more))
 
 
-FEW = ("8x1x1, loaders 2, programs 1", "64x2x2, loaders 2, programs 1", "160x2x1, loaders 4, programs 1")
-EVERY = tuple(map(name_of, PROMISING))
 W8A8 = (
     "block",
     "block, E8M0 scales",
@@ -37,6 +40,15 @@ W8A8 = (
     "tensor, dynamic",
     "channel, static",
 )
+SCALED_LAST = tuple(scheme for scheme in W8A8 if "block" not in scheme)
+"""Whose sums may stay in the tensor cores to the end."""
+FP32_SUMS = ("8x1x1 depth 2", "64x2x2", "160x2x1 loaders 4")
+FAST_SUMS = "128x2x2 group_m 4 fast_sums 1"
+
+
+def few(scheme: str) -> tuple[str, ...]:
+    """Tiles that differ most, of all kinds of sums."""
+    return (*FP32_SUMS, FAST_SUMS) if scheme in SCALED_LAST else FP32_SUMS
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +65,8 @@ def experts_of(case: RowCase) -> tuple[ExpertLayer, PreparedMoE]:
 
 
 def launch_of(prepared: PreparedMoE, name: str) -> Launch:
-    tiles = TMA_FAMILY.candidates(prepared.problem)
-    named = [tile for tile in tiles if name_of(tile) == name]
-    if not named:
-        pytest.skip(f"no tile {name} fits the layer")
-    return Launch("tma", named[0])
+    (tile,) = (tile for tile in TMA_FAMILY.candidates(prepared.problem) if name_of(tile) == name)
+    return Launch("tma", tile)
 
 
 def run(prepared: PreparedMoE, inputs: LayerInputs, launch: Launch) -> torch.Tensor:
@@ -68,7 +77,29 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
+def nearness(problem: MoEProblem, launch: Launch) -> Tolerance:
+    """`tight`; sums of 14 bits bring more numbers of `h` to another step of bf16, then to another code.
+
+    By an emulation of such sums on a CPU, results are then up to 1.1e-2 (RMS) and 0.15 (largest) from
+    `expected_of` on these layers.
+    """
+    near = tight(problem)
+    return replace(near, max=0.35, rms=2e-2) if launch.tile.fast_sums else near
+
+
 LAYER = RowCase("plain", "", (512, 384), spread=(8, 2), dtype="bf16")
+
+
+def every(scheme: str) -> list[tuple[str, str]]:
+    """`scheme` with the name of each tile that fits its layer."""
+    return [(scheme, name_of(tile)) for tile in TMA_FAMILY.candidates(replace(LAYER, scheme=scheme).problem)]
+
+
+EVERY = [*every("plain"), *every("block"), *every("channel and token")]
+REPEATED = [
+    *EVERY,
+    *((scheme, tile) for scheme in W8A8 if scheme not in dict(EVERY) for tile in few(scheme)),
+]
 ODD = (
     *(RowCase(scheme, "", (336, 208), SILU, (5, 2)) for scheme in ("plain", *W8A8)),
     *(
@@ -84,31 +115,31 @@ ODD = (
 
 
 @pytest.mark.parametrize("tokens", [1, 19, 300])
-@pytest.mark.parametrize("tile", EVERY)
-@pytest.mark.parametrize("scheme", ["plain", "block", "channel and token"])
+@pytest.mark.parametrize(("scheme", "tile"), EVERY)
 def test_every_tile_agrees(scheme: str, tile: str, tokens: int) -> None:
     case = replace(LAYER, scheme=scheme, tokens=tokens)
     layer, prepared = experts_of(replace(case, tokens=1))
     launch, inputs = launch_of(prepared, tile), call_of(case, "cuda")
     y = run(prepared, inputs, launch)
-    result = check(y, expected_of(layer, inputs), tight(case.problem))
+    result = check(y, expected_of(layer, inputs), nearness(case.problem, launch))
     assert result.ok, result
     assert same(y, run(prepared, inputs, launch)), "not repeatable"
 
 
 @pytest.mark.parametrize("routing", ["uniform", "skipping", "crowded"])
-@pytest.mark.parametrize("tile", FEW)
-@pytest.mark.parametrize("case", ODD, ids=str)
+@pytest.mark.parametrize(
+    ("case", "tile"), [(case, tile) for case in ODD for tile in few(case.scheme)], ids=str
+)
 def test_agrees_at_odd_sizes_and_routings(case: RowCase, tile: str, routing: str) -> None:
     layer, prepared = experts_of(case)
     inputs = call_of(replace(case, tokens=70, routing=routing), "cuda")
-    y = run(prepared, inputs, launch_of(prepared, tile))
-    result = check(y, expected_of(layer, inputs), tight(case.problem))
+    launch = launch_of(prepared, tile)
+    y = run(prepared, inputs, launch)
+    result = check(y, expected_of(layer, inputs), nearness(case.problem, launch))
     assert result.ok, result
 
 
-@pytest.mark.parametrize("tile", EVERY)
-@pytest.mark.parametrize("scheme", ["plain", "block"])
+@pytest.mark.parametrize(("scheme", "tile"), REPEATED)
 def test_a_hundred_repetitions_and_a_graph_with_other_routings(scheme: str, tile: str) -> None:
     case = replace(LAYER, scheme=scheme)
     _, prepared = experts_of(case)
@@ -131,8 +162,10 @@ def test_a_hundred_repetitions_and_a_graph_with_other_routings(scheme: str, tile
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("tile", FEW)
-@pytest.mark.parametrize("scheme", ["plain", "block", "channel and token", "tensor, static"])
+@pytest.mark.parametrize(
+    ("scheme", "tile"),
+    [(it, tile) for it in ("plain", "block", "channel and token", "tensor, static") for tile in few(it)],
+)
 def test_what_is_not_finite_stays_in_its_row(scheme: str, tile: str, value: float) -> None:
     case = replace(LAYER, scheme=scheme)
     _, prepared = experts_of(case)
@@ -148,7 +181,7 @@ def test_what_is_not_finite_stays_in_its_row(scheme: str, tile: str, value: floa
 
 
 @pytest.mark.parametrize("hidden", [2048, 4096, 7168, 16384])
-@pytest.mark.parametrize("tile", FEW)
+@pytest.mark.parametrize("tile", FP32_SUMS)
 @pytest.mark.parametrize("scheme", W8A8)
 def test_long_sums_of_unlike_magnitudes_are_as_exact_as_in_fp32(scheme: str, tile: str, hidden: int) -> None:
     """Codes of very different sizes in one sum, which tensor cores add with fewer bits than fp32.
