@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moectl.capabilities import own_kernels
 from moectl.kernels.modular.prepare_finalize import PrepareFinalize
 from moectl.kernels.prepared_layer import PreparedMoE, local_ids
 from moectl.kernels.reference import route
@@ -18,11 +19,17 @@ from moectl.kernels.registry import RUNNERS
 from moectl.layer.experts import ExpertLayer
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.schemes import (
+    A16,
     BF16,
     FP8_ACT_GROUP_128,
+    FP8_ACT_TENSOR,
+    FP8_ACT_TENSOR_STATIC,
     FP8_ACT_TOKEN,
     FP8_BLOCK,
     FP8_CHANNEL,
+    FP8_TENSOR,
+    MXFP8,
+    NVFP4,
     Scheme,
 )
 from moectl.run import plan_stress, this_machine
@@ -374,7 +381,20 @@ FAMILIES = {
     "mixtral": replace(KIMI, dims=Dims(256, 128), scheme=Scheme(BF16)),
     "deepseek": replace(KIMI, dims=Dims(256, 128), scheme=Scheme(FP8_BLOCK, FP8_ACT_GROUP_128)),
     "qwen3": replace(KIMI, dims=Dims(256, 128), scheme=Scheme(FP8_CHANNEL, FP8_ACT_TOKEN)),
+    "nvfp4": replace(KIMI, dims=Dims(256, 128), scheme=Scheme(NVFP4)),
+    "mxfp8": replace(KIMI, dims=Dims(256, 128), scheme=Scheme(MXFP8)),
+    "fp8 tensor": replace(KIMI, dims=Dims(256, 128), scheme=Scheme(FP8_TENSOR, FP8_ACT_TENSOR)),
+    "fp8 static": replace(KIMI, dims=Dims(256, 128), scheme=Scheme(FP8_TENSOR, FP8_ACT_TENSOR_STATIC)),
 }
+
+
+def test_families_have_every_float_format_of_moectls_kernels() -> None:
+    floats = {it for it in own_kernels.TRITON.formats if not it.number.grid.integer}
+    schemes = [problem.scheme for problem in FAMILIES.values()]
+    assert {scheme.weight for scheme in schemes} >= floats
+    fp8 = {(scheme.weight, scheme.act) for scheme in schemes if scheme.weight.name == "fp8"}
+    acts = next(row.acts for row in own_kernels.TRITON.weights if row.layout == "moectl-fp8")
+    assert {act for _, act in fp8} == set(acts) - {A16}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
