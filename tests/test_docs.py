@@ -2,6 +2,7 @@
 
 import html
 import importlib.util
+import json
 import re
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -39,6 +40,25 @@ def test_tables_of_rows_are_made_of_the_rows_or_say_that_there_are_none(tmp_path
     assert module.refreshed(text) == module.refreshed(module.refreshed(text))
     monkeypatch.setattr(module, "ROOT", tmp_path)
     assert "Not measured yet." in module.refreshed(text)
+
+
+@pytest.mark.parametrize("model", ["qwen3-235b", "mixtral-8x7b"])
+def test_the_ceiling_of_int8_tokens_is_that_of_the_rows(model):
+    """The best other library's time over moectl's and over the roofline, in a table of `kernels.md`."""
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    lines = (ROOT / "docs" / "bench_sm90_h200.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["kind"] == "row" and row["model"] == model]
+    rows = [row for row in rows if row["scheme"].startswith("fp8 per channel") and row["ok"]]
+    ratios = []
+    for tokens in sorted({row["tokens"] for row in rows}):
+        here = {row["backend"]: row for row in rows if row["tokens"] == tokens}
+        own = here.pop("moectl")
+        best = min(row["median_us"] for row in here.values())
+        ratios.append((f"{best / own['median_us']:.2f}", f"{best / own['floor_us']:.2f}"))
+    ours, roofline = (" | ".join(column) for column in zip(*ratios, strict=True))
+    assert f"| {model}: best of the others over moectl | {ours} |\n" in page
+    after = page.partition(f"| {model}: best of the others over moectl |")[2]
+    assert after.splitlines()[1].strip() == f"| best of the others over the roofline | {roofline} |"
 
 
 @pytest.mark.parametrize("picture", REFRESHER.PICTURES, ids=lambda path: path.name)
