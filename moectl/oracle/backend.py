@@ -406,8 +406,11 @@ class Backend:
 
     def untried(self, device: Device, scheme: Scheme | None = None) -> bool:
         """True when moectl has a runner that was never verified on such a `device`, or with such a layer."""
-        on_device = any(arch.fits(device) for arch in self.verified)
-        return bool(self.runner) and (not on_device or (scheme is not None and self.untried_with(scheme)))
+        return bool(self.runner) and not any(arch.fits(device) for arch in self.verified_with(scheme))
+
+    def verified_with(self, scheme: Scheme | None) -> Archs:
+        """The devices that its runner was run and checked on, with layers of `scheme` (None: of any)."""
+        return () if scheme is not None and self.untried_with(scheme) else self.verified
 
     def on(self, platform: str) -> bool:
         """True when an experts class is for devices of `platform`."""

@@ -83,8 +83,8 @@ class Candidate:
         """Failing verdicts by group, without empty groups."""
         return {group: tuple(verdicts) for group, verdicts in groupby(self.failed, lambda v: v.group)}
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+    def to_json(self, scheme: Scheme) -> dict[str, Any]:
+        """Plain data, for a layer of `scheme`."""
         return {
             "backend": self.backend.name,
             "engine_name": self.engine_name,
@@ -92,7 +92,7 @@ class Candidate:
             "monolithic": self.variant.monolithic,
             "layout": self.layout,
             "runner": self.backend.runner,
-            "verified_on": [str(arch) for arch in self.backend.verified],
+            "verified_on": [str(arch) for arch in self.backend.verified_with(scheme)],
             "rank": self.rank,
             "usable": self.usable,
             "assigned": self.assigned,
@@ -183,14 +183,14 @@ class Decision:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, inputs first, so that `replay_inputs` can repeat the selection."""
-        chosen = self.chosen
+        chosen, scheme = self.chosen, self.problem.scheme
         return {
             **replace(self.inputs, problem=self.problem).to_json(),
             "route": self.route,
             "method": self.method,
             "usable": self.usable,
-            "chosen": chosen.to_json() if chosen else None,
-            "candidates": [candidate.to_json() for candidate in self.candidates],
+            "chosen": chosen.to_json(scheme) if chosen else None,
+            "candidates": [candidate.to_json(scheme) for candidate in self.candidates],
             "gates": [{"kind": gate.kind, "says": gate.says} for gate in self.gates],
             "error": self.error or None,
             "error_kind": self.error_kind or None,

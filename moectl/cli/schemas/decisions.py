@@ -286,7 +286,9 @@ def _candidate() -> Schema:
             "monolithic": BOOLEAN,
             "layout": said(STRING, "Empty if any will do."),
             "runner": said(STRING, "moectl's backend that runs it; empty if none does."),
-            "verified_on": STRINGS,
+            "verified_on": said(
+                STRINGS, "Where moectl's backend was run and checked with such weights and tokens."
+            ),
             "rank": _rank(),
             "usable": BOOLEAN,
             "assigned": said(BOOLEAN, "The engine takes it without checks."),

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from moectl.environment import find_device
+from moectl.environment import Packages, find_device
 from moectl.oracle.registry import policy_named
+from moectl.oracle.select import select
+from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.published_layers import SCHEMES
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -39,3 +41,15 @@ def test_formats_that_nobody_compared_are_not() -> None:
     device, humming = find_device("h200"), BACKENDS["humming"]
     found = {name: humming.untried(device, scheme) for name, scheme in SCHEMES.items()}
     assert found["mxfp8"] and not any(found[name] for name in ("nvfp4", "mxfp4", "fp8-block", "fp8-channel"))
+
+
+@pytest.mark.parametrize(("name", "where"), [("nvfp4", ["sm90"]), ("mxfp8", [])])
+def test_what_explain_prints_of_devices_is_of_the_format(name: str, where: list[str]) -> None:
+    decision = select(
+        MoEProblem(Dims(512, 256), 8, 2, SCHEMES[name]),
+        find_device("h200"),
+        Packages(),
+        policy_named("moectl"),
+    )
+    found = {it["backend"]: it["verified_on"] for it in decision.to_json()["candidates"]}
+    assert found["humming"] == where and found["moectl"] == ["sm90"]
