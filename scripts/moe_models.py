@@ -1,9 +1,10 @@
-"""Parsers of option values: names, numbers and routings. Imports no torch."""
+"""Parsers of option values: names, numbers, directories and routings. Imports no torch."""
 
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from moectl.errors import UsageError
 from moectl.kernels.routing_distributions import check_distribution
@@ -36,6 +37,13 @@ def whole_number(text: str) -> int:
     if not (text.isdecimal() and int(text)):
         raise ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
+
+
+def directory(text: str) -> Path:
+    """An existing directory."""
+    if not Path(text).is_dir():
+        raise ArgumentTypeError(f"there is no directory {text}")
+    return Path(text)
 
 
 def distribution(text: str) -> str:

@@ -34,6 +34,17 @@ def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         ("tune_kernels", ("--families", "mid,large"), "no family is called 'large'; choose from decode"),
         ("tune_kernels", ("--shard", "3/3"), "expected I/N, I from 0 to N - 1, got '3/3'"),
         ("bench_peers", ("--models", "gpt-5"), "no model is called 'gpt-5'"),
+        ("bench_first_call", ("--columns", "moectl,sonic"), "no column is called 'sonic'"),
+        (
+            "bench_first_call",
+            ("--layers", "gpt-oss-20b pp2"),
+            "a layer is NAME, NAME:FORMAT, either with tpN",
+        ),
+        (
+            "bench_first_call",
+            ("--peers", "nowhere"),
+            "there is no directory nowhere",
+        ),
         ("bench_router", ("--models", "gpt-5"), "no model is called 'gpt-5'; choose from gpt-oss-20b"),
         ("fp8_sums", ("--backends", "marlin"), "no backend is called 'marlin'; choose from moectl"),
         ("fp8_sums", ("--columns", "2000"), "argument --columns: expected multiples of 256"),
@@ -74,6 +85,7 @@ def test_wrong_usage(script: str, options: tuple[str, ...], said: str, ended: En
 @pytest.mark.parametrize(
     ("script", "options"),
     [
+        ("bench_first_call", ()),
         ("bench_peers", ()),
         ("bench_peers", ("--warm", "1", "--models", "qwen3-30b", "--tokens", "1")),
         ("bench_router", ()),
