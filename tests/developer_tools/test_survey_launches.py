@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -71,3 +73,32 @@ def test_a_run_goes_on_where_the_file_ends(tmp_path: Path) -> None:
     assert script._key(CELL, today) in tried
     assert not any(script._key(CELL, launch) in tried for launch in others)
     assert script._key(replace(CELL, tokens=6), today) not in tried
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"intermediate": 200}, "line 2 of .* is impossible: intermediate size 200 is not a whole number of"),
+        ({"format": "int3"}, "line 2 of .* must have name, format, .*: a known format, and numbers from 1"),
+        ({"tokens": 0}, "numbers from 1"),
+        ({"hidden": "256"}, "numbers from 1"),
+        ({"gpu": "H200"}, "must have name, format"),
+    ],
+)
+def test_an_impossible_layer_of_a_plan_is_refused_before_anything_is_compiled(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, object],
+    said: str,
+) -> None:
+    plan = tmp_path / "plan.jsonl"
+    plan.write_text(json.dumps(asdict(CELL)) + "\n")
+    assert script.planned_cells(plan) == [CELL]
+    plan.write_text("\n".join(map(json.dumps, [asdict(CELL), asdict(CELL) | change])))
+    monkeypatch.setattr(script, "need_a_gpu", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["survey_launches", str(plan), "--out", str(tmp_path / "rows.jsonl")])
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and re.search(said, line)
