@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from moectl.kernels.choice.launch_model import BY_FORMAT, GEMM, LAUNCH
 
@@ -37,6 +40,25 @@ def test_a_fit_writes_every_coefficient_and_chooses_better_the_longer_it_runs(tm
         assert line in brief
     mean = [float(_line(text, "fitted to all").rpartition("mean ")[2]) for text in (brief, printed)]
     assert mean[1] < mean[0]
+
+
+@pytest.mark.slow
+def test_layers_that_were_left_out_get_launches_near_their_fastest() -> None:
+    """What docs/launches.md says of the model's choices, from the recorded rows, with a small margin."""
+    said = re.search(
+        r"\| all \| (\d+) \| (\d+)% \| (\d+)% \| ([\d.]+) \|", (ROOT / "docs/launches.md").read_text()
+    )
+    surveys = [f"docs/launches_{gpu}.jsonl" for gpu in ("h200", "h100")]
+    printed = _fit(*surveys, "--table")
+    found = re.search(
+        r"each layer left out: (\d+) cells, (\d+)% within 3%, (\d+)% within 10%, mean ([\d.]+);", printed
+    )
+    assert said and found
+    (cells, *shares, mean), (wanted, *least, most) = map(float, found.groups()), map(float, said.groups())
+    assert cells == wanted
+    assert shares[0] >= least[0] - 3 and shares[1] >= least[1] - 2 and mean <= most + 0.005, printed
+    errors = {gpu: float(error) for gpu, error in re.findall(r"  (NVIDIA .*): median error (.*)%", printed)}
+    assert errors["NVIDIA H200"] < 5 and errors["NVIDIA H100 80GB HBM3"] < 4.5, errors
 
 
 def _line(text: str, start: str) -> str:

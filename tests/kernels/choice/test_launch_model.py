@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import statistics
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -31,6 +34,7 @@ from moectl.kernels.triton.triton_runner import (
     FAMILIES,
     _rates_of,
     bandwidth_of,
+    choose,
     choose_shipped,
     launch_of,
     predicted_for,
@@ -268,3 +272,32 @@ def test_bandwidth_is_that_of_the_name_or_the_device() -> None:
     assert bandwidth_of(About()) == pytest.approx(3.352e12, rel=1e-3)
     About.memory_bus_width = 0
     assert bandwidth_of(About()) == 3.35e12
+
+
+MOST_CHOICE_SECONDS, MOST_PLAN_SECONDS = 1e-3, 60e-3
+"""Of a CPU core's time: for a number of tokens that a planned layer has not had, and for the plan."""
+
+
+def test_a_new_number_of_tokens_costs_less_than_a_millisecond_and_a_plan_little_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the layer takes launches of its plan or its own rows, and nothing is remembered by tokens."""
+    monkeypatch.setenv("MOECTL_CACHE", str(tmp_path))
+    own = MoEProblem(Dims(2048, 768), 128, 8, SCHEMES["int4-g128"])
+    device, draw = torch.device("cuda"), random.Random(0)
+    with compiling_for(OFFLINE_GPUS[90]):
+        for problem in (LAYER, own):
+            choose(problem, 1, device)  # plans it
+            seconds = []
+            for tokens in draw.sample(range(2, 16385), 400):
+                begin = time.thread_time()
+                choose(problem, tokens, device)
+                seconds.append(time.thread_time() - begin)
+            assert statistics.median(seconds) < MOST_CHOICE_SECONDS
+        seconds = []
+        for extra in range(1, 8):
+            layer = replace(LAYER, dims=Dims(2560, 1536 + 128 * extra))  # none that was planned before
+            begin = time.thread_time()
+            choose(layer, 64, device)
+            seconds.append(time.thread_time() - begin)
+        assert statistics.median(seconds) < MOST_PLAN_SECONDS, seconds
