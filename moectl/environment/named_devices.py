@@ -121,6 +121,18 @@ def published_bandwidth(name: str) -> float:
     return _scaled(_table()["gpus"][key]["bandwidth_tb_s"]) if key else 0.0
 
 
+def published_matrix_rate(name: str) -> float:
+    """Dense 16-bit FLOP/s of one multiprocessor as published, by any name of its GPU; 0 if unknown.
+
+    Example:
+        >>> published_matrix_rate("NVIDIA H200") / published_matrix_rate("NVIDIA H20") > 3.9
+        True
+    """
+    key = known_names().get(squeeze(name))
+    row = _table()["gpus"][key] if key else {}
+    return _scaled(row.get("bf16_tflops")) / (row.get("sms") or 1)
+
+
 def _scaled(figure: float | None) -> float:
     """A figure in tera-units converted to units, rounded; 0 if unknown."""
     return float(round((figure or 0) * 1e12))

@@ -94,7 +94,8 @@ def test_ungated_experts_have_two_matrices():
         ("h200", "mxfp8", 1979e12),
         ("h200", "nvfp4", 1979e12),
         ("a100", "fp8", 312e12),
-        ("h20", "fp8", 0),
+        ("h20", "fp8", 296e12),
+        ("gb10", "fp8", 0),
         ("h200", "int8", 0),
     ],
 )

@@ -31,11 +31,30 @@ Quantity = Any
 """A number, or a tensor of numbers: the fit has those of all rows at once."""
 
 
-class GpuRates(NamedTuple):
-    """What the time depends on: number of multiprocessors, and published bandwidth in bytes per second."""
+FITTED_MATRIX_RATE = 7.495e12
+"""Published dense 16-bit matrix rate of a multiprocessor of the GPUs that were measured, FLOP/s."""
 
-    sms: int
-    bandwidth: float
+
+class GpuRates(NamedTuple):
+    """What the time depends on.
+
+    Attributes:
+        sms: number of multiprocessors.
+        bandwidth: published bytes per second.
+        matrix: matrix rate of a multiprocessor, as a share of `FITTED_MATRIX_RATE`.
+    """
+
+    sms: Quantity
+    bandwidth: Quantity
+    matrix: Quantity = 1.0
+
+    @staticmethod
+    def of(sms: int, bandwidth: float, flops_per_sm: float) -> GpuRates:
+        """The rates of a GPU with this published matrix rate of a multiprocessor; 0 if it is not known.
+
+        A rate that is unknown or above `FITTED_MATRIX_RATE` counts as that one.
+        """
+        return GpuRates(sms, bandwidth, min(1.0, flops_per_sm / FITTED_MATRIX_RATE) or 1.0)
 
 
 class GemmWork(NamedTuple):
@@ -84,7 +103,7 @@ class GemmCoefficients(NamedTuple):
     Attributes:
         bandwidth: share of the memory's bandwidth, at most 1.
         tile: clocks of a 64x64 tile of weights.
-        token: more of them for each token of the token tile.
+        token: more of them for each token of the token tile, at `FITTED_MATRIX_RATE`.
         program, latency, start: clocks of a program, of a step, and of the first one.
     """
 
@@ -202,10 +221,9 @@ def _gemm_work(
     )
 
 
-def seconds(
-    work: LaunchWork, sms: Quantity, bandwidth: Quantity, of: LaunchCoefficients, by: Arithmetic = NUMBERS
-) -> Quantity:
-    """Seconds of the layer under a launch, on a GPU of `sms` multiprocessors and `bandwidth`."""
+def seconds(work: LaunchWork, gpu: GpuRates, of: LaunchCoefficients, by: Arithmetic = NUMBERS) -> Quantity:
+    """Seconds of the layer under a launch on a GPU."""
+    sms, bandwidth, matrix = gpu
     total = of.fixed + work.rows / of.combine
     sharpness, rounding = 1.5 + of.sharpness, of.rounding / (1 + of.rounding)
     stays = work.persistent > 0
@@ -216,7 +234,7 @@ def seconds(
         whole = by.where(stays, by.ceil(rounds - 0.02), rounds + 0.5 * by.exp(-rounds))
         waited = rounding * by.most(whole, 1.0) + (1 - rounding) * by.most(rounds, 1.0)
         copying = of.copying * gemm.copied
-        program = gemm.tiles * (its.tile + its.token * gemm.width) + its.program + copying
+        program = gemm.tiles * (its.tile + its.token * gemm.width / matrix) + its.program + copying
         at_once = by.where(stays, work.persistent * waited, by.most(gemm.programs / sms, 1.0))
         issued = at_once * program / CLOCK
         latency = waited * (gemm.steps * its.latency + its.start + 2 * copying) / CLOCK
@@ -288,4 +306,4 @@ def predicted_us(
     if of is None:
         return None
     work = work_of(load_of(problem, tokens), shape)
-    return 1e6 * float(seconds(work, gpu.sms, gpu.bandwidth, of))
+    return 1e6 * float(seconds(work, gpu, of))

@@ -153,7 +153,7 @@ def _predicted(
         low, high = candidate.tokens_per_expert
         predicted.append(
             [
-                1e6 * seconds(work_of(load, candidate.shape), gpu.sms, gpu.bandwidth, of)
+                1e6 * seconds(work_of(load, candidate.shape), gpu, of)
                 if low <= per_expert <= high
                 else math.inf
                 for load, per_expert in zip(loads, spread, strict=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ...environment import Device
+from ...environment.named_devices import published_matrix_rate
 from ...problem.moe_problem import MoEProblem
 from .launch import Launch
 from .launch_model import GpuRates, coefficients, predicted_us
@@ -82,7 +83,8 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
     times = []
     fitted_arch = "sm{}{}".format(*FITTED_CAPABILITY)
     if device.arch == fitted_arch and device.sms and device.bandwidth:
-        gpu, rates = GpuModel(FITTED_CAPABILITY, device.sms), GpuRates(device.sms, device.bandwidth)
+        gpu = GpuModel(FITTED_CAPABILITY, device.sms)
+        rates = GpuRates.of(device.sms, device.bandwidth, published_matrix_rate(device.name))
         for m in sorted(tokens):
             launch = shipped_launch(problem, m, gpu, rates, runnable)
             shape = MODELLED[launch.family].shape if launch else None

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...capabilities.kernel_support import KernelSupport
 from ...capabilities.own_kernels import TRITON
 from ...environment import Device
-from ...environment.named_devices import published_bandwidth
+from ...environment.named_devices import published_bandwidth, published_matrix_rate
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import A16
@@ -165,7 +165,7 @@ def predicted_for(problem: MoEProblem, tokens: int, launch: Launch, device: torc
 
 def _rates_of(device: torch.device) -> GpuRates:
     about = torch.cuda.get_device_properties(device)
-    return GpuRates(about.multi_processor_count, bandwidth_of(about))
+    return GpuRates.of(about.multi_processor_count, bandwidth_of(about), published_matrix_rate(about.name))
 
 
 def bandwidth_of(about: Any) -> float:

@@ -231,8 +231,8 @@ def test_roofline_of_decode_and_prefill():
     expert = 3 * 2880 * 2880 // 2 + 3 * 2880 * 90 + 2 * 3 * 2880
     assert one["us"] == pytest.approx((4 * expert + 2 * 2880 * 2) / 4.8e12 * 1e6, rel=1e-6)
     assert many["bound"] == "memory" and roofline["prefill"]["bound"] == "compute"
-    assert explain(GPT, "--gpu", "h20", "--json").document["groups"][0]["roofline"]["prefill"]["us"] is None
-    assert "prefill: unknown" in explain(GPT, "--gpu", "h20", "-v").words
+    assert explain(GPT, "--gpu", "gb10", "--json").document["groups"][0]["roofline"]["prefill"]["us"] is None
+    assert "prefill: unknown" in explain(GPT, "--gpu", "gb10", "-v").words
 
 
 @pytest.mark.parametrize(

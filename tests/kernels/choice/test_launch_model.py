@@ -16,6 +16,7 @@ import pytest
 import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 
+from moectl.environment.named_devices import find_device, published_matrix_rate
 from moectl.kernels.choice.expert_load import expert_counts, token_tiles_of
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.choice.launch_model import (
@@ -26,7 +27,7 @@ from moectl.kernels.choice.launch_model import (
     predicted_us,
     work_of,
 )
-from moectl.kernels.choice.launch_plan import MOST_GEMM_BINARIES, SIZES, CandidateLaunch, plan, planned
+from moectl.kernels.choice.launch_plan import MOST_GEMM_BINARIES, SIZES, CandidateLaunch, Plan, plan, planned
 from moectl.kernels.choice.launch_shape import LaunchShape
 from moectl.kernels.choice.launch_table import GpuModel, own_rows
 from moectl.kernels.triton.launches import launch_for
@@ -44,6 +45,7 @@ from moectl.problem.published_layers import SCHEMES
 
 DOCS = Path(__file__).parents[3] / "docs"
 H200, H100 = GpuRates(132, 4.8e12), GpuRates(132, 3.35e12)
+H20 = GpuRates.of(78, 4e12, published_matrix_rate("NVIDIA H20"))
 RATES = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
 ON_SM90 = (9, 0)
 LAYER = MoEProblem(Dims(2560, 1536), 64, 6, SCHEMES["int4-g128"])
@@ -122,7 +124,7 @@ def _predicted(problem: MoEProblem, gpu: GpuRates) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "int4-g32", "int4-g128", "nvfp4"])
-@pytest.mark.parametrize("gpu", [H200, H100, GpuRates(78, 4e12)], ids=["h200", "h100", "h20"])
+@pytest.mark.parametrize("gpu", [H200, H100, H20], ids=["h200", "h100", "h20"])
 def test_predictions_are_times(format: str, gpu: GpuRates) -> None:
     problem = replace(LAYER, scheme=SCHEMES[format])
     shape = _known(problem)[0][1]
@@ -137,6 +139,38 @@ def test_more_bandwidth_never_costs_time() -> None:
     assert all(
         a <= b for quick, late in zip(fast, slow, strict=True) for a, b in zip(quick, late, strict=True)
     )
+
+
+@pytest.mark.parametrize("name", ["h200", "h100", "h800", "gh200", "a GPU that nobody knows"])
+def test_gpus_with_the_matrix_rate_of_measured_ones_are_predicted_as_before(name: str) -> None:
+    """`matrix` is exactly 1: no prediction has changed by it."""
+    known = name if name.startswith("a GPU") else find_device(name).name
+    assert GpuRates.of(132, 4.8e12, published_matrix_rate(known)) == H200
+
+
+def test_a_lower_matrix_rate_bounds_prefill_and_leaves_decoding_alone() -> None:
+    """An H20 has a quarter of an H200's rate per multiprocessor, and more than half of them."""
+    for problem in (LAYER, replace(LAYER, dims=Dims(7168, 256), experts=384, local_experts=384, top_k=8)):
+        sizes = 3 * problem.dims.hidden * problem.dims.intermediate
+        found, fast = planned(problem, H20, ON_SM90), planned(problem, H20._replace(matrix=1.0), ON_SM90)
+        assert found is not None and fast is not None
+        for tokens in (4096, 16384):
+            floor = 1e6 * 2 * tokens * problem.top_k * sizes / 148e12
+            us, unbound = (_planned_us(problem, tokens, it, H20) for it in (found, fast))
+            assert floor / 0.9 < us < floor / 0.6
+            assert us <= unbound, "the plan takes the rate into account"
+            assert us > 1.5 * _planned_us(problem, tokens, fast, H20._replace(matrix=1.0))
+        one = _planned_us(problem, 1, found, H20)
+        assert one < 1.05 * _planned_us(problem, 1, fast, H20._replace(matrix=1.0))
+
+
+def _planned_us(problem: MoEProblem, tokens: int, plan: Plan, gpu: GpuRates) -> float:
+    launch = plan.launch(tokens)
+    shape = FAMILIES[launch.family].shape
+    assert shape is not None
+    us = predicted_us(problem, tokens, launch.family, shape(problem, launch.tile), gpu)
+    assert us is not None
+    return us
 
 
 def _measured_cells() -> dict[tuple[str, str, str, int], list[tuple[MoEProblem, Launch, float]]]:
