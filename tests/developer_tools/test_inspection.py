@@ -226,7 +226,7 @@ def test_faults_are_said_in_words() -> None:
 
 
 def test_what_has_no_answer_is_refused() -> None:
-    with pytest.raises(UsageError, match="choose from 80, 89, 90"):
+    with pytest.raises(UsageError, match="choose from 80, 86, 89, 90"):
         gpu_of(75)
     with pytest.raises(UsageError, match="no built-in model"):
         layer_without_weights("nobody/nothing")

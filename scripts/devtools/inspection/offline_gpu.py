@@ -21,13 +21,14 @@ OFFLINE_GPUS = {
     gpu.arch: gpu
     for gpu in (
         OfflineGpu(80, 108, 163 << 10),
+        OfflineGpu(86, 72, 99 << 10),
         OfflineGpu(89, 128, 99 << 10),
         OfflineGpu(90, 132, 227 << 10),
         OfflineGpu(100, 148, 227 << 10),
         OfflineGpu(120, 170, 99 << 10),
     )
 }
-"""One GPU of each architecture: A100, RTX 4090, H200, B200, RTX 5090."""
+"""One GPU of each architecture: A100, A10, RTX 4090, H200, B200, RTX 5090."""
 
 
 @dataclass(frozen=True, slots=True)

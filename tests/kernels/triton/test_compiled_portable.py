@@ -52,7 +52,7 @@ def test_two_warps_multiply_by_mma_sync_on_sm90(weight: WeightFormat, floats: tu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("arch", OFFLINE_GPUS)
 @pytest.mark.parametrize(("weight", "floats"), ALL, ids=str)
 def test_every_format_compiles(weight: WeightFormat, floats: tuple[str, str], arch: int) -> None:
     products(weight, floats, LAUNCHES["grouped 16x64x64"], arch)
