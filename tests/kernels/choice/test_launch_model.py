@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moectl.environment.named_devices import find_device, published_matrix_rate
 from moectl.kernels.choice.expert_load import expert_counts, token_tiles_of
@@ -139,6 +141,63 @@ def test_more_bandwidth_never_costs_time() -> None:
     assert all(
         a <= b for quick, late in zip(fast, slow, strict=True) for a, b in zip(quick, late, strict=True)
     )
+
+
+FORMATS = ("mxfp4", "int4-g32", "int4-g128", "nvfp4")
+
+
+@st.composite
+def extreme_layers(draw: st.DrawFn) -> MoEProblem:
+    """A share of a layer, from one group of columns and one expert to 25,000 columns and 1024 experts."""
+    scheme = SCHEMES[draw(st.sampled_from(FORMATS))]
+    group = max(scheme.weight.group, 32)
+    sizes = st.integers(1, 200).map(lambda groups: groups * group)
+    experts = draw(st.integers(1, 8) | st.integers(1, 1024))
+    ranks = draw(st.sampled_from([n for n in (1, 2, 3, 8, 64, 1024) if experts % n == 0]))
+    top_k = draw(st.integers(1, min(experts, 32)))
+    dims = Dims(draw(sizes), draw(sizes))
+    return MoEProblem(dims, experts, top_k, scheme, local_experts=experts // ranks)
+
+
+EXTREME_GPUS = st.builds(
+    GpuRates, st.integers(1, 500), st.floats(5e10, 3e13), st.floats(0.1, 1.0) | st.just(1.0)
+)
+"""From a multiprocessor with a laptop's memory to several times an H200."""
+
+TOKEN_EDGE = 0.7
+"""Least time of twice the tokens: a token more may be another tile, of fewer tokens each on average."""
+
+
+@settings(max_examples=40, deadline=None)
+@given(extreme_layers(), EXTREME_GPUS, st.integers(1, 1 << 18))
+def test_extreme_layers_and_gpus_have_times_that_grow(
+    problem: MoEProblem, gpu: GpuRates, tokens: int
+) -> None:
+    floor = 1e6 * _work(problem, tokens, _known(problem)[0][1]).bytes / gpu.bandwidth
+    for launch, shape in _known(problem):
+
+        def us(
+            tokens: int, gpu: GpuRates = gpu, launch: Launch = launch, shape: LaunchShape = shape
+        ) -> float:
+            time = predicted_us(problem, tokens, launch.family, shape, gpu)
+            assert time is not None and 0 < time < math.inf, (launch, tokens)
+            return time
+
+        now = us(tokens)
+        assert now > floor
+        assert us(2 * tokens) > TOKEN_EDGE * now and us(8 * tokens) > 0.95 * now, launch
+        assert us(tokens, gpu._replace(bandwidth=2 * gpu.bandwidth)) <= now
+        assert us(tokens, gpu._replace(matrix=gpu.matrix / 2)) >= now
+
+
+@settings(max_examples=40, deadline=None)
+@given(extreme_layers(), EXTREME_GPUS)
+def test_extreme_layers_and_gpus_have_plans_that_run(problem: MoEProblem, gpu: GpuRates) -> None:
+    found = planned(problem, gpu, ON_SM90)
+    assert found is not None
+    assert found.most[-1] == SIZES[-1] and all(0 < us < math.inf for us in found.us)
+    for launch in found.launches:
+        assert not FAMILIES[launch.family].fits(problem, launch.tile)
 
 
 @pytest.mark.parametrize("name", ["h200", "h100", "h800", "gh200", "a GPU that nobody knows"])
