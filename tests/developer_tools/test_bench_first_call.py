@@ -78,7 +78,7 @@ def measured(
     (tmp_path / "worker.py").write_text(code)
     plans = script.plans_of("qwen3-30b:mxfp4", columns, tokens, "cpu")
     command = [sys.executable, str(tmp_path / "worker.py")]
-    run = script.Measurement(command, tmp_path, time.monotonic() + limit, lambda row: None)
+    run = script.Measurement(command, tmp_path, time.monotonic() + limit, lambda row: None, 0)
     return run, run.run(plans)
 
 
