@@ -35,6 +35,7 @@ class Hub(ThreadingHTTPServer):
         commit: the commit that the branch ``main`` stands for.
         hostile: what is done to answers instead, by a part of their path (`HOSTILE`).
         listing: what is sent instead of the list of files, if anything.
+        headers: what files' headers are instead, or besides; DIGEST in them is a file's SHA-256.
         tokens: the Authorization of every request so far.
     """
 
@@ -55,6 +56,7 @@ class Hub(ThreadingHTTPServer):
         self.commit = COMMIT
         self.hostile: dict[str, str] = {}
         self.listing: bytes | None = None
+        self.headers: dict[str, str] = {}
         self.elsewhere = ""
         self.tokens: list[str | None] = []
         self.ending = threading.Event()
@@ -143,10 +145,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
         data = path.read_bytes()
+        digest = hashlib.sha256(data).hexdigest()
         headers = {
-            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+            "ETag": f'"{digest}"',
             "X-Repo-Commit": self.server.commit,
             "Accept-Ranges": "bytes",
+            **{key: text.replace("DIGEST", digest) for key, text in self.server.headers.items()},
         }
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if name.endswith(".safetensors"):

@@ -20,6 +20,7 @@ from ...files.strict_json import shown
 from ...files.tensor_table import TensorTable
 from .hub_cache import HeaderCache
 from .hub_limits import (
+    COMMIT,
     HubGuard,
     HubUnreachable,
     guarded_by,
@@ -158,7 +159,7 @@ def _read(
 
 
 def _commit(sha: str | None, repo: str) -> str:
-    if sha is None or re.fullmatch(r"[0-9a-f]{40}", sha) is None:
+    if sha is None or COMMIT.fullmatch(sha) is None:
         raise CheckpointError(
             f"the Hub names no commit for {repo}, got {shown(sha)}.",
             hint="Check HF_ENDPOINT, or download the checkpoint and give its folder.",
@@ -177,7 +178,7 @@ def _download(repo: str, name: str, revision: str | None, token: str | None, sta
     """A file in the Hub's cache at a commit, else downloaded to the `staged` one."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
+    if revision is not None and COMMIT.fullmatch(revision):
         cached = try_to_load_from_cache(repo, name, revision=revision)
         if isinstance(cached, str):
             return Path(cached)

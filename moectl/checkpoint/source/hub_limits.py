@@ -1,13 +1,15 @@
-"""Limits on what a Hub server can make a reader do: seconds, and bytes of an answer.
+"""Limits on what a Hub server can make a reader do: seconds, bytes of an answer, and names of files.
 
-The Hub's client limits neither: an answer that trickles, never ends or unpacks to gigabytes is read to its
-end, and a server that is busy is waited for as long as it says.
+The Hub's client limits none of them: an answer that trickles, never ends or unpacks to gigabytes is read to
+its end, a server that is busy is waited for as long as it says, and the file of a download is named by a
+header of the answer, whatever path that is.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -31,6 +33,12 @@ LISTING_LIMIT = 16 << 20
 
 ANSWER_LIMIT = HEADER_LIMIT + (1 << 20)
 """Maximum size of any other answer, bytes."""
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+"""What a commit looks like."""
+
+_BLOB = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
+"""What an ETag may look like, which names a file in the Hub's cache: mostly a SHA-1 or SHA-256."""
 
 Found = TypeVar("Found")
 
@@ -134,7 +142,29 @@ def _bound(response: Any) -> None:
             f"the Hub answers about {guard.repo} in the encoding {shown(encoding)}, which was not asked for.",
             hint="Check HF_ENDPOINT, or download the checkpoint and give its folder.",
         )
+    _check_names(response, guard.repo)
     response.stream = _bounded_stream(response.stream, guard, str(response.request.url))
+
+
+def _check_names(response: Any, repo: str) -> None:
+    """Raises CheckpointError for headers that the client would make paths of, unless they are plain names."""
+    headers = response.headers
+    commit = headers.get("X-Repo-Commit")
+    if commit is not None and COMMIT.fullmatch(commit) is None:
+        raise CheckpointError(
+            f"the Hub's answer about {repo} has the X-Repo-Commit {shown(commit)}, expected a commit of 40 "
+            "hexadecimal digits.",
+            hint="Check HF_ENDPOINT, or download the checkpoint and give its folder.",
+        )
+    tag = headers.get("X-Linked-ETag") or headers.get("ETag")
+    if response.request.method != "HEAD" or response.status_code >= 400 or tag is None:
+        return  # the client takes no name from it
+    if _BLOB.fullmatch(tag.lstrip("W/").strip('"')) is None:
+        raise CheckpointError(
+            f"the Hub's answer about {repo} has the ETag {shown(tag)}, expected a checksum or another name "
+            "of at most 128 letters, digits, dots and dashes.",
+            hint="Check HF_ENDPOINT, or download the checkpoint and give its folder.",
+        )
 
 
 def _bounded_stream(stream: Any, guard: HubGuard, url: str) -> Any:
@@ -185,6 +215,8 @@ def staged_cache() -> Iterator[Path]:
 def move_into_cache(staged: Path, cache: Path) -> str:
     """Copies the blobs, links and references of a staged cache into the real one; existing files stay.
 
+    Links that lead anywhere but to the blobs of their repository are left out.
+
     Returns the system's reason if something could not be written, which only affects speed.
     """
     order = {"blobs": 0, "snapshots": 1, "refs": 2}
@@ -197,8 +229,9 @@ def move_into_cache(staged: Path, cache: Path) -> str:
             target = cache / relative
             target.parent.mkdir(parents=True, exist_ok=True)
             if path.is_symlink():
-                with suppress(FileExistsError):
-                    target.symlink_to(path.readlink())
+                if _leads_to_blob(path, staged / relative.parts[0] / "blobs"):
+                    with suppress(FileExistsError):
+                        target.symlink_to(path.readlink())
             elif relative.parts[1] == "refs" or not target.exists():
                 replace_file(target, read_bounded(path, ANSWER_LIMIT, path.name))
     except OSError as error:
@@ -206,3 +239,12 @@ def move_into_cache(staged: Path, cache: Path) -> str:
     except CheckpointError as error:
         return error.what
     return ""
+
+
+def _leads_to_blob(link: Path, blobs: Path) -> bool:
+    """True for a relative link straight to a regular file in `blobs`."""
+    stated = link.readlink()
+    target = Path(os.path.normpath(link.parent / stated))
+    return (
+        not stated.is_absolute() and target.parent == blobs and target.is_file() and not target.is_symlink()
+    )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from moectl.checkpoint.source.hub_limits import VARIABLE, seconds_allowed
+from moectl.checkpoint.source.hub_limits import VARIABLE, move_into_cache, seconds_allowed
 from moectl.errors import UsageError
-from support.hub_server import HOSTILE, TOKEN, Hub, serve
+from support.hub_server import COMMIT, HOSTILE, TOKEN, Hub, serve
 
 from .test_hub import Reader
 from .test_hub import server as server
@@ -60,6 +60,57 @@ def test_a_token_goes_to_no_other_host(server: subprocess.Popen[str], hub: Hub, 
         assert found.get("kind") == "hub", found
         assert hub.tokens.count(f"Bearer {TOKEN}") == len(hub.tokens) > 0
         assert other.tokens and set(other.tokens) == {None}
+
+
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-ETag", "X-Repo-Commit"])
+@pytest.mark.parametrize(
+    "name",
+    ["/{0}/outside", "../../../../outside", "..", "W..", 'W/"/{0}/outside"', '""', "a b", "a" * 300, "\xa0"],
+)
+def test_names_that_are_paths(
+    server: subprocess.Popen[str], hub: Hub, tmp_path: Path, header: str, name: str
+) -> None:
+    text = name.format(tmp_path)
+    hub.headers = {header: text}
+    (tmp_path / "tmp").mkdir()
+    refused = Reader(server, tmp_path / "home", hub.url)("org/tiny", env={"TMPDIR": str(tmp_path / "tmp")})
+    assert (refused.get("error"), refused.get("exit")) == ("CheckpointError", 4), refused
+    assert header.removeprefix("X-Linked-") in refused["text"] and "expected" in refused["text"]
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+
+
+@pytest.mark.parametrize("tag", ['"DIGEST"', 'W/"DIGEST"', "DIGEST", '"DIGEST-38"', '"Wx_1.DIGEST"'])
+def test_usual_etags(server: subprocess.Popen[str], hub: Hub, tmp_path: Path, tag: str) -> None:
+    hub.headers = {"ETag": tag}
+    found = Reader(server, tmp_path / "home", hub.url)("org/tiny")
+    assert found.get("kind") == "hub", found
+    links = [path for path in (tmp_path / "home/hub").rglob("*") if path.is_symlink()]
+    assert links and all(link.resolve().parent.name == "blobs" and link.is_file() for link in links)
+
+
+def test_links_out_of_the_cache_are_not_copied(tmp_path: Path) -> None:
+    staged, cache = tmp_path / "staged", tmp_path / "cache"
+    blobs, snapshot = (staged / "models--org--tiny" / name for name in ("blobs", f"snapshots/{COMMIT}"))
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "outside").touch()
+    (blobs / "ab").touch()
+    (blobs / "link").symlink_to(tmp_path / "outside")
+    ways = {
+        "config.json": "../../blobs/ab",
+        "absolute": str(tmp_path / "outside"),
+        "outward": "../../../../outside",
+        "there": str(blobs / "ab"),
+        "by a link": "../../blobs/link",
+        "nowhere": "../../blobs/cd",
+        "folder": "../../blobs",
+    }
+    for name, target in ways.items():
+        (snapshot / name).symlink_to(target)
+    assert move_into_cache(staged, cache) == ""
+    copied = [path.relative_to(cache).as_posix() for path in cache.rglob("*") if not path.is_dir()]
+    kept = ["models--org--tiny/blobs/ab", f"models--org--tiny/snapshots/{COMMIT}/config.json"]
+    assert sorted(copied) == kept
 
 
 def test_the_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
