@@ -40,6 +40,9 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 _BLOB = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 """What an ETag may look like, which names a file in the Hub's cache: mostly a SHA-1 or SHA-256."""
 
+_XET = ("X-Xet-Hash", "X-Xet-Refresh-Route")
+"""Headers that have the client fetch a file by another protocol, whose answers nothing here bounds."""
+
 Found = TypeVar("Found")
 
 
@@ -143,6 +146,8 @@ def _bound(response: Any) -> None:
             hint="Check HF_ENDPOINT, or download the checkpoint and give its folder.",
         )
     _check_names(response, guard.repo)
+    for name in _XET:
+        response.headers.pop(name, None)
     response.stream = _bounded_stream(response.stream, guard, str(response.request.url))
 
 

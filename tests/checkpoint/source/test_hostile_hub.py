@@ -113,6 +113,15 @@ def test_links_out_of_the_cache_are_not_copied(tmp_path: Path) -> None:
     assert sorted(copied) == kept
 
 
+def test_no_transfer_by_another_protocol(server: subprocess.Popen[str], hub: Hub, tmp_path: Path) -> None:
+    route = f"{hub.url}/api/models/org/tiny/xet-read-token/{COMMIT}"
+    for at, headers in enumerate(({"X-Xet-Refresh-Route": route}, {"Link": f'<{route}>; rel="xet-auth"'})):
+        hub.headers = {"X-Xet-Hash": "0" * 64, **headers}
+        found = Reader(server, tmp_path / f"home{at}", hub.url)("org/tiny", env={"HF_HUB_DISABLE_XET": "0"})
+        assert found.get("kind") == "hub", found
+    assert not any("xet" in path for _, path, *_ in hub.requests)
+
+
 def test_the_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert seconds_allowed() == 60
