@@ -116,7 +116,7 @@ def _read(
 ) -> HubCheckpoint:
     from huggingface_hub import HfApi
 
-    install(_client().get_session())
+    install(_client())
     with _explained(repo, revision):
         # First, because it fails at once without a network; a download would retry for half a minute.
         info = HfApi().model_info(repo, revision=revision, files_metadata=True, token=token, timeout=TIMEOUT)

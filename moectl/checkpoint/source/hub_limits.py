@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -118,8 +119,30 @@ def guarded_by(guard: HubGuard) -> Iterator[None]:
         _guards.current = None
 
 
-def install(session: Any) -> None:
-    """Makes a session of the Hub's client obey the guard of the thread that uses it."""
+def install(client: Any) -> None:
+    """Makes the sessions of the Hub's client obey the guard of the thread that uses them.
+
+    Those that it makes later too: it does so when a server cannot be connected to.
+    """
+    _guard_session(client.get_session())
+    module = sys.modules.get(client.get_session.__module__)
+    make = getattr(module, _FACTORY, None)
+    if make is not None and not hasattr(make, "moectl_guarded"):
+
+        def make_guarded() -> Any:
+            session = make()
+            _guard_session(session)
+            return session
+
+        make_guarded.moectl_guarded = True  # type: ignore[attr-defined]
+        setattr(module, _FACTORY, make_guarded)
+
+
+_FACTORY = "_GLOBAL_CLIENT_FACTORY"
+"""Where the Hub's client keeps the function that makes its sessions."""
+
+
+def _guard_session(session: Any) -> None:
     if not hasattr(session, "event_hooks") or getattr(session, "moectl_guarded", False):
         return
     hooks = session.event_hooks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moectl.checkpoint.source.hub_limits import VARIABLE, move_into_cache, seconds_allowed
+from moectl.checkpoint.source.hub_limits import VARIABLE, install, move_into_cache, seconds_allowed
 from moectl.errors import UsageError
 from support.hub_server import COMMIT, HOSTILE, TOKEN, Hub, serve
 
@@ -120,6 +120,17 @@ def test_no_transfer_by_another_protocol(server: subprocess.Popen[str], hub: Hub
         found = Reader(server, tmp_path / f"home{at}", hub.url)("org/tiny", env={"HF_HUB_DISABLE_XET": "0"})
         assert found.get("kind") == "hub", found
     assert not any("xet" in path for _, path, *_ in hub.requests)
+
+
+def test_a_session_that_the_client_makes_later_is_guarded() -> None:
+    utils = pytest.importorskip("huggingface_hub.utils")
+    for _ in range(2):
+        install(utils)
+        utils.close_session()
+        session = utils.get_session()
+        assert session.moectl_guarded
+        assert [hook.__name__ for hook in session.event_hooks["response"]].count("_bound") == 1
+    utils.close_session()
 
 
 def test_the_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
