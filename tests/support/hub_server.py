@@ -193,6 +193,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _begin(handler: _Handler, status: int = 200, **headers: str) -> None:
+    wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range", ""))
+    if wanted is not None and status == 200:
+        status = 206
+        headers = {"Content_Range": f"bytes {wanted[1]}-{wanted[2]}/{1 << 30}", **headers}
     handler.send_response(status)
     stated = {"ETag": '"0"', "X-Repo-Commit": handler.server.commit, "Connection": "close", **headers}
     for key, value in stated.items():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +22,7 @@ from .hub_limits import (
     COMMIT,
     HubGuard,
     HubUnreachable,
+    at_once,
     guarded_by,
     install,
     move_into_cache,
@@ -141,12 +141,7 @@ def _read(
         names = shard_names(sizes, index)
         cache = HeaderCache(repo, commit)
         read = partial(_header, repo, commit, token, Budget(), cache, guard)
-        with ThreadPoolExecutor(min(WORKERS, max(1, len(names)))) as pool:
-            try:
-                shards = list(pool.map(read, names, [sizes[name] for name in names]))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        shards = at_once(lambda name: read(name, sizes[name]), names, WORKERS)
     tensors = join_tensors([shard.tensors for shard in shards], index) if names else None
     guard.wait(0)
     for name, shard in zip(names, shards, strict=True):

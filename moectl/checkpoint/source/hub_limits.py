@@ -14,10 +14,11 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ...errors import CheckpointError, Unavailable, UsageError
 from ...files.atomic import replace_file
@@ -45,6 +46,7 @@ _XET = ("X-Xet-Hash", "X-Xet-Refresh-Route")
 """Headers that have the client fetch a file by another protocol, whose answers nothing here bounds."""
 
 Found = TypeVar("Found")
+Item = TypeVar("Item")
 
 
 class HubUnreachable(Unavailable):
@@ -228,6 +230,34 @@ def within(guard: HubGuard, read: Callable[[], Found]) -> Found:
     if errors:
         raise errors[0]
     return results[0]
+
+
+def at_once(read: Callable[[Item], Found], items: Sequence[Item], workers: int) -> list[Found]:
+    """`read` of every item, of so many at a time; the first error in their order ends all further reading.
+
+    The threads do not keep the program from ending, as those of a ThreadPoolExecutor do.
+    """
+    futures: list[Future[Found]] = [Future() for _ in items]
+    left = iter(list(zip(items, futures, strict=True)))
+    taking, ended = threading.Lock(), threading.Event()
+
+    def run() -> None:
+        while not ended.is_set():
+            with taking:
+                item, future = next(left, (None, None))
+            if future is None:
+                return
+            try:
+                future.set_result(read(cast(Item, item)))
+            except BaseException as error:
+                future.set_exception(error)
+
+    for _ in range(min(workers, len(items))):
+        threading.Thread(target=run, name="moectl-hub", daemon=True).start()
+    try:
+        return [future.result() for future in futures]
+    finally:
+        ended.set()
 
 
 @contextmanager

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from moectl.checkpoint.source.hub_limits import VARIABLE, install, move_into_cache, seconds_allowed
+from moectl.checkpoint.source.hub_limits import VARIABLE, at_once, install, move_into_cache, seconds_allowed
 from moectl.errors import UsageError
 from support.hub_server import COMMIT, HOSTILE, TOKEN, Hub, serve
 
-from .test_hub import Reader
+from .test_hub import ROOT, Reader
 from .test_hub import server as server
 
 SECONDS = 1.5
 """What the reader is allowed."""
 
-PLACES = ("/api/", "config.json", ".safetensors")
+WEIGHTS = "-of-"
+"""What the paths of weight files alone have."""
+
+PLACES = ("/api/", "config.json", "index.json", WEIGHTS)
 
 
 @pytest.fixture
@@ -49,6 +55,50 @@ def test_it_ends_in_time(
     if way in ("trickle", "header lines", "silent"):
         assert f"within {SECONDS} seconds" in refused["text"] and VARIABLE in refused["text"]
     assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "way"), [(WEIGHTS, "header lines"), (WEIGHTS, "silent"), ("/api/", "header lines")]
+)
+def test_the_program_ends_with_its_sentence(hub: Hub, tmp_path: Path, place: str, way: str) -> None:
+    hub.hostile = {place: way}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    environment |= {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, VARIABLE: str(SECONDS)}
+    environment["PYTHONPATH"] = str(ROOT)
+    with subprocess.Popen(
+        [sys.executable, "-m", "moectl", "explain", "org/tiny"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stderr is not None
+        try:
+            said = process.stderr.readline()
+            assert f"within {SECONDS} seconds" in said
+            process.wait(timeout=3)
+        finally:
+            process.kill()
+    assert process.returncode == 3
+
+
+def test_reading_at_once_ends_with_the_first_error() -> None:
+    begun, going_on = [], threading.Event()
+
+    def read(item: int) -> int:
+        begun.append(item)
+        if item == 1:
+            raise KeyError(item)
+        if item > 1:
+            going_on.wait(60)
+        return -item
+
+    with pytest.raises(KeyError, match="1"):
+        at_once(read, range(100), 3)
+    time.sleep(0.1)
+    assert len(begun) <= 5
+    going_on.set()
+    assert at_once(lambda item: -item, range(100), 3) == [-item for item in range(100)]
+    assert at_once(read, [], 3) == []
 
 
 def test_a_token_goes_to_no_other_host(server: subprocess.Popen[str], hub: Hub, tmp_path: Path) -> None:
