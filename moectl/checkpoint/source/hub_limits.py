@@ -30,6 +30,11 @@ VARIABLE = "MOECTL_HUB_TIMEOUT"
 """The environment variable with the seconds that reading a checkpoint's headers may take."""
 
 SECONDS = 60.0
+MOST_SECONDS = 86400.0
+"""Maximum of the variable: a day. Systems cannot wait for any number of seconds."""
+
+_NUMBER = re.compile(r"[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?|[0-9]+\.")
+
 LISTING_LIMIT = 16 << 20
 """Maximum size of a repository's list of files, bytes; one of 10,000 files has 2 MB."""
 
@@ -58,15 +63,14 @@ class HubTooSlow(HubUnreachable):
 
 
 def seconds_allowed() -> float:
-    """The seconds in `VARIABLE`, else `SECONDS`; UsageError for anything but a positive number."""
+    """The seconds in `VARIABLE`, else `SECONDS`; UsageError unless they are in (0, `MOST_SECONDS`]."""
     text = os.environ.get(VARIABLE, "")
-    try:
-        seconds = float(text or SECONDS)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
+    if not text:
+        return SECONDS
+    seconds = float(text) if _NUMBER.fullmatch(text) else math.nan
+    if not 0 < seconds <= MOST_SECONDS:
         raise UsageError(
-            f"{VARIABLE} must be a number of seconds above 0, got {shown(text)}",
+            f"{VARIABLE} must be a number of seconds above 0 and at most {MOST_SECONDS:g}, got {shown(text)}",
             hint=f"Leave it unset for {SECONDS:g} seconds.",
         )
     return seconds

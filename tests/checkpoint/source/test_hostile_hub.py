@@ -184,14 +184,43 @@ def test_a_session_that_the_client_makes_later_is_guarded() -> None:
 
 
 def test_the_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert seconds_allowed() == 60
-    monkeypatch.setenv(VARIABLE, "2.5")
-    assert seconds_allowed() == 2.5
-    for text in ("0", "-1", "nan", "inf", "soon", "\u00b2"):
+    for text, seconds in (
+        ("", 60.0),
+        ("2.5", 2.5),
+        (".5", 0.5),
+        ("3.", 3.0),
+        ("1e3", 1000.0),
+        ("86400", 86400.0),
+    ):
         monkeypatch.setenv(VARIABLE, text)
-        with pytest.raises(UsageError, match=VARIABLE):
-            seconds_allowed()
+        assert seconds_allowed() == seconds
+    monkeypatch.delenv(VARIABLE)
+    assert seconds_allowed() == 60
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0",
+        "-1",
+        "nan",
+        "inf",
+        "soon",
+        "\u00b2",
+        "\u0663",
+        "1_0",
+        " 1",
+        "86401",
+        "1e10",
+        "1e999",
+        "1e-999",
+        "9" * 5000,
+    ],
+)
+def test_no_number_of_seconds(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(UsageError, match=f"{VARIABLE} must be a number of seconds above 0 and at most 86400"):
+        seconds_allowed()
 
 
 @pytest.mark.parametrize(
