@@ -25,6 +25,7 @@ from ..problem.layer_ranges import ranges
 from ..problem.layouts import LAYOUTS, loads_folder
 from ..problem.moe_problem import MoEProblem
 from ..run.run_plan import POLICY
+from .engine_names import kernels_asked
 from .limits import reasons_and_hints
 from .model_experts import BACKEND, OWN, ModelExperts, open_experts, takes_over
 from .serve_report import FINE, REFUSED, WARNING, ServedLayers, ServeFinding, ServeReport
@@ -166,6 +167,11 @@ def _option_findings(request: ServeRequest) -> Iterator[ServeFinding]:
     if asked not in (None, "moectl"):
         says = f"--quantization {asked} keeps moectl from computing experts"
         yield ServeFinding("options", REFUSED, says, "leave it out")
+    if request.engine.group:
+        try:
+            kernels_asked()
+        except MoectlError as error:
+            yield _finding("options", error)
     dtype = str(options.get("--dtype", "auto"))
     if dtype not in DTYPES:
         says = f"moectl's experts take bfloat16 or float16, not {dtype}"

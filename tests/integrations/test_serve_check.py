@@ -112,6 +112,15 @@ def test_options_are_refused_as_by_the_adapters(folders, engine, option, reason)
     assert name not in document["serve"] and document["serve"].endswith("--seed 7")
 
 
+@pytest.mark.parametrize("engine", SERVING)
+def test_a_variable_that_the_engine_would_refuse_is_refused(folders, engine, monkeypatch):
+    monkeypatch.setenv("MOECTL_EXPERTS", "kernels")
+    assert checked(folders / "whole", engine)["works"]
+    monkeypatch.setenv("MOECTL_EXPERTS", "kernel")
+    says = refused(checked(folders / "whole", engine, code=1))["options"]["says"]
+    assert says == "MOECTL_EXPERTS must be kernels, got kernel"
+
+
 def test_all_reasons_are_said_at_once(folders):
     options = ("--option", "enable-eplb", "--option", "enable-lora", "--tp", "2")
     document = checked(folders / "whole", "sglang", *options, release="0.4.1", gpu="v100", code=1)

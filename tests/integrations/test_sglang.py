@@ -196,6 +196,18 @@ def test_the_switch_leaves_other_layers_to_the_published_method(tiny_gpt_oss, mo
     assert quantization_of(tiny_gpt_oss).inner.config["quant_method"] == "mxfp4"
 
 
+def test_where_sglang_does_not_ask_about_the_switch_the_log_says_so(tiny_gpt_oss, monkeypatch, caplog):
+    """Without a quantization_config: SGLang loads the experts itself."""
+    assert quantization_of(tiny_gpt_oss, quantization=None) is None and not caplog.records
+    monkeypatch.setenv("MOECTL_EXPERTS", "kernels")
+    assert quantization_of(tiny_gpt_oss, quantization=None) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "--quantization moectl takes experts over" in record.getMessage()
+    monkeypatch.setenv("MOECTL_EXPERTS", "yes")
+    with pytest.raises(MoectlError, match="MOECTL_EXPERTS must be kernels, got yes"):
+        quantization_of(tiny_gpt_oss, quantization=None)
+
+
 def test_what_it_does_not_do_is_refused_with_every_reason(tiny_gpt_oss):
     stubs.ARGS.enable_eplb, stubs.ARGS.moe_a2a_backend, stubs.ARGS.enable_memory_saver = True, "deepep", True
     with pytest.raises(MoectlError) as caught:

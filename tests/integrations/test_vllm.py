@@ -151,6 +151,34 @@ def test_who_is_taken_over(monkeypatch):
     assert claims(published, None) == "moectl" and claims(published, "fp8") is None
 
 
+def test_the_variable_takes_over_what_has_no_quantization_config_too(monkeypatch):
+    import vllm.config
+
+    def quantization(*words, **named):
+        return vllm.config.ModelConfig(*words, **named).quantization
+
+    assert quantization() is None and quantization({"quant_method": "mxfp4"}) == "mxfp4"
+    monkeypatch.setenv("MOECTL_EXPERTS", "kernels")
+    LOGGED.clear()
+    plugin.register()
+    plugin.register()
+    assert quantization() == "moectl" and LOGGED == ["MOECTL_EXPERTS asks for moectl's experts in the model"]
+    assert quantization({"quant_method": "mxfp4"}) == "moectl"
+    assert quantization(quantization="fp8") == "fp8" and quantization(experts=0) is None
+    LOGGED.clear()
+    assert quantization(runner_type="draft") is None
+    assert LOGGED == ["moectl leaves the draft model the model to vLLM"]
+
+
+@pytest.mark.parametrize("value", ("kernel", "1", "KERNELS"))
+def test_another_value_of_the_variable_is_refused_at_start(monkeypatch, value):
+    monkeypatch.setenv("MOECTL_EXPERTS", value)
+    with pytest.raises(MoectlError, match=f"^MOECTL_EXPERTS must be kernels, got {value}. Correct it"):
+        plugin.register()
+    monkeypatch.setenv("MOECTL_EXPERTS", "")
+    plugin.register()
+
+
 def test_what_it_does_not_do_is_refused_with_every_reason(tiny_gpt_oss):
     quantization = opened(tiny_gpt_oss)
     moe = FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, ParallelConfig(enable_eplb=True), is_lora_enabled=True)

@@ -157,9 +157,10 @@ def _entry_point(plugged):
         os.environ["PYTHONPATH"] = before
 
 
-def generate(model: Path, options: dict, *steps: str) -> dict:
+def generate(model: Path, options: dict, *steps: str, **variables: str) -> dict:
     """Tokens from vLLM's engine with the torch backend, the only one that runs on a CPU."""
-    return told("vllm_generate.py", model, json.dumps(options), *steps, MOECTL_BACKEND="torch")
+    asked = {"MOECTL_BACKEND": "torch", **variables}
+    return told("vllm_generate.py", model, json.dumps(options), *steps, **asked)
 
 
 def test_a_converted_directory_gives_the_same_tokens(whole, tmp_path):
@@ -172,6 +173,19 @@ def test_a_converted_directory_gives_the_same_tokens(whole, tmp_path):
         got = generate(tmp_path / target, {}, "methods", "reload", "hand-over")
         assert got["tokens"] == got["reload"] == want["tokens"] and got["methods"] == want["methods"]
         assert got["hand-over"].startswith("NoBackend: moectl's experts in vLLM do not support weights")
+
+
+def test_the_variable_takes_over_16_bit_checkpoints(tmp_path):
+    model = whole_models.bf16(tmp_path / "model")
+    own = generate(model, {}, "methods")
+    assert own["methods"][0].startswith("UnquantizedFusedMoEMethod")
+    want = generate(model, {"quantization": "moectl"}, "methods")
+    got = generate(model, {}, "methods", MOECTL_EXPERTS="kernels")
+    assert got == want and got["methods"] == ["MoectlMoEMethod: VllmExperts"]
+    # The first may part at a near tie: sums in another order.
+    assert own["tokens"][:4] == got["tokens"][:4]
+    left = generate(model, {}, "methods", MOECTL_EXPERTS="kernels", MOECTL_BACKEND="vllm")
+    assert left == own
 
 
 @pytest.mark.parametrize("experts", (False, True))

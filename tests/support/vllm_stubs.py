@@ -152,6 +152,27 @@ def engine_config(model: str = "", **options: Any) -> SimpleNamespace:
     )
 
 
+class ModelConfig:
+    """vLLM's config of a model, as far as it settles the quantization when it is made."""
+
+    def __init__(
+        self,
+        published: dict[str, Any] | None = None,
+        quantization: str | None = None,
+        experts: int = 8,
+        runner_type: str = "generate",
+    ) -> None:
+        self.model, self.quantization, self.runner_type = "the model", quantization, runner_type
+        self.model_arch_config = SimpleNamespace(quantization_config=published)
+        self.is_moe = experts > 0
+        self._verify_quantization()
+
+    def _verify_quantization(self) -> None:
+        if (published := self.model_arch_config.quantization_config) is not None:
+            claimed = METHODS["moectl"].override_quantization_method(published, self.quantization)
+            self.quantization = claimed or published["quant_method"]
+
+
 CURRENT: list[SimpleNamespace | None] = [None]
 """vLLM's current config."""
 
@@ -277,6 +298,8 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
         "vllm.version": {"__version__": version},
         "vllm.config": {
             "VllmConfig": object,
+            # Its functions are replaced: each test gets a class of its own.
+            "ModelConfig": type("ModelConfig", (ModelConfig,), {}),
             "get_current_vllm_config": lambda: CONFIG,
             "get_current_vllm_config_or_none": lambda: CURRENT[0],
         },

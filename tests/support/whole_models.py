@@ -48,6 +48,14 @@ def qwen3(folder: Path) -> Path:
     return _completed(folder, {"num_experts_per_tok": 4, "max_window_layers": 2}, qk_norm=True)
 
 
+def bf16(folder: Path) -> Path:
+    """Qwen3-MoE with 16-bit experts: no ``quantization_config``."""
+    from moectl.synth import synthesize
+
+    synthesize("Qwen/Qwen3-30B-A3B", folder, layers=2, experts=8, hidden=256, intermediate=256)
+    return _completed(folder, {"num_experts_per_tok": 4, "max_window_layers": 2}, qk_norm=True)
+
+
 def glm(folder: Path) -> Path:
     """GLM-4.5: a dense first layer, shared experts, sigmoid routing with a correction bias, INT4 experts."""
     from moectl.synth import synthesize

@@ -7,6 +7,7 @@ of vLLM asks of a quantization method is in one adapter for a range of releases 
 from importlib import import_module
 
 from ...errors import NoBackend
+from ..engine_names import kernels_asked
 
 METHOD = "moectl"
 
@@ -21,7 +22,9 @@ def register() -> None:
     """Make ``quantization="moectl"`` known to vLLM, with the adapter for its release.
 
     With a release that has no adapter, vLLM starts as ever, and refuses in one sentence to serve with moectl.
+    Raises UsageError, which ends vLLM, if MOECTL_EXPERTS has a value that moectl does not know.
     """
+    asked = kernels_asked()
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.version import __version__ as release
 
@@ -31,6 +34,8 @@ def register() -> None:
         return
     adapter = import_module(f".{name}.quantization", __name__)
     register_quantization_config(METHOD)(adapter.MoectlQuantization)
+    if asked:
+        import_module(f".{name}.engine_calls", __name__).claim_unquantized()
 
 
 def _refusing(release: str) -> type:

@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 from ....checkpoint.source.open_checkpoint import MANIFEST
 from ....convert.rank_slice import RankShard
 from ....errors import CheckpointError, NoBackend, UsageError
+from ...engine_names import SWITCH, kernels_asked
 from ...limits import unsupported
 from ...model_experts import DTYPES, ModelExperts, default_device, open_experts
 from .. import METHOD
@@ -36,6 +37,14 @@ def quantization_of(original: Load, model_config: Any, load_config: Any) -> Quan
     checkpoints are SGLang's own.
     """
     if model_config.quantization != METHOD:
+        if model_config.quantization is None and kernels_asked() and not model_config.is_draft_model:
+            # SGLang asks methods what they claim only where there is a quantization_config.
+            logger.warning(
+                "moectl computes no experts of %s: SGLang knows of %s only where a checkpoint has a "
+                "quantization_config; --quantization moectl takes experts over in others",
+                model_config.model_path,
+                SWITCH,
+            )
         return original(model_config, load_config)
     name = model_config.model_path
     converted = (Path(name) / MANIFEST).exists()

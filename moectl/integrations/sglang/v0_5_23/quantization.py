@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig, Quant
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from ....errors import NoBackend
-from ...engine_names import SWITCH
+from ...engine_names import kernels_asked
 from ...model_experts import ModelExperts
 from .. import METHOD
 from .experts import SglangMoEMethod
@@ -89,7 +88,7 @@ class SglangQuantization(QuantizationConfig):
         """Claims converted directories, and on request published checkpoints; asked before SGLang's own."""
         if cls._silent or not isinstance(hf_quant_cfg, Mapping):
             return None
-        asked = user_quant == METHOD or (user_quant is None and os.environ.get(SWITCH) == "kernels")
+        asked = user_quant == METHOD or (user_quant is None and kernels_asked())
         return METHOD if asked or hf_quant_cfg.get("quant_method") == METHOD else None
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -16,7 +15,7 @@ from vllm.model_executor.layers.quantization import (
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from ...engine_names import SWITCH
+from ...engine_names import kernels_asked
 from .. import METHOD
 
 logger = init_logger(__name__)
@@ -67,7 +66,7 @@ class MoectlQuantization(QuantizationConfig):
         """Claims converted directories, and on request published checkpoints; asked before vLLM's own."""
         if not isinstance(hf_quant_cfg, Mapping):
             return None
-        asked = user_quant == METHOD or (user_quant is None and os.environ.get(SWITCH) == "kernels")
+        asked = user_quant == METHOD or (user_quant is None and kernels_asked())
         return METHOD if asked or hf_quant_cfg.get("quant_method") == METHOD else None
 
     def maybe_update_config(
@@ -117,13 +116,13 @@ class MoectlQuantization(QuantizationConfig):
 
         number = extract_layer_index(prefix) if isinstance(layer, RoutedExperts) else None
         if number is not None and number in self.experts.layers:
+            from .engine_calls import refuse_calls
             from .experts import experts_method
-            from .reload import refuse_handed_over_weights
 
             method = experts_method(self.experts, layer, number, prefix, self.inner)
             if method is not None:
                 self.methods[number] = method
-                refuse_handed_over_weights()
+                refuse_calls()
                 return method
         return self._others(layer, prefix)
 

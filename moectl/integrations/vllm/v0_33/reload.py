@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from vllm.config import get_current_vllm_config_or_none
 
-from ....errors import NoBackend, UsageError
+from ....errors import UsageError
 from ...model_experts import ModelExperts, open_experts
-from ..limits import CALLS, Limit, sentence
-
-RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
-"""Modules that call vLLM's function ``reload_weights``."""
+from .engine_calls import HANDED_OVER, refused
 
 
 class Refillable(Protocol):
@@ -38,7 +33,7 @@ def reload(experts: ModelExperts, name: str, methods: Mapping[int, Refillable]) 
         return experts, name
     config = get_current_vllm_config_or_none()
     if config is None:
-        raise _refusal(CALLS["LLM.reload_weights(weights_iterator=...)"])
+        raise refused(HANDED_OVER)
     now = config.model_config.model
     if config.load_config.load_format == "dummy":
         return experts, name
@@ -53,31 +48,3 @@ def reload(experts: ModelExperts, name: str, methods: Mapping[int, Refillable]) 
     for method in loaded.values():
         method.refill(experts)
     return experts, now
-
-
-def refuse_handed_over_weights() -> None:
-    """Have vLLM refuse `reload_weights` with weights in memory, after which experts would have their old."""
-    for module in RUNNERS:
-        runner = sys.modules.get(module)
-        function = getattr(runner, "reload_weights", None)
-        if function is not None and not hasattr(function, "__wrapped__"):
-            runner.reload_weights = _from_a_path(function)  # type: ignore[union-attr]
-
-
-def _from_a_path(function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)
-    def reload_weights(
-        vllm_config: Any, model: Any, weights_iterator: Any = None, *others: Any, **named: Any
-    ) -> Any:
-        if weights_iterator is not None:
-            checkpoint = named.get("is_checkpoint_format", True)
-            kind = "weights_iterator=..." if checkpoint else "is_checkpoint_format=False"
-            raise _refusal(CALLS[f"LLM.reload_weights({kind})"])
-        return function(vllm_config, model, weights_iterator, *others, **named)
-
-    return reload_weights
-
-
-def _refusal(limit: Limit) -> NoBackend:
-    says, hint = sentence((limit,))
-    return NoBackend(says, hint=hint)
