@@ -170,9 +170,10 @@ def test_a_converted_directory_gives_the_same_tokens(whole, tmp_path):
     assert want["methods"] == ["MoectlMoEMethod: VllmExperts"]
     for target in ("moectl", "marlin"):
         moectl.convert(model, tmp_path / target, target)
-        got = generate(tmp_path / target, {}, "methods", "reload", "hand-over")
+        got = generate(tmp_path / target, {}, "methods", "reload", "hand-over", "sleep")
         assert got["tokens"] == got["reload"] == want["tokens"] and got["methods"] == want["methods"]
         assert got["hand-over"].startswith("NoBackend: moectl's experts in vLLM do not support weights")
+        assert "do not support sleep that discards weights" in got["sleep"]
 
 
 def test_the_variable_takes_over_16_bit_checkpoints(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -252,7 +253,7 @@ def test_weights_of_another_checkpoint_are_taken_and_another_model_is_refused(
 def test_weights_that_are_handed_over_are_refused(tiny_gpt_oss, monkeypatch):
     monkeypatch.setenv("MOECTL_BACKEND", "torch")
     runner = SimpleNamespace(reload_weights=lambda *words, **named: "reloaded")
-    monkeypatch.setitem(__import__("sys").modules, "vllm.v1.worker.gpu_model_runner", runner)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", runner)
     quantization = opened(tiny_gpt_oss)
     loaded(quantization)
     # A trainer calls the model's load_weights itself, outside of vLLM's config.
@@ -263,6 +264,34 @@ def test_weights_that_are_handed_over_are_refused(tiny_gpt_oss, monkeypatch):
     for named in ({}, {"is_checkpoint_format": False}):
         with pytest.raises(MoectlError, match=r"handed over in memory. Call reload_weights with a path"):
             runner.reload_weights(None, None, weights_iterator=iter(()), **named)
+
+
+def test_sleep_that_discards_weights_is_refused(tiny_gpt_oss, monkeypatch):
+    slept = []
+
+    class Worker:
+        def __init__(self, quantization):
+            model = SimpleNamespace(quantization=quantization)
+            self.vllm_config = SimpleNamespace(model_config=model)
+
+        def sleep(self, level=1):
+            slept.append(level)
+
+    monkeypatch.setenv("MOECTL_BACKEND", "torch")
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
+    for _ in range(2):
+        loaded(opened(tiny_gpt_oss))
+    ours, theirs = Worker("moectl"), Worker("mxfp4")
+    ours.sleep()
+    ours.sleep(level=1)
+    theirs.sleep(2)
+    assert slept == [1, 1, 2]
+    with pytest.raises(MoectlError) as error:
+        ours.sleep(level=2)
+    assert slept == [1, 1, 2] and str(error.value) == (
+        "moectl's experts in vLLM do not support sleep that discards weights. "
+        "Call wake_up, then sleep with level=1."
+    )
 
 
 @pytest.mark.parametrize(

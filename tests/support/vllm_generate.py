@@ -3,7 +3,8 @@
 usage: vllm_generate.py MODEL OPTIONS [STEP ...]
 
 OPTIONS is a JSON object of arguments of ``vllm.LLM``. Steps after the first generation: ``reload`` calls
-``reload_weights``; ``hand-over`` calls it with weights in memory; ``methods`` names the experts' classes.
+``reload_weights``; ``hand-over`` calls it with weights in memory; ``sleep`` asks for sleep that discards
+weights; ``methods`` names the experts' classes.
 """
 
 from __future__ import annotations
@@ -44,6 +45,17 @@ def handed_over(worker: Any) -> str:
     return "taken"
 
 
+def discarded(worker: Any) -> str:
+    """As a worker on a GPU sleeps: one on a CPU ignores the call."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    try:
+        Worker.sleep(worker.worker, level=2)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "asleep"
+
+
 def main() -> None:
     from vllm import LLM, SamplingParams
 
@@ -65,6 +77,8 @@ def main() -> None:
             told[step] = generated()
         elif step == "hand-over":
             told[step] = engine.collective_rpc(handed_over)[0]
+        elif step == "sleep":
+            told[step] = engine.collective_rpc(discarded)[0]
     print(json.dumps(told))
 
 

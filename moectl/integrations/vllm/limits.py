@@ -51,6 +51,7 @@ CALLS: Mapping[str, Limit] = {
             "weights in a kernel's format that are handed over in memory",
             "call reload_weights with a path",
         ),
+        Limit("LLM.sleep(level=2)", "sleep that discards weights", "call wake_up, then sleep with level=1"),
     )
 }
 """Refused when they are called."""

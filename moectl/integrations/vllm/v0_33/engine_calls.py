@@ -18,9 +18,13 @@ logger = init_logger(__name__)
 
 HANDED_OVER = "LLM.reload_weights(weights_iterator=...)"
 KERNELS_FORMAT = "LLM.reload_weights(is_checkpoint_format=False)"
+SLEEP = "LLM.sleep(level=2)"
 
 RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules that call vLLM's function ``reload_weights``."""
+
+WORKER = "vllm.v1.worker.gpu_worker"
+"""The module whose ``Worker`` every way to put an engine to sleep calls."""
 
 Function = Callable[..., Any]
 
@@ -58,10 +62,12 @@ def claim_unquantized() -> None:
 def refuse_calls() -> None:
     """Have vLLM refuse what would leave moectl's experts with wrong weights.
 
-    That is `reload_weights` with weights in memory.
+    That is `reload_weights` with weights in memory, and sleep that discards weights: `reload_weights` brings
+    back parameters alone, and a layer has other tensors in the memory that vLLM discards.
     """
     for module in RUNNERS:
         _wrap(sys.modules.get(module), "reload_weights", _from_a_path)
+    _wrap(getattr(sys.modules.get(WORKER), "Worker", None), "sleep", _keeping_weights)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> None:
@@ -83,3 +89,13 @@ def _from_a_path(function: Function) -> Function:
         return function(vllm_config, model, weights_iterator, *others, **named)
 
     return reload_weights
+
+
+def _keeping_weights(function: Function) -> Function:
+    @wraps(function)
+    def sleep(self: Any, level: int = 1) -> Any:
+        if level > 1 and self.vllm_config.model_config.quantization == METHOD:
+            raise refused(SLEEP)
+        return function(self, level)
+
+    return sleep
