@@ -15,6 +15,7 @@ from ..kernels.registry import runner_for
 from ..kernels.triton.layer_binaries import OWN
 from ..kernels.triton.offline_gpu import OfflineGpu, standing_in
 from ..problem.layer_ranges import ranges
+from ..problem.layouts import OWN_LAYOUTS
 from ..problem.moe_problem import MoEProblem, Parallel
 from .compile_ahead import CompileRequest, CompileResult, Report, compile_binaries, remember
 from .converted_ranks import ConvertedRanks
@@ -84,6 +85,12 @@ class WarmPlan:
     backend: str = ""
     source: Path | None = None
     target: Path | None = None
+
+
+def own_layouts() -> tuple[str, ...]:
+    """Layouts of converted directories that moectl's own kernels read as they are."""
+    named = (runner_for(name).layout for name in OWN)
+    return (*OWN_LAYOUTS, *(layout for layout in named if isinstance(layout, str)))
 
 
 def warm_layers(source: LayerSource, parallel: Parallel) -> list[WarmLayer]:

@@ -154,3 +154,82 @@ def test_failures_are_said(monkeypatch, requests):
 def test_what_cannot_be_done_is_refused_first(options, said, requests):
     out = moectl("warm", GPT, *options, code=None)
     assert out.code in (2, 4) and said in out.stderr and not requests
+
+
+WARM = ("--to", "moectl", "--warm", "h200, sm120")
+
+
+def test_a_conversion_compiles_the_kernels_of_what_it_wrote(requests, tiny_gpt_oss, tmp_path):
+    done = moectl("convert", tiny_gpt_oss, tmp_path / "whole", *WARM, "--json").document
+    assert [(made["arch"], made["tokens"]) for made in done["warmed"]] == [("sm90", 16384), ("sm120", 16384)]
+    (layer,) = done["warmed"][0]["layers"]
+    assert layer["layers"] == "0-1" and layer["compiled"] == layer["kernels"] - 1 > 10
+    assert [request.gpu.arch for request, *_ in requests] == [90, 120]
+    # What `moectl warm` compiles for the directory.
+    converted = requests.copy()
+    for gpu in ("h200", "sm120"):
+        moectl("warm", tmp_path / "whole", "--gpu", gpu)
+    assert requests[2:] == converted
+    printed = moectl("convert", tiny_gpt_oss, tmp_path / "plain", *WARM)
+    assert "2 layers converted" in printed.stdout and "tokens on NVIDIA H200 (sm90)" in printed.stdout
+    assert "warmed" not in moectl("convert", tiny_gpt_oss, tmp_path / "cold", *WARM[:2], "--json").document
+
+
+def test_a_conversion_of_ranks_compiles_the_kernels_of_those_it_wrote(requests, tiny_gpt_oss, tmp_path):
+    ranks = (*WARM[:2], "--ep-size", 3, "--warm", "a100")
+    done = moectl("convert", tiny_gpt_oss, tmp_path / "all", *ranks, "--json").document
+    assert len(done["ranks"]) == 3 and len(done["warmed"]) == 1
+
+    def compiled():
+        return [request.problem.local_experts for request, *_ in requests]
+
+    assert compiled() == [3, 2]
+    each = (tiny_gpt_oss, tmp_path / "each", *ranks)
+    refused = moectl("convert", *each, "--rank", 0, code=2)
+    assert "--part, --rank and --dry-run do not write" in refused.stderr and not each[1].exists()
+    for rank in range(3):
+        moectl("convert", *each[:-2], "--rank", rank)
+    moectl("convert", *each, "--finish")
+    assert compiled() == [3, 2] * 2
+
+
+def test_a_conversion_by_parts_compiles_when_it_is_finished(requests, tiny_gpt_oss, tmp_path):
+    out = tmp_path / "out"
+    for part in ("1/2", "2/2"):
+        moectl("convert", tiny_gpt_oss, out, *WARM[:2], "--part", part)
+    refused = moectl("convert", tiny_gpt_oss, out, *WARM, "--part", "2/2", code=2)
+    assert "--part, --rank and --dry-run do not write" in refused.stderr and not requests
+    moectl("convert", tiny_gpt_oss, out, *WARM, "--finish")
+    assert len(requests) == 2 and (out / "READY").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--to", "triton-hopper", "--warm", "h200"], "which read moectl-mtile64, moectl-bf16, moectl-fp8"),
+        (["--to", "int4-g32", "--requantize", "--warm", "h200"], "not int4-g32"),
+        (["--to", "moectl", "--warm", "h200,v100"], "moectl has no kernels for"),
+        (
+            ["--to", "moectl", "--warm", "mi300x"],
+            "--warm mi300x is AMD Instinct MI300X: kernels are compiled for CUDA GPUs",
+        ),
+        (["--to", "moectl", "--warm", "h200,"], "--warm takes names separated by commas"),
+        (["--to", "moectl", "--warm", "h200", "--dry-run"], "--part, --rank and --dry-run do not write"),
+    ],
+)
+def test_what_a_conversion_cannot_compile_is_refused_before_it(
+    options, said, requests, tiny_gpt_oss, tmp_path
+):
+    out = moectl("convert", tiny_gpt_oss, tmp_path / "out", *options, code=2)
+    assert said in " ".join(out.stderr.split()) and not requests and not (tmp_path / "out").exists()
+
+
+def test_a_kernel_that_does_not_compile_after_a_conversion_is_said(
+    monkeypatch, requests, tiny_gpt_oss, tmp_path
+):
+    def failing(request, binaries, jobs, report):
+        return CompileResult(2, 0, 1, 1.0, ("_k for 8 tokens: RuntimeError: ptxas",))
+
+    monkeypatch.setattr(warm_layers, "compile_binaries", failing)
+    said = moectl("convert", tiny_gpt_oss, tmp_path / "out", *WARM, code=1).stderr
+    assert "warning: not compiled: _k for 8 tokens" in said and (tmp_path / "out" / "READY").exists()

@@ -6,16 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...convert.portable.options import PortableOptions
-from ...errors import CheckpointError, UsageError
+from ...errors import CheckpointError, ExitCode, UsageError
 from ...files.strict_json import shown
 from ...problem.portable_formats import CONTAINERS, PORTABLE
-from ..options import ActivationOption, CheckpointArg, Offline, RecordOptions, RoutingOption, framed, option
+from ..options import (
+    ActivationOption,
+    CheckpointArg,
+    Offline,
+    RecordOptions,
+    RoutingOption,
+    framed,
+    option,
+    split_names,
+)
 from ..output import Output, count, size
+from ..warm.warming import MOST_TOKENS, Warmed, compiled, converted_layers, named_gpu
 from .planner import TargetOptions, planner
 from .text import (
     draw_done,
@@ -33,6 +43,7 @@ if TYPE_CHECKING:
 
     from ...convert.execute.convert import ConversionSummary
     from ...convert.execute.rank_plans import RankPlan
+    from ...environment import Device
 
 EXAMPLES = (
     "moectl convert ./gpt-oss-20b ./marlin-tp4 --to marlin --tp-size 4",
@@ -82,11 +93,40 @@ class ExecutionOptions:
         str,
         option("--device", help="cpu, cuda, cuda:N, or auto: a GPU if there is one.", own=True),
     ] = "cpu"
+    warm: Annotated[
+        str | None, option("--warm", help="Then compile moectl's kernels for GPUs: h200,sm120.")
+    ] = None
 
-    def check(self) -> None:
+    def check(self, ranks: RankOptions) -> None:
         """Raises UsageError for options that cannot be combined."""
         if self.finish and (self.part is not None or self.dry_run or self.resume):
             raise UsageError("--finish cannot be combined with --part, --resume or --dry-run")
+        partial = self.part is not None or self.dry_run or (ranks.rank is not None and not self.finish)
+        if self.warm is not None and partial:
+            raise UsageError(
+                "--warm needs a complete directory, which --part, --rank and --dry-run do not write",
+                hint="give it to --finish, or leave it out",
+            )
+
+    def gpus(self, layout: str) -> "list[Device]":
+        """The GPUs for which the kernels of a directory in `layout` are compiled.
+
+        Raises UsageError if moectl has none for one of them, or compiles none for the layout.
+        """
+        if self.warm is None:
+            return []
+        from ...kernels.triton.offline_gpu import OfflineGpu
+        from ...layer.warm_layers import own_layouts
+
+        if layout not in (own := own_layouts()):
+            raise UsageError(
+                f"--warm compiles moectl's kernels, which read {', '.join(own)}, not {layout}",
+                hint="leave it out, or convert --to moectl",
+            )
+        devices = [named_gpu(name, "--warm") for name in split_names(self.warm, "--warm")]
+        for device in devices:
+            OfflineGpu.of(device)
+        return devices
 
 
 @framed("convert")
@@ -107,7 +147,7 @@ def convert(
     routing: RoutingOption = None,
     offline: Offline = False,
     out: Output,
-) -> None:
+) -> ExitCode:
     """Write expert weights in a kernel's layout or another format.
 
     Streamed and resumable. A layout is a bit-exactly reversible cache that moectl and its plug-ins load;
@@ -115,7 +155,7 @@ def convert(
     """
     output = output.spelled()
     memory = None if max_memory is None else parse_size(max_memory)
-    execution.check()
+    execution.check(ranks)
 
     from ...checkpoint import open_checkpoint
     from ...checkpoint.config.user_assumptions import parse_assumptions
@@ -129,8 +169,9 @@ def convert(
 
     plan = planner(source, output, portable(target=output.to), memory)
     plans = plan_ranks(target, ranks.tp_size, ranks.ep_size, ranks.rank, plan)
+    gpus = execution.gpus(plans[0].plan.layout.name)
     if execution.finish:
-        return _finish(plans, target, out)
+        return _finish(plans, target, gpus, out)
     partition = None if execution.part is None else parse_partition(execution.part)
     plans = tuple(replace(item, partition=partition) for item in plans)
     check_outputs(source.folder, target, plans, execution.resume)
@@ -141,28 +182,63 @@ def convert(
     if warning := unread_warning(plans[0].plan):
         out.note(warning)
     if execution.dry_run:
-        return _plan(plans, execution.threads, out)
+        _plan(plans, execution.threads, out)
+        return ExitCode.DONE
     begin = time.perf_counter()
     summaries = _convert(plans, execution, target, out)
     seconds = time.perf_counter() - begin
     documents = [
         finished_document(item, summary, seconds) for item, summary in zip(plans, summaries, strict=True)
     ]
-    out.result(
-        ranks_document(plans, documents),
-        lambda console: draw_done(
-            target, plans, summaries, seconds, console, costs=output.to in PORTABLE and partition is None
-        ),
-        str(target),
+    costs = output.to in PORTABLE and partition is None
+    code = _result(
+        plans,
+        documents,
+        target,
+        gpus,
+        lambda console: draw_done(target, plans, summaries, seconds, console, costs=costs),
+        out,
     )
     if partition is None:
         _what_next(plans, target, out)
     else:
         out.note(f"part {partition} is done; complete {target} with --finish when all parts are")
-    return None
+    return code
 
 
-def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
+def _result(
+    plans: "Sequence[RankPlan]",
+    documents: list[dict[str, Any]],
+    target: Path,
+    gpus: "Sequence[Device]",
+    draw: Callable[[Any], None],
+    out: Output,
+) -> ExitCode:
+    """Compiles the directories' kernels for `gpus`, and prints what was done."""
+    warmed = _warmed(target, gpus, out)
+    document = ranks_document(plans, documents)
+    if warmed:
+        document["warmed"] = [result.document() for result in warmed]
+
+    def draw_all(console: Any) -> None:
+        draw(console)
+        for result in warmed:
+            result.draw(console)
+
+    out.result(document, draw_all, str(target))
+    return ExitCode.FOUND if any(result.failed for result in warmed) else ExitCode.DONE
+
+
+def _warmed(target: Path, gpus: "Sequence[Device]", out: Output) -> list[Warmed]:
+    if not gpus:
+        return []
+    from ...layer.warm_layers import WarmPlan
+
+    layers = converted_layers(target)
+    return [compiled(layers, WarmPlan(gpu, MOST_TOKENS), out) for gpu in gpus]
+
+
+def _finish(plans: "Sequence[RankPlan]", target: Path, gpus: "Sequence[Device]", out: Output) -> ExitCode:
     """Finishes directories that all workers have filled."""
     from ...convert.execute.rank_plans import complete_ranks
 
@@ -179,8 +255,9 @@ def _finish(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
     ]
     layers = len({layer for summary in summaries for layer in summary.resumed if layer >= 0})
     text = f"{target}: {layout}, complete with {count(layers, 'layer')}"
-    out.result(ranks_document(plans, documents), lambda console: console.print(text), str(target))
+    code = _result(plans, documents, target, gpus, lambda console: console.print(text), out)
     _what_next(plans, target, out)
+    return code
 
 
 def _what_next(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:

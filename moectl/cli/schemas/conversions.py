@@ -18,6 +18,7 @@ from .json_types import (
     one_of,
     said,
 )
+from .measurements import warmed
 
 
 def convert() -> Schema:
@@ -33,9 +34,12 @@ def convert() -> Schema:
         "seconds_estimate": NUMBER,
         "rate_measured": said(BOOLEAN, "The rate was measured on this CPU, and is not assumed."),
     }
-    ranks = [obj({**_plan(), **done}), obj({**_plan(), **estimated})]
+    compiled = {"warmed": said(array(obj(warmed())), "Kernels that --warm compiled, by GPU.")}
+    one, planned = obj({**_plan(), **done}), obj({**_plan(), **estimated})
+    whole = obj({**_plan(), **done, **compiled}, optional=tuple(compiled))
     shared = said(BYTES, "Tensors that are linked or copied once, for all ranks.")
-    return {"anyOf": [*ranks, obj({"ranks": array({"anyOf": ranks}), "other_bytes": shared})]}
+    ranks = {"ranks": array({"anyOf": [one, planned]}), "other_bytes": shared, **compiled}
+    return {"anyOf": [whole, planned, obj(ranks, optional=tuple(compiled))]}
 
 
 def _plan() -> dict[str, Schema]:

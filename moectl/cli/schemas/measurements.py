@@ -222,6 +222,11 @@ def tune() -> Schema:
 
 def warm() -> Schema:
     """The kernels that were compiled for each of the different layers."""
+    return obj({"checkpoint": STRING, "written": OPTIONAL_STRING, **warmed()})
+
+
+def warmed() -> dict[str, Schema]:
+    """What was compiled for one GPU."""
     layer = obj(
         {
             "layers": STRING,
@@ -238,14 +243,10 @@ def warm() -> Schema:
             "written": said(INTEGER, "Kernels that went to --to."),
         }
     )
-    return obj(
-        {
-            "checkpoint": STRING,
-            "gpu": STRING,
-            "arch": STRING,
-            "tokens": INTEGER,
-            "cache": said(STRING, "Triton's cache directory."),
-            "written": OPTIONAL_STRING,
-            "layers": array(layer),
-        }
-    )
+    return {
+        "gpu": STRING,
+        "arch": STRING,
+        "tokens": INTEGER,
+        "cache": said(STRING, "Triton's cache directory."),
+        "layers": array(layer),
+    }

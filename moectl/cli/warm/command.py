@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from ...environment import Device
 from ...errors import ExitCode, UsageError
 from ..options import ActivationOption, CheckpointArg, Offline, framed, option, pick
 from ..output import Output
+from .warming import MOST_TOKENS, compiled, converted_layers, named_gpu
 
 if TYPE_CHECKING:
     from ...layer.warm_layers import WarmLayer, WarmPlan
@@ -40,28 +40,20 @@ class WarmedLayerOptions:
         from ...checkpoint import open_checkpoint
         from ...checkpoint.config.user_assumptions import parse_assumptions
         from ...checkpoint.source.open_checkpoint import MANIFEST
-        from ...convert.manifest.rank_directories import rank_numbers
-        from ...layer.converted_ranks import ConvertedRanks
-        from ...layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
+        from ...layer.layer_source import CheckpointLayers
         from ...layer.warm_layers import warm_layers
         from ...problem.moe_problem import Parallel
 
-        source: LayerSource
         if (Path(checkpoint) / MANIFEST).exists():
             if self.tp > 1 or self.ep or self.activation:
                 raise UsageError(
                     f"{checkpoint} is a converted directory, whose manifest settles --tp, --ep, --activation",
                     hint="leave them out",
                 )
-            folder = Path(checkpoint)
-            ranks = bool(rank_numbers(folder))
-            source = ConvertedRanks(folder, check=False) if ranks else ConvertedLayers(folder, check=False)
-        else:
-            assumptions = parse_assumptions(self.activation, None)
-            source = CheckpointLayers(
-                open_checkpoint(checkpoint, offline=self.offline, assumptions=assumptions)
-            )
-        return warm_layers(source, Parallel(self.tp, ep=self.ep))
+            return converted_layers(Path(checkpoint))
+        assumptions = parse_assumptions(self.activation, None)
+        source = open_checkpoint(checkpoint, offline=self.offline, assumptions=assumptions)
+        return warm_layers(CheckpointLayers(source), Parallel(self.tp, ep=self.ep))
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,7 @@ class CompileOptions:
     tokens: Annotated[
         int,
         option("--tokens", "-m", own=True, help="Most tokens of a call, on all ranks.", min=1, max=1 << 20),
-    ] = 16384
+    ] = MOST_TOKENS
     backend: Annotated[
         str | None,
         option("--backend", own=True, help="moectl or moectl_marlin; default: what reads the layout."),
@@ -98,7 +90,7 @@ class CompileOptions:
         from ...layer.warm_layers import WarmPlan
 
         backend = pick(self.backend, OWN, "backend of moectl's own") if self.backend else ""
-        device = _gpu(self.gpu)
+        device = named_gpu(self.gpu)
         places = (self.source, self.target)
         return WarmPlan(device, self.tokens, self.jobs, self.batched, backend, *places)
 
@@ -108,7 +100,7 @@ def warm(
     checkpoint: CheckpointArg,
     *,
     layers: WarmedLayerOptions,
-    compiled: CompileOptions,
+    options: CompileOptions,
     out: Output,
 ) -> ExitCode:
     """Compile moectl's kernels for a checkpoint in advance.
@@ -117,45 +109,14 @@ def warm(
     server then compiles nothing, whatever the number of tokens. Neither the GPU nor weights are needed.
     Kernels of other libraries, such as FlashInfer, are compiled by these.
     """
-    from ...layer.compile_ahead import cache_directory
     from ...layer.kernel_files import differences
-    from ...layer.warm_layers import warm as warm_them
-    from .text import draw_outcomes, lines_of, outcome_document
+    from .text import lines_of
 
-    plan = compiled.plan()
+    plan = options.plan()
     if plan.source is not None and (others := differences(plan.source)):
         out.warn(f"{plan.source} was written with other versions: {'; '.join(others)}")
-    outcomes = []
-    with out.progress("compiling", unit="kernels") as progress:
-        for outcome in warm_them(layers.layers(checkpoint), plan, progress):
-            outcomes.append(outcome)
-            if outcome.why:
-                out.note(f"layers {outcome.layer.layers}: {outcome.why}; its library compiles its kernels")
-            for text in outcome.result.failed if outcome.result else ():
-                out.warn(f"not compiled: {text}")
-            if outcome.result and outcome.result.note:
-                out.note(f"compiled in one process, {outcome.result.note}")
-    cache = cache_directory()
-    document: dict[str, Any] = {
-        "checkpoint": checkpoint,
-        "gpu": plan.gpu.name,
-        "arch": plan.gpu.arch,
-        "tokens": plan.tokens,
-        "cache": str(cache),
-        "written": None if plan.target is None else str(plan.target),
-        "layers": [outcome_document(outcome) for outcome in outcomes],
-    }
-    out.result(document, lambda console: draw_outcomes(outcomes, plan, cache, console), lines_of(outcomes))
-    failed = any(outcome.result and outcome.result.failed for outcome in outcomes)
-    return ExitCode.FOUND if failed else ExitCode.DONE
-
-
-def _gpu(name: str | None) -> Device:
-    """The GPU called `name`, or this machine's."""
-    from ...environment import detect_device, find_device
-
-    device = find_device(name) if name else detect_device()
-    if device.platform != "cuda":
-        where = f"--gpu {name} is" if name else "this machine has"
-        raise UsageError(f"{where} {device.name}: kernels are compiled for CUDA GPUs", hint="--gpu h200")
-    return device
+    result = compiled(layers.layers(checkpoint), plan, out)
+    written = None if plan.target is None else str(plan.target)
+    document = {"checkpoint": checkpoint, "written": written, **result.document()}
+    out.result(document, result.draw, lines_of(result.outcomes))
+    return ExitCode.FOUND if result.failed else ExitCode.DONE
