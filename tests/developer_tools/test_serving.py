@@ -101,6 +101,70 @@ def test_figures_come_from_the_log_of_the_engine():
     assert log_figures("nothing") == {}
 
 
+STARTS = {
+    "cold": """\
+INFO 11-23 18:02:11 [gpu_model_runner.py] Model loading took 12.04 GiB memory and 3.824110 seconds
+INFO 11-23 18:02:13 [monitor.py:47] [backbone] Starting torch.compile
+INFO 11-23 18:02:31 [compile_at_load.py:41] moectl: 31 kernels, 30 from the cache, 1 \
+compiled in 18.3 s; 29 were compiled by 8 processes in 21.9 s, of which this one waited 17.6 s
+INFO 11-23 18:02:33 [monitor.py:63] [backbone] torch.compile took 19.42 s in total
+INFO 11-23 18:02:41 [gpu_model_runner.py:6516] Graph capturing finished in 7 secs, took 0.31 GiB
+INFO 11-23 18:02:41 [jit_monitor.py:90] Kernel JIT monitor activated; monitored JIT \
+compilations during inference will use mode=warn.
+INFO 11-23 18:02:41 [core.py:404] init engine (profile, create kv cache, warmup model) took \
+28.90 s (compilation: 19.42 s)
+WARNING 11-23 18:02:44 [jit_monitor.py:140] Triton kernel JIT compilation during inference: \
+_topk_topp_kernel. This causes a latency spike; consider extending warmup to cover this shape/config.
+WARNING 11-23 18:02:45 [jit_monitor.py:140] CuTeDSL JIT compilation during inference: \
+norm_kernel. This causes a latency spike; consider extending warmup to cover this shape/config.
+""",
+    "warm, two ranks": """\
+INFO 11-23 18:12:20 [gpu_model_runner.py] Model loading took 6.11 GiB memory and 2.100000 seconds
+INFO 11-23 18:12:21 [compile_at_load.py:41] moectl: 31 kernels, 31 from the cache, 0 compiled in 0.4 s
+INFO 11-23 18:12:21 [compile_at_load.py:41] moectl: 28 kernels, 28 from the cache, 0 compiled in 0.3 s
+INFO 11-23 18:12:24 [monitor.py:63] torch.compile and initial profiling/warmup run together took \
+3.51 s in total
+INFO 11-23 18:12:29 [jit_monitor.py:90] Kernel JIT monitor activated; monitored JIT \
+compilations during inference will use mode=warn.
+""",
+}
+"""Lines in the words of vLLM 0.33.0's and moectl's log."""
+
+
+def test_a_table_of_starts_says_what_was_compiled():
+    cold, warm = (log_figures(log) for log in STARTS.values())
+    assert cold == {
+        "model_s": 3.82411,
+        "compile_s": 19.42,
+        "graphs_s": 7.0,
+        "init_s": 28.9,
+        "moectl_compiled": 30,
+        "moectl_cached": 1,
+        "moectl_s": 18.3,
+        "serving_compiled": 2,
+    }
+    assert (warm["moectl_compiled"], warm["moectl_cached"], warm["serving_compiled"]) == (0, 59, 0)
+    assert warm["compile_s"] == 3.51 and warm["moectl_s"] == pytest.approx(0.7)
+    lines = table(["own", "cold", "warm"], [{}, cold, warm]).splitlines()
+    cells = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:5]] for line in lines}
+    assert cells["moectl's kernels compiled at start"] == ["", "30", "0"]
+    assert cells["moectl's kernels from the cache"] == ["", "1", "59"]
+    assert cells["kernels compiled while serving"] == ["", "2", "0"]
+    assert cells["torch.compile (s)"] == ["", "19.42", "3.51"] and cells["graphs captured (s)"][1] == "7"
+
+
+def test_moectls_line_is_the_one_that_its_loads_print():
+    from moectl.layer.background_compile import KernelLoad
+    from moectl.layer.compile_ahead import CompileResult
+
+    load = object.__new__(KernelLoad)
+    load.trouble, load.result = "", CompileResult(31, 2, 29, 21.9, processes=8)
+    said = load._says(CompileResult(31, 30, 1, 18.3), 17.6, first=True)
+    assert log_figures(f"INFO moectl: {said}\n") == {
+        name: log_figures(STARTS["cold"])[name] for name in ("moectl_compiled", "moectl_cached", "moectl_s")
+    }
+
+
 def test_runs_are_named_with_checkpoints_and_arguments():
     run_of = runpy.run_path(str(SCRIPTS / "bench_vllm"))["run_of"]
     assert run_of("own", "ck") == ("own", "ck", {})

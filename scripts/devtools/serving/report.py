@@ -20,17 +20,42 @@ EXPERT_KERNELS = re.compile(
 
 LOG_FIGURES = {
     "model_s": r"Model loading took [\d.]+ GiB memory and ([\d.]+) seconds",
-    "compile_s": r"torch\.compile took ([\d.]+) s",
+    "compile_s": r"torch\.compile (?:and initial profiling/warmup run together )?took ([\d.]+) s",
     "graphs_s": r"Graph capturing finished in ([\d.]+) secs",
     "init_s": r"init engine .* took ([\d.]+) s",
 }
 """Seconds that vLLM's log tells of."""
 
 
+COMPILED = re.compile(
+    r"moectl: \d+ kernels, (\d+) from the cache, (\d+) compiled in ([\d.]+) s(?:, \d+ failed)?"
+    r"(?:; (\d+) were compiled by \d+ processes)?"
+)
+"""What moectl logs once for each different layer and process: `KernelLoad.ready`."""
+
+MONITORED = "Kernel JIT monitor activated"
+SERVING = re.compile(r"(\w+) (?:kernel )?JIT compilation during inference: ([^.(]+)")
+"""What vLLM logs once for each kernel that is compiled while it serves, from `MONITORED` on."""
+
+
 def log_figures(log: str) -> dict[str, float]:
-    """The figures of `LOG_FIGURES` in a log; those that are not in it are left out."""
-    found = {name: re.search(pattern, log) for name, pattern in LOG_FIGURES.items()}
-    return {name: float(match[1]) for name, match in found.items() if match}
+    """Seconds and numbers of kernels that a log tells of; those that are not in it are left out.
+
+    `LOG_FIGURES`; ``moectl_compiled``, ``moectl_cached`` and ``moectl_s``, the kernels that moectl had
+    compiled, or found compiled, and how long engines waited for them; and ``serving_compiled``, the kernels
+    that were compiled after the start, of whatever library.
+    """
+    matches = {name: re.search(pattern, log) for name, pattern in LOG_FIGURES.items()}
+    found = {name: float(match[1]) for name, match in matches.items() if match}
+    if lines := COMPILED.findall(log):
+        ahead = sum(int(before or 0) for *_, before in lines)
+        found["moectl_compiled"] = ahead + sum(int(compiled) for _, compiled, *_ in lines)
+        # What a process had compiled ahead, the engine found in the cache.
+        found["moectl_cached"] = sum(int(cached) for cached, *_ in lines) - ahead
+        found["moectl_s"] = sum(float(seconds) for _, _, seconds, _ in lines)
+    if MONITORED in log:
+        found["serving_compiled"] = len(set(SERVING.findall(log)))
+    return found
 
 
 def table(names: Sequence[str], rows: Sequence[Row]) -> str:
@@ -48,10 +73,17 @@ def table(names: Sequence[str], rows: Sequence[Row]) -> str:
         "of that, experts laid out (s)": "process_s",
         "torch.compile (s)": "compile_s",
         "graphs captured (s)": "graphs_s",
+        "moectl's kernels taken or compiled (s)": "moectl_s",
         "engine initialized after loading (s)": "init_s",
         "engine ready, imports not counted (s)": "engine_s",
     }.items():
         lines.append((label, [row.get(key) for row in rows], True))
+    for label, key in {
+        "moectl's kernels compiled at start": "moectl_compiled",
+        "moectl's kernels from the cache": "moectl_cached",
+        "kernels compiled while serving": "serving_compiled",
+    }.items():
+        lines.append((label, [row.get(key) for row in rows], False))
     above = [
         (row["peak_bytes"] - row["weights_bytes"]) / 2**20 if "peak_bytes" in row else None for row in rows
     ]
