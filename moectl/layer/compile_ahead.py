@@ -251,7 +251,8 @@ def remembered(request: CompileRequest) -> CompileResult | None:
 def _record(request: CompileRequest) -> Path:
     """The file of `remembered`, for any number of tokens.
 
-    It is another one after anything has changed on which launches depend. The GPU's name is not in it but
+    It is another one after anything has changed on which launches or keys of kernels depend: Triton's keys
+    differ by Python's minor version, for which its library is built. The GPU's name is not in it but
     by the launches that were tuned on it, nor is what a deployment adds to one rank's sizes.
     """
     gpu = request.gpu
@@ -261,7 +262,7 @@ def _record(request: CompileRequest) -> Path:
         tuned = read_bounded(KIND.path(device), LARGEST, KIND.path(device).name)
     problem = replace(request.problem, parallel=Parallel())
     size = [gpu.arch, gpu.sms, gpu.shared]
-    about = [to_json(problem), request.backend, size, request.batched, built()]
+    about = [to_json(problem), request.backend, size, request.batched, built(), sys.version_info[:2]]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode() + tuned).hexdigest()[:24]
     return cache_folder() / "compiling" / f"{digest}.json"
 

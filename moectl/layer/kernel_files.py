@@ -22,7 +22,7 @@ from ..files.lock import folder_lock
 from ..files.output_folder import create_folder
 from ..files.records import from_json, to_json
 from ..files.strict_json import parse_document
-from ..kernels.triton.layer_binaries import Binary
+from ..kernels.triton.layer_binaries import Binary, compiler
 from .compile_ahead import cache_directory
 
 INDEX = "kernels.json"
@@ -85,7 +85,7 @@ def export_kernels(binaries: Iterable[Binary], folder: Path) -> int:
 
 
 def _write_index(folder: Path, kernels: Mapping[str, KernelFiles]) -> None:
-    index = KernelIndex(VERSION, built(), dict(sorted(kernels.items())))
+    index = KernelIndex(VERSION, _built(), dict(sorted(kernels.items())))
     write_file(folder / INDEX, (json.dumps(to_json(index), indent=1) + "\n").encode())
 
 
@@ -142,11 +142,21 @@ def read_index(folder: Path) -> KernelIndex:
 
 
 def differences(folder: Path) -> list[str]:
-    """What was of another version when `folder` was written, such as ``triton 3.6.0 there, 3.7.0 here``."""
-    here, there = built(), read_index(folder).built
+    """What was of another version when `folder` was written, such as ``triton 3.6.0 there, 3.7.0 here``.
+
+    With another Triton or minor version of Python no kernel of it has a key of this machine.
+    """
+    here, there = _built(), read_index(folder).built
     return [
-        f"{name} {there.get(name)} there, {here[name]} here" for name in here if there.get(name) != here[name]
+        f"{name} {there.get(name, 'unknown')} there, {here[name]} here"
+        for name in here
+        if there.get(name) != here[name]
     ]
+
+
+def _built() -> dict[str, str]:
+    """What kernels are compiled with."""
+    return {**built(), **compiler()}
 
 
 def _file(name: str, suffix: str) -> str:

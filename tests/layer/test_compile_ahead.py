@@ -215,7 +215,7 @@ def test_a_server_has_its_kernels_before_the_first_call(cache: Path, forgetful: 
             assert compile_ahead.remembered(REQUEST) is None
 
 
-def test_what_was_compiled_for_more_tokens_serves_fewer(cache: Path) -> None:
+def test_what_was_compiled_for_more_tokens_serves_fewer(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = OfflineGpu.of(find_device("h200"))
     most = CompileRequest(replace(PROBLEM, dims=Dims(2880, 2880)), "moectl", h200, tokens=4096)
 
@@ -263,6 +263,9 @@ def test_what_was_compiled_for_more_tokens_serves_fewer(cache: Path) -> None:
     rank = replace(most.problem, parallel=Parallel(8, ep=True))
     assert compile_ahead.remembered(replace(most, problem=rank, gpu=replace(h200, name="X"))) is not None
     assert compile_ahead.remembered(replace(most, gpu=replace(h200, sms=114))) is None
+    # Nor does another Python find the kernels, whose keys differ.
+    monkeypatch.setattr(compile_ahead.sys, "version_info", (3, 99, 0))
+    assert compile_ahead.remembered(most) is None
 
 
 def test_one_process_compiles_for_all_that_wait(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from moectl.errors import Unavailable
 from moectl.files.atomic import write_file
 from moectl.files.lock import folder_lock
+from moectl.kernels.triton import layer_binaries
 from moectl.layer import kernel_files
 from moectl.layer.kernel_files import INDEX, export_kernels
 
@@ -51,3 +52,15 @@ def test_of_two_exports_neither_loses_the_others_kernels(tmp_path: Path) -> None
         assert other.is_alive()
     other.join(10)
     assert [path.name for path in folder.iterdir()] == [INDEX]
+
+
+def test_another_python_or_build_of_triton_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kernels"
+    export_kernels([], folder)
+    assert kernel_files.differences(folder) == []
+    here = layer_binaries.compiler()
+    assert set(kernel_files.read_index(folder).built) > {"moectl", "triton", *here}
+    monkeypatch.setattr(layer_binaries.sys, "version_info", (3, 99, 0))
+    monkeypatch.setattr(layer_binaries, "triton_key", lambda: "another library")
+    there = [f"{name} {here[name]} there, {layer_binaries.compiler()[name]} here" for name in here]
+    assert kernel_files.differences(folder) == there and there[0].endswith("there, 3.99 here")

@@ -7,6 +7,7 @@ launch; what would compile the launch is recorded instead (`recording`).
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import triton
 from torch import Tensor
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler import make_backend
-from triton.runtime.cache import _base32, get_cache_key
+from triton.runtime.cache import _base32, get_cache_key, triton_key
 from triton.runtime.jit import JITFunction
 
 from ...dtypes import MODEL_DTYPES
@@ -41,6 +42,15 @@ OWN = ("moectl", "moectl_marlin")
 
 FORMS = (ActivationFormat.STANDARD,)
 """Activation formats whose binaries are compiled by default."""
+
+
+def compiler() -> dict[str, str]:
+    """What every key in Triton's cache depends on beside Triton's version: Python's, and Triton's build.
+
+    The build is a hash of Triton's own code and library, which is compiled for one minor version of Python.
+    """
+    build = hashlib.sha256(triton_key().encode()).hexdigest()[:12]
+    return {"python": ".".join(map(str, sys.version_info[:2])), "triton build": build}
 
 
 @dataclass(frozen=True)
