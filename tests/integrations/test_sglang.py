@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,13 @@ import pytest
 import torch
 
 import moectl
+from moectl.capabilities.own_kernels import TRITON
 from moectl.errors import MoectlError
 from moectl.integrations import sglang as plugin
+from moectl.integrations.model_experts import takes_over
 from moectl.layer.layer_source import CheckpointLayers
+from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.schemes import A16, FP8_ACT_TOKEN, MXFP4, NVFP4_ACT, Scheme
 from support import sglang_stubs as stubs
 from support.sglang_stubs import QUANTIZATION_METHODS, BypassedTopKOutput, FusedMoE, StandardTopKOutput
 
@@ -178,6 +183,27 @@ def test_layers_of_16_bit_checkpoints_stay_unquantized(tiny_gpt_oss, converted, 
     assert quantization.get_quant_method(torch.nn.Module(), "a") is None
     with pytest.raises(AttributeError):
         _ = quantization.fused
+
+
+def test_the_page_lists_the_formats_that_are_taken_over():
+    text = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
+    sentence = text[text.index("moectl's kernels compute ") :].split(".")[0]
+    sized = MoEProblem(Dims(256, 256), EXPERTS, TOP_K, Scheme(MXFP4))
+
+    def taken(row, act):
+        problems = (dataclasses.replace(sized, scheme=Scheme(weight, act)) for weight in row.formats)
+        return all(row.takes(problem.scheme) and takes_over("moectl", problem) for problem in problems)
+
+    said = dict.fromkeys(re.findall(r"\b[A-Z]+\d+(?= weights|,| and )", sentence))
+    assert set(said) == {name.upper() for name in TRITON.names}
+    # Which of them take more than 16-bit activations, in the sentence's second and third part.
+    sixteen, kept, fp8 = re.split(r", (?=NVFP4)|, and (?=FP8)", sentence)
+    for row in TRITON.weights:
+        names = {weight.name.upper() for weight in row.formats}
+        part = next(part for part in (fp8, kept, sixteen) if names <= set(re.findall(r"[A-Z]+\d+", part)))
+        assert taken(row, A16)
+        assert taken(row, FP8_ACT_TOKEN) is (part is not sixteen)
+        assert taken(row, NVFP4_ACT) is (part is kept)
 
 
 def test_who_is_taken_over(monkeypatch):
