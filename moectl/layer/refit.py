@@ -36,7 +36,8 @@ def refit(layer: PreparedMoE, *, scratch: int | None = None) -> LayerRefit:
 
     Args:
         layer: a layer of `load_prepared` or `prepare`, or the one inside an engine.
-        scratch: bytes of device memory that an update may take, at least for one expert; None for one expert.
+        scratch: bytes of device memory that an update may take; if fewer than that, what converting one
+            expert takes: up to `TEMPORARIES` copies of its role, more where a layout changes values.
 
     Raises:
         UsageError: the layer was not made from a checkpoint or a converted directory.

@@ -24,7 +24,7 @@ from moectl.kernels.runner import Runner
 from moectl.kernels.triton.kernel_family import layer_of
 from moectl.layer.experts import LayerOrigin, decode
 from moectl.layer.prepare import load_prepared, prepare
-from moectl.layer.refit import refit, renew
+from moectl.layer.refit import TEMPORARIES, refit, renew
 from moectl.problem.schemes import FP8_TENSOR, MXFP8, NVFP4, Scheme, int_format
 from support import refit_cases
 from support.layout_cases import ROWS, as_bytes, lacks_lowest
@@ -32,6 +32,7 @@ from support.one_thread import one_thread  # noqa: F401
 from support.random_layers import GPT_OSS, canonical_roles
 from support.random_layers import layer_of as expert_layer
 from support.refit_cases import EXPERTS, SHARDS, RefitCase, compare, live_layer, numbers, step, try_case
+from support.refit_rates import rates
 from support.sampling import every_nth
 from support.scripts import loaded
 
@@ -374,6 +375,31 @@ def test_names_and_numbers_that_do_not_fit(tiny_gpt_oss: Path) -> None:
     editor = refit(live)
     with editor.batch(), pytest.raises(UsageError, match="open already"), editor.batch():
         pass
+
+
+@pytest.mark.parametrize("name", ("moectl-mtile64", "moectl-bf16", "marlin-mxfp4", "triton-hopper"))
+def test_scratch_memory_is_of_one_expert_however_many_the_layer_has(name: str) -> None:
+    """At most `TEMPORARIES` copies of one expert's role, and none of roles that are given whole."""
+    few, many = (
+        {rate.what: rate for rate in rates(torch.device("cpu"), [name], experts, 512, 256, times=1)}
+        for experts in (4, 16)
+    )
+    for what in ("expert by expert", "gate alone"):
+        assert many[what].scratch == few[what].scratch
+    codes = many["gate alone"]
+    assert codes.written == 16 * codes.role // 2
+    assert codes.role <= codes.scratch <= TEMPORARIES * codes.role + 4096
+    if name == "moectl-bf16":
+        assert many["whole layer"].scratch <= 4096
+
+
+def test_rates_are_printed_beside_plain_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--rate", "--layouts", "moectl-bf16", "--sizes", "2,128,64"]
+    assert loaded("check_refit").main(options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    parts = ["whole layer", "expert by expert", "gate alone"]
+    assert [line.split(":")[0] for line in lines] == [f"moectl-bf16, {part}" for part in parts]
+    assert all(re.search(r"GB/s, plain copies .* scratch memory of [\d.]+ experts", line) for line in lines)
 
 
 @pytest.mark.gpu

@@ -28,6 +28,7 @@ from support.layout_cases import (
     without_lowest,
 )
 
+CPU = torch.device("cpu")
 EXPERTS = 4
 SIZES = ((288, 96), (96, 416), (128, 64), (160, 192))
 SHARDS = ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
@@ -82,16 +83,21 @@ def stored_tensors(
 
 
 def live_layer(
-    layout: WeightLayout, problem: MoEProblem, rank: RankShard, whole: dict[str, Tensor]
+    layout: WeightLayout,
+    problem: MoEProblem,
+    rank: RankShard,
+    whole: dict[str, Tensor],
+    device: torch.device = CPU,
+    backend: str = "torch",
 ) -> PreparedMoE:
-    """The rank's share of `whole` in `layout`, which the torch backend reads."""
+    """The rank's share of `whole` in `layout`, which the torch backend reads, too."""
     share = share_of(problem, rank, whole)
     recipe = layout_recipe(layout.name, share.rank_slice or RankSlice(problem), share.recipe.shapes)
-    weights = share.repack(recipe, torch.device("cpu"))
+    weights = share.repack(recipe, device)
     origin = LayerOrigin(share, recipe)
     dense = share._dense(weights, origin)
     return PreparedMoE(
-        share.problem, "torch", layout.name, weights, dense, first_expert=share.first_expert, origin=origin
+        share.problem, backend, layout.name, weights, dense, first_expert=share.first_expert, origin=origin
     )
 
 
