@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from .. import SCHEMA_VERSION, __version__
 from ..errors import MoectlError
 from ..printable import printable, printable_line
+from ..whole_numbers import whole_number
 from .text_layout import wrap
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ LABEL = len("moectl: ")
 """Columns by which further lines of a message on stderr are indented."""
 
 WIDEST = 10_000
-"""Width in columns when not on a terminal, so that no line is wrapped."""
+"""Width in columns when not on a terminal, so that no line is wrapped, and at most on one."""
 
 
 class Output:
@@ -291,10 +292,15 @@ def _spelled_out(error: UnicodeError) -> tuple[str | bytes, int]:
 codecs.register_error(_SPELLED_OUT, _spelled_out)
 
 
+def _stated_width() -> int | None:
+    """Width in columns that ``COLUMNS`` states, at most `WIDEST`; None unless it is a number above 0."""
+    return min(whole_number(os.environ.get("COLUMNS", "")) or 0, WIDEST) or None
+
+
 def _stderr_width() -> int:
     """Width in columns of the terminal that is stderr: ``COLUMNS``, its own, or 80."""
     try:
-        return int(os.environ.get("COLUMNS") or os.get_terminal_size(sys.stderr.fileno()).columns) or 80
+        return _stated_width() or os.get_terminal_size(sys.stderr.fileno()).columns or 80
     except (ValueError, OSError):
         return 80
 
@@ -315,7 +321,9 @@ def _console(stream: Any, colored: bool) -> Any:
     terminal = stream.isatty()
     return PrintableConsole(
         file=stream,
-        width=None if terminal else WIDEST,
+        width=_stated_width() if terminal else WIDEST,
+        # rich fails on a width that is no number, and takes any other.
+        _environ={name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES")},
         color_system=("auto" if terminal and "FORCE_COLOR" not in os.environ else "standard")
         if colored
         else None,

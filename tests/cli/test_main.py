@@ -212,6 +212,11 @@ def test_terminals_get_bold_unless_no_color():
     assert "\x1b" not in on_a_terminal(*EXPLAIN, NO_COLOR="1")
 
 
+@pytest.mark.parametrize("columns", ["-5", "0", "1", str(10**9), "9" * 5000, "\u00b2", "wide", "", "1.5"])
+def test_any_text_in_columns_is_a_width(columns):
+    assert "triton" in "".join(on_a_terminal(*EXPLAIN, columns=columns, LINES=columns).split())
+
+
 @pytest.mark.parametrize("argv", [("--help",), (*EXPLAIN, "-q"), (*EXPLAIN, "--json"), EXPLAIN])
 def test_a_full_disk_on_stdout_is_one_sentence(argv):
     with Path("/dev/full").open("w") as full:

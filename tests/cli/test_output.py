@@ -117,6 +117,13 @@ def test_messages_are_wrapped_between_words_on_a_terminal(capsys, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("columns", ["-5", "0", "1", str(10**9), "9" * 5000, "\u00b2", "wide"])
+def test_any_text_in_columns_is_a_width_of_messages(capsys, monkeypatch, columns):
+    on_terminals(monkeypatch, columns)
+    Output("run").note("two words")
+    assert capsys.readouterr().err.split() == ["moectl:", "two", "words"]
+
+
 def test_a_wrapped_message_is_coloured_in_its_first_word_alone(capsys, monkeypatch):
     on_terminals(monkeypatch, 40)
     Output("run", color="always").warn("an error: of many words that need two lines")
