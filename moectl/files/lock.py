@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import Unavailable
+from ..whole_numbers import whole_number
 from .safe_reading import text_or_empty
 
 SUFFIX = ".lock"
@@ -108,12 +109,8 @@ class Lock:
                 if not os.path.lexists(self._lock_file):  # released in the meantime
                     continue
                 holder = text_or_empty(self._lock_file).split()
-                if (
-                    len(holder) != 2
-                    or holder[0] != host
-                    or not holder[1].isdecimal()
-                    or _runs(int(holder[1]))
-                ):
+                process = whole_number(holder[1]) if len(holder) == 2 and holder[0] == host else None
+                if process is None or _runs(process):
                     break
                 self._lock_file.unlink(missing_ok=True)
                 continue
