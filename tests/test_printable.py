@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 import unicodedata
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import moectl
+from moectl.cli.options import _warnings_as_notes
+from moectl.cli.output import Output
 from moectl.errors import CheckpointError
 from moectl.printable import printable, printable_data, printable_line
 
@@ -50,6 +54,38 @@ def test_data_is_made_printable_throughout() -> None:
 def test_the_texts_of_an_error_are_printable_for_whoever_catches_it() -> None:
     error = CheckpointError("a\x1b", reason="b\u202e", hint="c\udc80")
     assert str(error) == "a\\x1b. b\\u202e. c\\udc80." and error.args == ("a\\x1b",)
+
+
+LOGGING = r"""
+import logging, sys, warnings
+from moectl.cli.output import print_logs_safely
+print_logs_safely()
+said = logging.getLogger("library.part")
+said.warning("last resort \x1b[31m %s", "\u202e")
+said.addHandler(logging.StreamHandler())
+said.warning("own handler \x85\nmoectl: error: forged")
+said.warning("wrong %d \x1b", "text")
+try:
+    raise ValueError("\x1b]0;x\x07\nmoectl: error: forged")
+except ValueError:
+    said.exception("failed", stack_info=False)
+"""
+
+
+def test_what_libraries_log_is_printable() -> None:
+    done = subprocess.run([sys.executable, "-c", LOGGING], capture_output=True, text=True, check=True)
+    assert printable(done.stderr) == done.stderr
+    for part in ("library: last resort \\x1b[31m \\u202e", "library: own handler \\x85", "library: wrong %d"):
+        assert part in done.stderr
+    assert not any(line.startswith("moectl") for line in done.stderr.splitlines())
+
+
+def test_what_libraries_warn_of_is_printable(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: shown.append(str(message)))
+    with _warnings_as_notes(Output("run")):
+        warnings.showwarning(UserWarning("red \x1b[31m \u202e"), UserWarning, "file.py", 1)
+    assert shown == ["red \\x1b[31m \\u202e"]
 
 
 PIPES = {

@@ -19,7 +19,7 @@ from .env import env
 from .explain.command import explain
 from .list import list_names
 from .options import ArgumentKeepingCommand, PrintableGroup
-from .output import Output, drop_stdout, spell_out
+from .output import Output, drop_stdout, print_logs_safely, spell_out
 from .parity import parity
 from .peers import peers
 from .refit import refit
@@ -116,6 +116,7 @@ def run() -> None:
         try:
             for stream in (sys.stdout, sys.stderr):
                 spell_out(stream)
+            print_logs_safely()
             app(prog_name="moectl")
         finally:
             sys.stdout.flush()

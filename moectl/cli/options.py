@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from ..cache.cache_file import CacheWarning
 from ..errors import ExitCode, MoectlError, Unavailable, UsageError, install_hint
 from ..files.strict_json import shown
-from ..printable import printable_line
+from ..printable import printable, printable_line
 from ..whole_numbers import whole_number
 from .output import COLORS, Output, drop_stdout
 
@@ -366,7 +366,7 @@ def framed(name: str) -> Callable[[Command], Command]:
 
 @contextmanager
 def _warnings_as_notes(out: Output) -> Iterator[None]:
-    """Prints each distinct warning about the cache as a note; other warnings are left alone."""
+    """Prints each distinct warning about the cache as a note; other warnings as usual, but printable."""
     noted: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", CacheWarning)
@@ -374,7 +374,7 @@ def _warnings_as_notes(out: Output) -> Iterator[None]:
 
         def show(message: Any, category: type[Warning], *where: Any) -> None:
             if not issubclass(category, CacheWarning):
-                original(message, category, *where)
+                original(printable(str(message)), category, *where)
             elif str(message) not in noted:
                 noted.add(str(message))
                 out.note(str(message))

@@ -152,6 +152,36 @@ class Output:
                         self._bar = None
 
 
+def print_logs_safely() -> None:
+    """Makes what libraries log `printable`, whichever handlers they print it with, from here on.
+
+    Each message begins with its library's name, and further lines are indented: what a server has a library
+    say cannot pass for a message of moectl's.
+    """
+    import logging
+
+    make = logging.getLogRecordFactory()
+
+    def make_printable(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        try:
+            message = record.getMessage()
+        except Exception:  # a wrong format string: the handler reports that
+            message = str(record.msg)
+        library = record.name.partition(".")[0]
+        record.msg, record.args = f"{library}: {_indented(message)}", ()
+        if record.exc_info and record.exc_info[1]:
+            record.exc_text = _indented("".join(traceback.format_exception(record.exc_info[1])).rstrip("\n"))
+        return record
+
+    logging.setLogRecordFactory(make_printable)
+
+
+def _indented(text: str) -> str:
+    """`text`, printable, with its further lines indented."""
+    return printable(text).replace("\n", "\n  ")
+
+
 def _write(text: str) -> None:
     """Writes text, printable but for its colours, to stdout."""
     sys.stdout.write(text if text.endswith("\n") else text + "\n")

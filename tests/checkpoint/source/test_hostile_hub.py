@@ -14,6 +14,7 @@ import pytest
 
 from moectl.checkpoint.source.hub_limits import VARIABLE, at_once, install, move_into_cache, seconds_allowed
 from moectl.errors import UsageError
+from moectl.printable import printable
 from support.hub_server import COMMIT, HOSTILE, TOKEN, Hub, serve
 
 from .test_hub import ROOT, Reader
@@ -57,19 +58,39 @@ def test_it_ends_in_time(
     assert left(tmp_path) == []
 
 
+def settings(hub: Hub, home: Path) -> dict[str, str]:
+    """The environment of a program that asks `hub` alone."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    given = {"HF_HOME": str(home), "HF_ENDPOINT": hub.url, VARIABLE: str(SECONDS), "PYTHONPATH": str(ROOT)}
+    return kept | given
+
+
+def test_what_a_server_has_the_client_say_is_printable(hub: Hub, tmp_path: Path) -> None:
+    hub.headers = {
+        "X-HF-Warning": "topic; moectl: error: red \u202egnp.exe \u2066\x85".encode().decode("latin-1")
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "moectl", "explain", "org/tiny", "--gpu", "h100"],
+        capture_output=True,
+        env=settings(hub, tmp_path) | {VARIABLE: "30"},
+        check=True,
+    )
+    said = done.stderr.decode()
+    assert printable(said) == said
+    assert "huggingface_hub: moectl: error: red" in said
+    assert not any(line.startswith("moectl: error") for line in said.splitlines())
+
+
 @pytest.mark.parametrize(
     ("place", "way"), [(WEIGHTS, "header lines"), (WEIGHTS, "silent"), ("/api/", "header lines")]
 )
 def test_the_program_ends_with_its_sentence(hub: Hub, tmp_path: Path, place: str, way: str) -> None:
     hub.hostile = {place: way}
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    environment |= {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, VARIABLE: str(SECONDS)}
-    environment["PYTHONPATH"] = str(ROOT)
     with subprocess.Popen(
         [sys.executable, "-m", "moectl", "explain", "org/tiny"],
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=settings(hub, tmp_path),
     ) as process:
         assert process.stderr is not None
         try:
