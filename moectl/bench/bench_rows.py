@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..cache.backend_times import FEWEST_ROUNDS, current_name
+from ..cache.backend_times import FEWEST_ROUNDS, Microseconds, current_name
 from ..errors import UsageError
-from ..files.records import Above0, Count, From0, Size, from_cells, to_cells
+from ..files.records import Count, From0, Size, from_cells, to_cells
 
 RowKey = tuple[str, str, str, str, int, str, str]
 """Model, layers, scheme, backend, tokens, routing and parallel of a row."""
@@ -93,10 +93,10 @@ class BenchRow:
     checked_tokens: Size = 0
     reason: str = ""
     refused: bool = False
-    median_us: Above0 | None = None
-    q1_us: Above0 | None = None
-    q3_us: Above0 | None = None
-    fastest_us: Above0 | None = None
+    median_us: Microseconds | None = None
+    q1_us: Microseconds | None = None
+    q3_us: Microseconds | None = None
+    fastest_us: Microseconds | None = None
     rounds: Size = 0
     calls: Size = 0
     method: str = ""

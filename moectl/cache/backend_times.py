@@ -8,15 +8,33 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from itertools import combinations
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
-from ..files.records import Above0, Count, From0
+from ..files.records import Between, Count, From0
 
 FEWEST_ROUNDS = 3
 """Minimum number of timing rounds, even for the slowest backend: with fewer, quartiles are meaningless."""
 
 TOGETHER = timedelta(hours=1)
 """Maximum age difference of comparable times from different runs, as clocks and load drift."""
+
+_TIMES = Between(1e-3, 1e9)
+"""Times of a call that there can be, microseconds: a nanosecond is too short for any, and nobody waits for a
+quarter of an hour. Ratios and logarithms of such times are finite."""
+
+Microseconds = Annotated[float, _TIMES]
+"""The time of a call."""
+
+
+def is_time(us: float) -> bool:
+    """True for what can be the time of a call, in microseconds.
+
+    Example:
+        >>> is_time(30.0), is_time(0.0), is_time(1e300)
+        (True, False, False)
+    """
+    return _TIMES.allows(us)
+
 
 _FORMER_NAMES = {"triton_marlin": "moectl_marlin"}
 
@@ -56,8 +74,8 @@ class BackendTime:
     tactic: str
     tokens: Count
     routing: str
-    us: Above0
-    spread_us: From0
+    us: Microseconds
+    spread_us: Annotated[float, Between(0, _TIMES.most)]
     cold: bool
     error: From0
     source: str = ""

@@ -15,7 +15,7 @@ from ..environment import Device
 from ..errors import UsageError
 from ..files.records import to_json
 from ..problem.moe_problem import MoEProblem
-from .backend_times import BackendTime, MeasuredTimes, current_name
+from .backend_times import BackendTime, MeasuredTimes, current_name, is_time
 from .cache_file import CacheFileKind, change, device_key, read
 from .measurement_keys import LayerKey, built, layer_key
 
@@ -78,11 +78,11 @@ def save(
         when: time of the measurement, ISO 8601; now by default.
 
     Raises:
-        UsageError: a time is not a positive finite number.
+        UsageError: a time is none that a call can take, or an error is not finite.
         Unavailable: the cache cannot be written.
     """
     for row in rows:
-        if not (math.isfinite(row.us) and row.us > 0 and math.isfinite(row.error)):
+        if not (is_time(row.us) and math.isfinite(row.error)):
             raise UsageError(f"a time of {row.us} us with an error of {row.error} is no measurement")
     path, software, layer = KIND.path(device), built(), layer_key(problem)
     digest = _digest(versions)

@@ -36,6 +36,21 @@ class Least:
         return number > self.value if self.above else number >= self.value
 
 
+@dataclass(frozen=True)
+class Between:
+    """The least and the greatest value of a number, both allowed; a mark of a field's type."""
+
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"from {self.least:g} to {self.most:g}"
+
+    def allows(self, number: float) -> bool:
+        """True for a number in the range."""
+        return self.least <= number <= self.most
+
+
 Size = Annotated[int, Least(0)]
 """A number of bytes or things, perhaps none."""
 
@@ -81,9 +96,9 @@ def from_json(record: type[Record], data: Any, where: str, refusal: Refusal = Ch
 
     Field types may be str, int, float, bool, Any, records, unions of these, tuples, frozen sets and mappings
     of these with keys that are strings or whole numbers; a number's type may be marked with its `Least`
-    value. A bool is not accepted as an int; an int is accepted as a float, and not converted. Fields with a
-    default may be absent, so that records can be extended. `where` is the path of `data` in error messages;
-    the name of a file ends with a colon and a blank.
+    value, or with the two that it is `Between`. A bool is not accepted as an int; an int is accepted as a
+    float, and not converted. Fields with a default may be absent, so that records can be extended. `where` is
+    the path of `data` in error messages; the name of a file ends with a colon and a blank.
 
     Raises:
         CheckpointError, or the error made by `refusal`: a field is missing, unknown or of the wrong type,

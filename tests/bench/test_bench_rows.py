@@ -138,8 +138,9 @@ def test_fields_of_other_types_are_refused(field, value):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"median_us": -5}, "median_us must be above 0, got -5"),
-        ({"fastest_us": 0}, "fastest_us must be above 0"),
+        ({"median_us": -5}, "median_us must be from 0.001 to 1e.09, got -5"),
+        ({"fastest_us": 0}, "fastest_us must be from 0.001"),
+        ({"median_us": 1e300}, "median_us must be from 0.001"),
         ({"ok": False}, "only right results have one, and ok is False"),
         ({"ok": None}, "only right results have"),
         ({"q1_us": 200, "q3_us": 100}, "q1_us 200 is above q3_us 100"),

@@ -344,11 +344,25 @@ def test_times_of_an_older_package_do_not_become_the_newer_ones() -> None:
     assert not backend_times_file.known(H200, QWEN, old).measured.rows
 
 
-@pytest.mark.parametrize("us", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("us", [0.0, -1.0, float("nan"), float("inf"), 1e-300, 1e300])
 def test_what_is_no_time_is_not_kept(user_cache: Path, us: float) -> None:
     with pytest.raises(UsageError, match="is no measurement"):
         backend_times_file.save(H200, QWEN, [replace(TIMED, us=us)], versions={}, source="x")
     assert not user_cache.exists()
+
+
+@pytest.mark.parametrize("name, us", [("us", 1e-300), ("us", 1e300), ("us", 9e-4), ("spread_us", 1e300)])
+def test_a_file_with_a_time_that_no_call_takes_is_set_aside(user_cache: Path, name: str, us: float) -> None:
+    rows = [TIMED, replace(TIMED, backend="torch")]
+    path = backend_times_file.save(H200, QWEN, rows, versions={}, source="moectl bench")
+    document = json.loads(path.read_text())
+    document["entries"][0]["rows"][1][name] = us
+    path.write_text(json.dumps(document))
+    with pytest.warns(cache_file.CacheWarning, match=rf"rows\[1\]\.{name} must be from "):
+        assert backend_times_file.known(H200, QWEN).measured == MeasuredTimes()
+    assert path.with_name(path.name + ".damaged").exists() and not path.exists()
+    backend_times_file.save(H200, QWEN, rows, versions={}, source="moectl bench")
+    assert len(backend_times_file.known(H200, QWEN).measured.rows) == 2
 
 
 @pytest.mark.parametrize("text", ["{", '{"format": "x"}'])
