@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...checkpoint.source.open_checkpoint import rank_number
 from ...errors import CheckpointError
 from ...files.folder_handle import file_findings, sha256_inside
 from ...files.safe_reading import range_sha256
@@ -118,15 +120,32 @@ def verify(
 
 
 LOADED = frozenset(
-    (".bin", ".experts", ".gguf", ".jinja", ".json", ".model", ".pt", ".pth", ".py", ".safetensors")
+    (
+        *(".bin", ".experts", ".gguf", ".jinja", ".json", ".model", ".pt", ".pth", ".py", ".safetensors"),
+        *(".spm", ".tiktoken", ".txt", ".vocab"),
+    )
 )
 """Suffixes of the files that engines and tokenizers may read because they are there."""
 
 
 def unlisted_files(folder: Path, written: Collection[str]) -> list[str]:
-    """A phrase for each file of a directory that a loader may read and that is not among the `written`."""
-    names = sorted(path.name for path in folder.iterdir() if path.suffix in LOADED and not path.is_dir())
-    return [f"{name} is not of this conversion" for name in names if name not in written]
+    """A phrase for each file of a directory that a loader may read and that is not among the `written`.
+
+    Folders in it count, too (``additional_chat_templates`` is read by its name), but for those of ranks and
+    other conversions, and hidden ones.
+    """
+    found = []
+    for where, folders, files in os.walk(folder):
+        below = Path(where)
+        folders[:] = [one for one in folders if not one.startswith(".") and not _is_apart(below / one)]
+        names = [str((below / name).relative_to(folder)) for name in files if Path(name).suffix in LOADED]
+        found += [name for name in names if name not in written]
+    return [f"{name} is not of this conversion" for name in sorted(found)]
+
+
+def _is_apart(folder: Path) -> bool:
+    """Whether a folder in a converted directory is one of its ranks, or another converted directory."""
+    return rank_number(folder) is not None or (folder / MANIFEST).exists()
 
 
 def _other_files(manifest: Manifest) -> tuple[FileRecord, ...]:

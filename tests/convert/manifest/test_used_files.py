@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -187,19 +188,31 @@ def test_verify_names_the_file_with_a_flipped_bit(
     assert check(folder).ok
 
 
-@pytest.mark.parametrize("name", ["model-extra.safetensors", "modeling.py", "adapter_config.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model-extra.safetensors", "modeling.py", "adapter_config.json", "merges.txt", "a.tiktoken"),
+        "additional_chat_templates/tool.jinja",
+    ],
+)
 @pytest.mark.parametrize("kind", ["kimi_folder", "portable"])
 def test_verify_names_a_file_that_a_loader_might_read(
     kind: str, request: pytest.FixtureRequest, name: str
 ) -> None:
     folder: Path = request.getfixturevalue(kind)
     check = verify_portable if kind == "portable" else verify
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("")
     (folder / "notes.md").write_text("mine")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "a.json").write_text("hidden")
     try:
         assert check(folder).findings == (f"{name} is not of this conversion",)
     finally:
         (folder / name).unlink()
+        if (folder / name).parent != folder:
+            (folder / name).parent.rmdir()
+        shutil.rmtree(folder / ".cache")
         (folder / "notes.md").unlink()
     assert check(folder).ok
 
