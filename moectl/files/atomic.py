@@ -181,12 +181,12 @@ class _Replacement:
         os.close(fd)
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes, access: Access = BY_UMASK) -> None:
     """Replaces `path` by `data`: readers see the old or the new contents. Raises OSError.
 
     Of several writers the last one to end counts.
     """
-    file = _Replacement(path)
+    file = _Replacement(path, access)
     try:
         write_exactly(file.fd, memoryview(data), 0)
         file.commit()

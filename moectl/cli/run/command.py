@@ -117,7 +117,7 @@ def run(
         if output is not None:
             outputs |= tensors(done, prefix=f"layers.{done.number}." if several else "")
     if output is not None:
-        _write(output, outputs)
+        _write(output, outputs, checkpoint)
     head = {
         "checkpoint": checkpoint,
         "device": machine.device.name,
@@ -180,9 +180,14 @@ def tensors(done: "LayerRun", prefix: str = "") -> dict[str, Any]:
     return {prefix + name: tensor for name, tensor in named.items()}
 
 
-def _write(path: Path, named: dict[str, Any]) -> None:
+def _write(path: Path, named: dict[str, Any], checkpoint: str) -> None:
+    """Writes the tensors of --output, for those alone who may read the checkpoint's weights."""
     from safetensors.torch import save
 
+    from ...files.access import BY_UMASK, access_of
     from ...files.atomic import write_file
 
-    write_file(path, save({name: tensor.contiguous() for name, tensor in named.items()}))
+    folder = Path(checkpoint)
+    weights = [file.name for file in folder.glob("*.safetensors")] if folder.is_dir() else []
+    access = access_of(folder, weights) if folder.is_dir() else BY_UMASK
+    write_file(path, save({name: tensor.contiguous() for name, tensor in named.items()}), access)

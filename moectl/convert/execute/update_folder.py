@@ -12,6 +12,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.source.catalogue import weights_missing
 from ...checkpoint.source.open_checkpoint import rank_folder, rank_number
 from ...errors import CheckpointError, UsageError
+from ...files.access import access_of
 from ...files.atomic import disk_errors, remove_file, replace_file, sync_folder
 from ...files.folder_handle import read_inside, sha256_inside
 from ...files.lock import Busy, Lock, is_at
@@ -359,7 +360,7 @@ def _begin(
     entries += [{"rest": to_json(item)} for item in rest]
     data = b"".join(map(log_line, entries))
     with disk_errors(folder / LOG, len(data)):
-        replace_file(folder / LOG, data)
+        replace_file(folder / LOG, data, access_of(folder, [mark]))
         for partition in partitions_in(folder):
             (folder / partition.log).unlink(missing_ok=True)
         sync_folder(folder)

@@ -1,6 +1,8 @@
 """`moectl run`: several backends, stress, whole checkpoints, files, fallback, exit codes."""
 
 import json
+import os
+import stat
 
 import pytest
 import torch
@@ -253,3 +255,15 @@ def test_passed_is_green_and_failed_is_red(tiny_gpt_oss, monkeypatch):
     offer(monkeypatch, "louder", louder)
     shown = moectl("run", tiny_gpt_oss, *CPU, "--backend", "louder,torch", *color, code=1).stdout
     assert f"{bad}check     FAILED" in shown and good not in shown
+
+
+def test_outputs_are_as_private_as_the_weights(tiny_gpt_oss, tmp_path):
+    before, file = os.umask(0o022), tmp_path / "y.safetensors"
+    try:
+        for mode in (0o600, 0o644):
+            for weights in tiny_gpt_oss.glob("*.safetensors"):
+                weights.chmod(mode)
+            moectl("run", tiny_gpt_oss, *CPU, "--output", file)
+            assert stat.S_IMODE(file.stat().st_mode) == mode
+    finally:
+        os.umask(before)

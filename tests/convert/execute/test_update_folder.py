@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -314,3 +316,21 @@ def test_other_checkpoints_are_refused(tiny_gpt_oss: Path, tmp_path: Path) -> No
     assert "is not a finished converted directory" in command("refit", other, tiny_gpt_oss, code=4).stderr
     assert "there is no directory" in command("refit", tmp_path / "none", tiny_gpt_oss, code=4).stderr
     assert torch.is_tensor(moectl.load_prepared(tmp_path / "out").weights["w13"])
+
+
+def test_the_log_of_an_update_is_as_private_as_the_directory(
+    tiny_gpt_oss: Path, newer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.umask(0o022)
+    try:
+        for folder in (tiny_gpt_oss, newer):
+            for file in folder.iterdir():
+                file.chmod(0o600)
+        out = converted(tiny_gpt_oss, tmp_path / "out", (1, 1))
+        monkeypatch.setattr(module, "convert", lambda *a, **k: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            command_update(out, newer)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((out / LOG).stat().st_mode) == 0o600
+    assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir() if file.is_file()} == {0o600}
