@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..files.atomic import write_file
 from ..kernels.registry import REFERENCES
 from .bench_rows import BenchRow
 from .engine_pick import EnginePick, engine_picks, engine_words
-from .pivot import PivotTable, TableKey, geometric_mean, layer_title, pivot_tables
+from .pivot import PivotTable, TableKey, geometric_mean, layer_title, pivot_tables, table_key
 from .row_tables import machine_line
 
 SUFFIXES = (".svg", ".png")
@@ -41,6 +42,9 @@ WIDEST_RATIO = 4.0
 
 MOST_COLUMNS = 3
 """Most routings side by side; further ones are below."""
+
+MOST_PANELS, MOST_COUNTS, MOST_LINES = 100, 500, 50
+"""Most layers and routings that are drawn, numbers of tokens of each, and backends of each."""
 
 NEAREST_LABELS = 0.33
 """Least distance between the middles of labels of the axis of tokens, in inches."""
@@ -78,7 +82,7 @@ SETTINGS = {"svg.hashsalt": "moectl", "text.parse_math": False}
 def draw(path: Path, about: Mapping[str, Any], rows: Sequence[BenchRow]) -> list[Path]:
     """Writes an image per model, and returns where: `path`, or ``out-MODEL.svg`` for each of several models.
 
-    Raises UsageError if no row has a time, and what `check_plot` raises.
+    Raises UsageError if no row has a time or there is more than can be seen, and what `check_plot` raises.
     """
     pyplot = _pyplot()
     models: dict[str, list[BenchRow]] = {}
@@ -87,6 +91,7 @@ def draw(path: Path, about: Mapping[str, Any], rows: Sequence[BenchRow]) -> list
             models.setdefault(row.model, []).append(row)
     if not models:
         raise UsageError("there is nothing to plot: no row has a time")
+    _refuse_more_than_is_seen(models.values())
     kind = path.suffix.lower().lstrip(".")
     paths = _paths(path, list(models))
     for target, timed in zip(paths, models.values(), strict=True):
@@ -97,6 +102,24 @@ def draw(path: Path, about: Mapping[str, Any], rows: Sequence[BenchRow]) -> list
             pyplot.close(sheet)
         write_file(target, picture.getvalue())
     return paths
+
+
+def _refuse_more_than_is_seen(models: Iterable[Sequence[BenchRow]]) -> None:
+    keys: dict[TableKey, tuple[set[int], set[str]]] = {}
+    for row in itertools.chain.from_iterable(models):
+        counts, backends = keys.setdefault(table_key(row), (set(), set()))
+        counts.add(row.tokens)
+        backends.add(row.backend)
+    for what, found, most, narrow in (
+        ("layers and routings", len(keys), MOST_PANELS, "--model or --routing"),
+        ("numbers of tokens of one layer", max(len(it[0]) for it in keys.values()), MOST_COUNTS, "-m"),
+        ("backends of one layer", max(len(it[1]) for it in keys.values()), MOST_LINES, "--backend"),
+    ):
+        if found > most:
+            raise UsageError(
+                f"there are {found} {what} to plot, expected at most {most}",
+                hint=f"plot fewer of the rows, with {narrow}",
+            )
 
 
 def _paths(path: Path, models: Sequence[str]) -> list[Path]:

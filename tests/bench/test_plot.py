@@ -188,3 +188,22 @@ def test_a_plot_without_matplotlib_or_of_another_kind_is_refused(monkeypatch, tm
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(Unavailable, match=r"needs the package matplotlib.*pip install 'moectl\[plot\]'"):
         plot.check_plot(tmp_path / "a.svg")
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "narrow"),
+    [
+        (lambda n: {"routing": f"hot:{n}:0.9"}, "101 layers and routings", "--routing"),
+        (lambda n: {"model": f"model-{n}"}, "101 layers and routings", "--model"),
+        (lambda n: {"tokens": n + 1}, "501 numbers of tokens of one layer", "-m"),
+        (lambda n: {"backend": f"kernel-{n}"}, "51 backends of one layer", "--backend"),
+    ],
+)
+def test_more_than_can_be_seen_is_refused_before_it_is_drawn(change, what, narrow, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plot, "figure", lambda *_: pytest.fail("it draws"))
+    row = next(row for row in RECORDED.rows if row.timed)
+    rows = [replace(row, **change(number)) for number in range(int(what.split()[0]))]
+    with pytest.raises(UsageError, match=f"there are {what} to plot, expected at most") as refused:
+        plot.draw(tmp_path / "out.svg", RECORDED.about, rows)
+    assert narrow in refused.value.hint and not list(tmp_path.iterdir())
