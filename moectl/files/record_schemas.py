@@ -63,8 +63,10 @@ def kind_schema(kind: Any) -> Schema:
         return record_schema(kind)
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        least = {"exclusiveMinimum" if mark.above else "minimum": mark.value for mark in args[1:]}
-        return {**kind_schema(args[0]), **least}
+        schema = kind_schema(args[0])
+        for mark in args[1:]:
+            schema |= mark.schema
+        return schema
     if origin in (Union, types.UnionType):
         choices = [kind_schema(arg) for arg in args if arg is not type(None)]
         schema = choices[0] if len(choices) == 1 else {"anyOf": choices}

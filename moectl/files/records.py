@@ -35,6 +35,11 @@ class Least:
         """True for a number in the range."""
         return number > self.value if self.above else number >= self.value
 
+    @property
+    def schema(self) -> dict[str, float]:
+        """What JSON Schema calls it."""
+        return {"exclusiveMinimum" if self.above else "minimum": self.value}
+
 
 @dataclass(frozen=True)
 class Between:
@@ -49,6 +54,11 @@ class Between:
     def allows(self, number: float) -> bool:
         """True for a number in the range."""
         return self.least <= number <= self.most
+
+    @property
+    def schema(self) -> dict[str, float]:
+        """What JSON Schema calls it."""
+        return {"minimum": self.least, "maximum": self.most}
 
 
 Size = Annotated[int, Least(0)]
