@@ -43,8 +43,8 @@ WIDEST_RATIO = 4.0
 MOST_COLUMNS = 3
 """Most routings side by side; further ones are below."""
 
-MOST_PANELS, MOST_COUNTS, MOST_LINES = 100, 500, 50
-"""Most layers and routings that are drawn, numbers of tokens of each, and backends of each."""
+MOST_PANELS, MOST_COUNTS, MOST_LINES = 36, 300, 200
+"""Most layers and routings that are drawn, and of all of these together numbers of tokens and backends."""
 
 NEAREST_LABELS = 0.33
 """Least distance between the middles of labels of the axis of tokens, in inches."""
@@ -107,13 +107,14 @@ def draw(path: Path, about: Mapping[str, Any], rows: Sequence[BenchRow]) -> list
 def _refuse_more_than_is_seen(models: Iterable[Sequence[BenchRow]]) -> None:
     keys: dict[TableKey, tuple[set[int], set[str]]] = {}
     for row in itertools.chain.from_iterable(models):
-        counts, backends = keys.setdefault(table_key(row), (set(), set()))
-        counts.add(row.tokens)
+        tokens, backends = keys.setdefault(table_key(row), (set(), set()))
+        tokens.add(row.tokens)
         backends.add(row.backend)
+    counts = sum(len(it[0]) for it in keys.values())
     for what, found, most, narrow in (
         ("layers and routings", len(keys), MOST_PANELS, "--model or --routing"),
-        ("numbers of tokens of one layer", max(len(it[0]) for it in keys.values()), MOST_COUNTS, "-m"),
-        ("backends of one layer", max(len(it[1]) for it in keys.values()), MOST_LINES, "--backend"),
+        ("numbers of tokens of all layers", counts, MOST_COUNTS, "-m"),
+        ("backends of all layers", sum(len(it[1]) for it in keys.values()), MOST_LINES, "--backend"),
     ):
         if found > most:
             raise UsageError(

@@ -193,10 +193,10 @@ def test_a_plot_without_matplotlib_or_of_another_kind_is_refused(monkeypatch, tm
 @pytest.mark.parametrize(
     ("change", "what", "narrow"),
     [
-        (lambda n: {"routing": f"hot:{n}:0.9"}, "101 layers and routings", "--routing"),
-        (lambda n: {"model": f"model-{n}"}, "101 layers and routings", "--model"),
-        (lambda n: {"tokens": n + 1}, "501 numbers of tokens of one layer", "-m"),
-        (lambda n: {"backend": f"kernel-{n}"}, "51 backends of one layer", "--backend"),
+        (lambda n: {"routing": f"hot:{n}:0.9"}, "37 layers and routings", "--routing"),
+        (lambda n: {"model": f"model-{n}"}, "37 layers and routings", "--model"),
+        (lambda n: {"tokens": n + 1}, "301 numbers of tokens of all layers", "-m"),
+        (lambda n: {"backend": f"kernel-{n}"}, "201 backends of all layers", "--backend"),
     ],
 )
 def test_more_than_can_be_seen_is_refused_before_it_is_drawn(change, what, narrow, tmp_path, monkeypatch):

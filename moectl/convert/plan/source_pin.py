@@ -27,6 +27,9 @@ from .conversion_plan import RESERVED, digest_of
 SMALL_FILE = 64 << 20
 """Size above which files other than safetensors are not copied, in bytes."""
 
+MOST_SMALL_FILES = 1000
+"""Most of those that are copied; published checkpoints have some ten."""
+
 SAMPLES = 64
 SAMPLE_BYTES = 4096
 """`SourceFile.sample_sha256` is of this many blocks of a file's tensors, evenly spread, and bytes of each."""
@@ -109,6 +112,11 @@ def pin_source(checkpoint: Checkpoint, folder: Path) -> PinnedSource:
     tensor_files = files_of(checkpoint.tensors) - {""}
     with FolderHandle(folder) as handle:
         small = {path.name for path in folder.iterdir() if is_small_file(path.name, handle)}
+        if len(small) > MOST_SMALL_FILES:
+            raise CheckpointError(
+                f"{folder} has {len(small)} files beside the weights, at most {MOST_SMALL_FILES} are copied.",
+                hint="Move what does not belong to the checkpoint out of its folder.",
+            )
         names = sorted(tensor_files | small | {CONFIG})
         statuses = {name: status for name in names if (status := _status(handle, name)) is not None}
         pinned = PinnedSource(

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import moectl
 from moectl.convert.execute.convert import complete, convert
 from moectl.convert.execute.rank_plans import convert_ranks, plan_ranks
 from moectl.convert.plan.conversion_plan import ConversionPlan
-from moectl.convert.plan.source_pin import SAMPLE_BYTES, SAMPLES, pin_source, sampled
+from moectl.convert.plan.source_pin import MOST_SMALL_FILES, SAMPLE_BYTES, SAMPLES, pin_source, sampled
 from moectl.convert.rank_slice import RankShard
 from moectl.convert.restore.verify import verify
 from moectl.convert.worker_partition import parse_partition
@@ -172,3 +173,13 @@ def test_samples_begin_and_end_where_the_tensors_do() -> None:
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
         assert ranges == [(8, end)] or len(ranges) == SAMPLES
         assert ranges == [(8, end)] or {last - first for first, last in ranges} == {SAMPLE_BYTES}
+
+
+def test_a_folder_of_very_many_files_is_refused_before_anything_is_written(
+    tiny_gpt_oss: Path, tmp_path: Path
+) -> None:
+    for number in range(MOST_SMALL_FILES + 1):
+        (tiny_gpt_oss / f"note-{number}.txt").touch()
+    with pytest.raises(CheckpointError, match=rf"files beside the weights, at most {MOST_SMALL_FILES} are"):
+        moectl.convert(tiny_gpt_oss, tmp_path / "out", "marlin")
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
