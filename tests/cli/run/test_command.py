@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 
 import pytest
@@ -259,11 +260,12 @@ def test_passed_is_green_and_failed_is_red(tiny_gpt_oss, monkeypatch):
 
 def test_outputs_are_as_private_as_the_weights(tiny_gpt_oss, tmp_path):
     before, file = os.umask(0o022), tmp_path / "y.safetensors"
+    source = shutil.copytree(tiny_gpt_oss, tmp_path / "source")
     try:
         for mode in (0o600, 0o644):
-            for weights in tiny_gpt_oss.glob("*.safetensors"):
+            for weights in source.glob("*.safetensors"):
                 weights.chmod(mode)
-            moectl("run", tiny_gpt_oss, *CPU, "--output", file)
+            moectl("run", source, *CPU, "--output", file)
             assert stat.S_IMODE(file.stat().st_mode) == mode
     finally:
         os.umask(before)

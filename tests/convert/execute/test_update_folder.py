@@ -321,12 +321,12 @@ def test_other_checkpoints_are_refused(tiny_gpt_oss: Path, tmp_path: Path) -> No
 def test_the_log_of_an_update_is_as_private_as_the_directory(
     tiny_gpt_oss: Path, newer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = os.umask(0o022)
+    before, private = os.umask(0o022), shutil.copytree(tiny_gpt_oss, tmp_path / "private")
     try:
-        for folder in (tiny_gpt_oss, newer):
+        for folder in (private, newer):
             for file in folder.iterdir():
                 file.chmod(0o600)
-        out = converted(tiny_gpt_oss, tmp_path / "out", (1, 1))
+        out = converted(private, tmp_path / "out", (1, 1))
         monkeypatch.setattr(module, "convert", lambda *a, **k: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             command_update(out, newer)
