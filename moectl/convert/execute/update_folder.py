@@ -360,7 +360,9 @@ def _begin(
     entries += [{"rest": to_json(item)} for item in rest]
     data = b"".join(map(log_line, entries))
     with disk_errors(folder / LOG, len(data)):
-        replace_file(folder / LOG, data, access_of(folder, [mark]))
+        # As private as what is there; an update that was interrupted has removed `mark`.
+        there = [file.name for file in folder.iterdir() if file.is_file() and not file.is_symlink()]
+        replace_file(folder / LOG, data, access_of(folder, there))
         for partition in partitions_in(folder):
             (folder / partition.log).unlink(missing_ok=True)
         sync_folder(folder)
