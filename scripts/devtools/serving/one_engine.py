@@ -52,32 +52,18 @@ PROFILED = 12
 def measure(checkpoint: str, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Starts an engine on `checkpoint` and measures it; yields the row of `report.table` as it grows."""
     import torch
-    from vllm import LLM
+    import vllm  # noqa: F401  # its import is not counted
 
     alone = arguments.get("tensor_parallel_size", 1) == 1
     row: dict[str, Any] = {"imported_s": time.perf_counter() - STARTED, "torch": torch.__version__}
     if alone:
         _time_loading(row)
     begin = time.perf_counter()
-    llm = LLM(
-        model=checkpoint,
-        skip_tokenizer_init=True,
-        max_model_len=CONTEXT,
-        max_num_seqs=max(BATCHES),
-        enable_prefix_caching=False,
-        seed=0,
-        **{
-            "dtype": "bfloat16",
-            "max_num_batched_tokens": 8192,
-            "gpu_memory_utilization": 0.8,
-            "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]},
-            **arguments,
-        },
-    )
+    llm = started(checkpoint, arguments)
     row["engine_s"] = time.perf_counter() - begin
     row["experts"] = llm.apply_model(expert_classes)[0]
     yield row
-    engine = _Engine(llm)
+    engine = Engine(llm)
     row["decode"] = {}
     for batch in BATCHES:
         row["decode"][str(batch)] = engine.decode_rate(batch)
@@ -87,6 +73,27 @@ def measure(checkpoint: str, arguments: dict[str, Any]) -> Iterator[dict[str, An
     yield row
     row["kernels"] = {str(batch): engine.kernel_times(batch) for batch in BATCHES} if alone else {}
     yield row
+
+
+def started(checkpoint: str, arguments: dict[str, Any]) -> Any:
+    """vLLM's `LLM` on `checkpoint`; `arguments` come before what all measurements have in common."""
+    from vllm import LLM
+
+    return LLM(
+        model=checkpoint,
+        skip_tokenizer_init=True,
+        max_model_len=CONTEXT,
+        enable_prefix_caching=False,
+        seed=0,
+        **{
+            "dtype": "bfloat16",
+            "max_num_seqs": max(BATCHES),
+            "max_num_batched_tokens": 8192,
+            "gpu_memory_utilization": 0.8,
+            "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]},
+            **arguments,
+        },
+    )
 
 
 def _time_loading(row: dict[str, Any]) -> None:
@@ -127,7 +134,7 @@ def expert_classes(model: Any) -> list[str]:
     return sorted(names)
 
 
-class _Engine:
+class Engine:
     """A started engine with the same sequence of random prompts in every process."""
 
     def __init__(self, llm: Any) -> None:
@@ -156,6 +163,11 @@ class _Engine:
                 for ids in [text["prompt_token_ids"]]
             ],
         }
+
+    def answers_again(self) -> dict[str, Any]:
+        """`answers` to the prompts that a new engine's first call would get, whatever was asked before."""
+        self._generator.manual_seed(1)
+        return self.answers()
 
     def decode_rate(self, batch: int) -> float:
         """Tokens a second while `batch` sequences are decoded, without their prefill."""
