@@ -11,7 +11,7 @@ import pytest
 
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.triton.launches import Tile
-from moectl.problem.published_layers import MODELS
+from moectl.problem.published_layers import MODELS, model_problem
 from moectl.tuning.launch_search import DeviceBroken, WrongResult
 from moectl.tuning.tuning_cases import TuningCase
 from support.scripts import loaded
@@ -68,3 +68,12 @@ def test_rows_of_other_tokens_and_layers_stay_in_the_file(tmp_path: Path) -> Non
         "a": [{"tokens": 1, "us": 3.0}, {"tokens": 4, "us": 4.0}],
         "b": [{"tokens": 4, "us": 2.0}],
     }
+
+
+def test_a_slice_has_its_share_of_the_intermediate_size() -> None:
+    whole = model_problem("deepseek-v3", "nvfp4")
+    assert script._slice(whole, 1) == whole
+    assert script._slice(whole, 8).dims.intermediate == whole.dims.intermediate // 8
+    with pytest.raises(SystemExit) as stopped:
+        script._slice(whole, 3)
+    assert stopped.value.code == 2
