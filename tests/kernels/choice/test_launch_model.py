@@ -30,7 +30,7 @@ from moectl.kernels.choice.launch_model import (
     work_of,
 )
 from moectl.kernels.choice.launch_plan import MOST_GEMM_BINARIES, SIZES, CandidateLaunch, Plan, plan, planned
-from moectl.kernels.choice.launch_shape import LaunchShape
+from moectl.kernels.choice.launch_shape import GemmShape, LaunchShape
 from moectl.kernels.choice.launch_table import GpuModel, own_rows
 from moectl.kernels.triton.launches import launch_for
 from moectl.kernels.triton.triton_runner import (
@@ -104,6 +104,17 @@ def test_further_token_tiles_read_the_weights_again() -> None:
     active = 64 * (1 - (1 - 6 / 64) ** 40)
     assert _work(LAYER, 40, each).again == pytest.approx((40 * 6 - active) * nbytes, rel=1e-3)
     assert _work(LAYER, 40, wide).again == pytest.approx(0, abs=1e-3 * nbytes)
+
+
+def test_columns_that_do_not_fill_a_step_are_computed_all_the_same() -> None:
+    steps = {4: 2, 2: 3, 8: 1}
+    for step, count in steps.items():
+        gemm = GemmShape("any", 128, step)
+        first, second = work_of(
+            load_of(replace(LAYER, dims=Dims(2560, 384)), 64), LaunchShape("any", (gemm, gemm), (16,))
+        ).gemms
+        assert (second.steps, second.tiles) == (count, 2 * count * step)
+        assert (first.steps, first.tiles) == (40 / step, 2 * 40)
 
 
 def test_a_rank_of_many_has_programs_without_work() -> None:
@@ -263,7 +274,7 @@ def test_choices_among_measured_launches_are_near_the_fastest() -> None:
     assert len(ratios) >= 490
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     within = [sum(ratio <= limit for ratio in ratios) / len(ratios) for limit in (1.03, 1.1)]
-    assert mean < 1.02 and within[0] > 0.78 and within[1] > 0.95, (mean, within)
+    assert mean < 1.02 and within[0] > 0.79 and within[1] > 0.95, (mean, within)
 
 
 def test_planned_launches_are_near_the_fastest_where_they_were_measured() -> None:
