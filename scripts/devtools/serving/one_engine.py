@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,9 @@ def measure(checkpoint: str, arguments: dict[str, Any]) -> Iterator[dict[str, An
     row["prefill"] = engine.prefill_rate()
     row["answers"] = engine.answers()
     yield row
-    row["kernels"] = {str(batch): engine.kernel_times(batch) for batch in BATCHES} if alone else {}
+    row["kernels"], row["busy_us"] = {}, {}
+    for batch in BATCHES if alone else ():
+        row["kernels"][str(batch)], row["busy_us"][str(batch)] = engine.kernel_times(batch)
     yield row
 
 
@@ -134,6 +136,15 @@ def expert_classes(model: Any) -> list[str]:
     return sorted(names)
 
 
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of what the spans from start to end cover together."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
 class Engine:
     """A started engine with the same sequence of random prompts in every process."""
 
@@ -186,19 +197,27 @@ class Engine:
         self._run(prompts, 1)
         return count * length / min(self._seconds(partial(self._run, prompts, 1)) for _ in range(3))
 
-    def kernel_times(self, batch: int) -> dict[str, float]:
-        """Microseconds on the GPU of each kernel per decoding step of `batch` sequences, longest first."""
+    def kernel_times(self, batch: int) -> tuple[dict[str, float], float]:
+        """Microseconds on the GPU per decoding step of `batch` sequences: of each kernel, longest first, and
+        those in which any ran. Kernels that overlap count whole in the former."""
+        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
         prompts = self._prompts(batch, PROMPT)
         totals: list[Counter[str]] = []
+        busy: list[float] = []
         for length in (FEW, FEW + PROFILED):
             with profile(activities=[ProfilerActivity.CUDA]) as profiled:
                 self._run(prompts, length)
-            events = profiled.key_averages()
-            totals.append(Counter({event.key: event.self_device_time_total for event in events}))
+            events = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
+            total: Counter[str] = Counter()
+            for event in events:
+                total[event.name] += event.time_range.elapsed_us()
+            totals.append(total)
+            busy.append(covered((event.time_range.start, event.time_range.end) for event in events))
         steps = totals[1] - totals[0]
-        return {name: time / PROFILED for name, time in steps.most_common(60)}
+        each = {name: time / PROFILED for name, time in steps.most_common(60)}
+        return each, (busy[1] - busy[0]) / PROFILED
 
     def _prompts(self, count: int, length: int) -> list[dict[str, list[int]]]:
         import torch

@@ -68,6 +68,9 @@ def table(names: Sequence[str], rows: Sequence[Row]) -> str:
     for batch in BATCHES:
         shares = [experts_share(row, batch) for row in rows]
         lines.append((f"experts in a step of {batch} (%)", shares, False))
+    for batch in BATCHES:
+        busy = [row.get("busy_us", {}).get(str(batch)) for row in rows]
+        lines.append((f"GPU busy in a step of {batch} (us)", busy, True))
     for label, key in {
         "model loaded (s)": "model_s",
         "of that, experts laid out (s)": "process_s",
