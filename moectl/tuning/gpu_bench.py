@@ -56,8 +56,11 @@ class GpuBench:
 
     def candidates(self, cell: TuningCase) -> Sequence[Launch]:
         """The legal launches that are worth measuring, the most promising first."""
-        known = replace(cell, problem=self.layer(cell).problem)
-        return promising(known, candidates(known, self.families, self.device), self.device, self.most)
+        return self.launches(replace(cell, problem=self.layer(cell).problem))
+
+    def launches(self, cell: TuningCase) -> Sequence[Launch]:
+        """`candidates` of a cell whose problem is that of a layer in the kernels' layout."""
+        return promising(cell, candidates(cell, self.families, self.device), self.device, self.most)
 
     def current(self, cell: TuningCase) -> Launch:
         """The launch that the cell gets without this search."""

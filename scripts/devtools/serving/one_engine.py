@@ -200,7 +200,6 @@ class Engine:
     def kernel_times(self, batch: int) -> tuple[dict[str, float], float]:
         """Microseconds on the GPU per decoding step of `batch` sequences: of each kernel, longest first, and
         those in which any ran. Kernels that overlap count whole in the former."""
-        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
         prompts = self._prompts(batch, PROMPT)
@@ -209,7 +208,7 @@ class Engine:
         for length in (FEW, FEW + PROFILED):
             with profile(activities=[ProfilerActivity.CUDA]) as profiled:
                 self._run(prompts, length)
-            events = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
+            events = [event for event in profiled.events() if event.device_type.name == "CUDA"]
             total: Counter[str] = Counter()
             for event in events:
                 total[event.name] += event.time_range.elapsed_us()
