@@ -20,12 +20,16 @@ from ..files.safetensors_writer import nbytes
 from ..kernels.modular.fused_moe_kernel import called_kernel
 from ..kernels.prepared_layer import CANONICAL, PreparedMoE
 from ..kernels.registry import runner_for
+from .direct_writes import DirectWrites
 from .experts import LayerOrigin
 from .live_roles import LiveRoles, Roles, read_roles
 from .slice_writes import SliceWrite, Span, slice_write
 
 TEMPORARIES = 4
 """Copies of a role that conversion step by step may hold at once."""
+
+MOST_FORMS = 1 << 14
+"""Kinds of updates of which a `LayerRefit` knows what they change."""
 
 
 def refit(layer: PreparedMoE, *, scratch: int | None = None) -> LayerRefit:
@@ -95,6 +99,8 @@ class LayerRefit:
         self._scratch = max(each, scratch or 0)
         self._load_kept()
         self._statistics = self._statistics_of(self._kept, self._inputs)
+        self._direct = DirectWrites(self._roles, self._runner, self._holders)
+        self._forms: dict[object, tuple[SliceWrite, bool]] = {}
 
     def update(
         self, name: str, t: Tensor, *, experts: Span = None, rows: Span = None, columns: Span = None
@@ -115,8 +121,8 @@ class LayerRefit:
             CheckpointError: the layout cannot hold the numbers; nothing is changed.
             NoBackend: kernels that were launched before would be wrong with them; nothing is changed.
         """
-        write = slice_write(self._source, name, t, experts, rows, columns)
-        if write is None or not self._reaches(write):
+        write = self._reaching(name, t, experts, rows, columns)
+        if write is None:
             return False
         if self._pending is None:
             self._commit([write])
@@ -140,6 +146,21 @@ class LayerRefit:
         finally:
             self._pending = None
         self._commit(writes)
+
+    def _reaching(self, name: str, t: Tensor, experts: Span, rows: Span, columns: Span) -> SliceWrite | None:
+        """The write, or None if this rank holds none of it; what follows from all but numbers is kept."""
+        key = name, t.shape, t.dtype, experts, rows, columns
+        form, reaches = self._forms.get(key, (None, False))
+        if form is not None:
+            return form.given(t) if reaches else None
+        write = slice_write(self._source, name, t, experts, rows, columns)
+        if write is None:
+            return None
+        reaches = self._reaches(write)
+        if len(self._forms) >= MOST_FORMS:
+            self._forms.clear()
+        self._forms[key] = write.form, reaches
+        return write if reaches else None
 
     def _reaches(self, write: SliceWrite) -> bool:
         if write.role in self._inputs:
@@ -174,7 +195,7 @@ class LayerRefit:
 
     @torch.inference_mode()
     def _commit(self, writes: Sequence[SliceWrite]) -> None:
-        if not writes:
+        if not writes or self._direct.write(writes):
             return
         self._refuse(writes)
         kept, inputs = self._staged(writes)
