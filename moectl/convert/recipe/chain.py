@@ -10,7 +10,7 @@ from ...errors import CheckpointError
 from ...files.safetensors_writer import nbytes
 from ...files.tensor_table import TensorType
 from ...lazy_torch import Tensor, torch
-from ..onepass.executors import one_pass
+from ..onepass.executors import SMALLEST, one_pass
 from ..steps.transforms import DTYPES, Shape, Step, dtype_name, step_from_json, step_to_json, type_of
 
 MAX_STEPS = 64
@@ -57,15 +57,20 @@ class Chain:
         """Stored dtype and shape of a canonical tensor of `shape` and `dtype`."""
         return self.trace(dtype, shape)[-1]
 
-    def apply(self, t: Tensor, out: Tensor | None = None) -> Tensor:
-        """The stored form of canonical `t`: contiguous, on the device of `t`, written to `out` if given."""
+    def apply(self, t: Tensor, out: Tensor | None = None, *, lean: bool = False) -> Tensor:
+        """The stored form of canonical `t`: contiguous, on the device of `t`, written to `out` if given.
+
+        With `lean` small tensors take no more memory than they must either, after code is compiled for them.
+        """
         target = _output(t, self.stored_type(*type_of(t)), out)
-        if one_pass(self.steps, t, target, type_of(t)):
+        if one_pass(self.steps, t, target, type_of(t), least=0 if lean else SMALLEST):
             return target
         return self._blocks(t, target, self._forward)
 
-    def undo(self, t: Tensor, dtype: str, shape: Shape, out: Tensor | None = None) -> Tensor:
-        """The canonical tensor of `shape` and `dtype` that is stored as `t`.
+    def undo(
+        self, t: Tensor, dtype: str, shape: Shape, out: Tensor | None = None, *, lean: bool = False
+    ) -> Tensor:
+        """The canonical tensor of `shape` and `dtype` that is stored as `t`; `lean` as in `apply`.
 
         Raises CheckpointError when `t` is not of the type in which such a tensor is stored.
         """
@@ -84,7 +89,7 @@ class Chain:
 
         canonical = TensorType(dtype, tuple(shape))
         target = _output(t, canonical, out)
-        if one_pass(self.steps, t, target, canonical, inverse=True):
+        if one_pass(self.steps, t, target, canonical, inverse=True, least=0 if lean else SMALLEST):
             return target
         return self._blocks(t, target, backward)
 
