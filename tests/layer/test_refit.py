@@ -487,7 +487,7 @@ def test_whole_experts_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     if "w13_scale" in whole and whole["w13_scale"].dtype == torch.uint8:
         scales = case.whole["w13_scale"].to(cuda)
         scales[2, 5, 0] = 255
-        with pytest.raises(CheckpointError, match="E8M0 byte 255.*first in expert 2"), case.update.batch():
+        with pytest.raises(CheckpointError, match=r"E8M0 byte 255.*first in expert 2"), case.update.batch():
             case.update.update("w13", numbers(problem, 6)["w13"].to(cuda))
             case.update.update("w13_scale", scales)
         check()

@@ -31,14 +31,18 @@ def one_pass(
     canonical: TensorType,
     *,
     inverse: bool = False,
-    least: int = SMALLEST,
+    any_size: bool = False,
 ) -> bool:
     """True when `target` was filled from `source` by all `steps`, or with `inverse` by undoing them.
 
-    Otherwise `target`, which may have fewer bytes than `least`, is untouched. `canonical` is the type of the
-    canonical tensor.
+    Otherwise `target` is untouched, as when it is below `SMALLEST` without `any_size`. `canonical` is the
+    type of the canonical tensor.
     """
-    if not steps or target.numel() * target.element_size() < least or source.device != target.device:
+    if (
+        not steps
+        or (target.numel() * target.element_size() < SMALLEST and not any_size)
+        or source.device != target.device
+    ):
         return False
     if not (source.is_contiguous() and target.is_contiguous()):
         return False

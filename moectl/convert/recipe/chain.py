@@ -10,7 +10,7 @@ from ...errors import CheckpointError
 from ...files.safetensors_writer import nbytes
 from ...files.tensor_table import TensorType
 from ...lazy_torch import Tensor, torch
-from ..onepass.executors import SMALLEST, one_pass
+from ..onepass.executors import one_pass
 from ..steps.transforms import DTYPES, Shape, Step, dtype_name, step_from_json, step_to_json, type_of
 
 MAX_STEPS = 64
@@ -63,7 +63,7 @@ class Chain:
         With `lean` small tensors take no more memory than they must either, after code is compiled for them.
         """
         target = _output(t, self.stored_type(*type_of(t)), out)
-        if one_pass(self.steps, t, target, type_of(t), least=0 if lean else SMALLEST):
+        if one_pass(self.steps, t, target, type_of(t), any_size=lean):
             return target
         return self._blocks(t, target, self._forward)
 
@@ -89,7 +89,7 @@ class Chain:
 
         canonical = TensorType(dtype, tuple(shape))
         target = _output(t, canonical, out)
-        if one_pass(self.steps, t, target, canonical, inverse=True, least=0 if lean else SMALLEST):
+        if one_pass(self.steps, t, target, canonical, inverse=True, any_size=lean):
             return target
         return self._blocks(t, target, backward)
 
