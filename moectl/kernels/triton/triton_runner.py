@@ -38,7 +38,15 @@ from .hopper.mid import MID_FAMILY
 from .hopper.prefill import PREFILL_FAMILY
 from .hopper.stream import STREAM_FAMILY
 from .hopper.tma import TMA_FAMILY, tile_for
-from .kernel_family import KernelCall, KernelFamily, accept_scales, layer_of, multiprocessors
+from .kernel_family import (
+    KernelCall,
+    KernelFamily,
+    accept_scales,
+    exponents_accepted,
+    layer_of,
+    multiprocessors,
+    remember_exponents,
+)
 from .launches import launch_for
 from .portable import DECODE_FAMILY, GROUPED_FAMILY
 from .row_matrix import in_rows, token_format
@@ -314,6 +322,8 @@ RUNNER = Runner(
     masks_padding=True,
     workspace=_workspace,
     refit=accept_scales,
+    refit_exponents=exponents_accepted,
+    refit_found=remember_exponents,
     refit_codes=("mxfp8",),
     into=_compute_into,
 )
