@@ -159,24 +159,13 @@ class _Wanted:
     tiles: Tensor
     count: Tensor
 
-    def arguments(self) -> dict[str, Any]:
-        """Arguments that all kernels of lists have."""
-        return {
-            "TILES": self.tiles,
-            "COUNT": self.count,
-            "KIND": self.kind.value,
-            "WIDTH": self.tokens,
-            "SHIFT": self.tokens.bit_length() - 1,
-            "BOUND": self.bound,
-        }
-
 
 def _scratch(assignments: int, experts: int) -> int:
     """Words of the counts by block and expert.
 
     They are part of the allocation that holds the lists: what runs beside the last launch must not get them.
     """
-    return 0 if assignments <= FEW else (triton.cdiv(assignments, BLOCK) + 1) * experts
+    return 4 if assignments <= FEW else (triton.cdiv(assignments, BLOCK) + 1) * experts
 
 
 def _list(
@@ -189,43 +178,50 @@ def _list(
     order: ExpertOrder | None = None,
     reorder: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Launches what lists `ids`; see the kernels."""
+    """Launches what lists `ids`; see `sort_and_combine_kernels._list_kernel`."""
     t = ids.numel()
-    common = {
-        "LISTED": listed,
-        "OFFSETS": offsets,
-        **wanted.arguments(),
-        "E": experts,
-        "EPAD": max(16, triton.next_power_of_2(experts)),
-        "num_warps": 4,
-        **launch_options(),
-    }
-    many = order is None and t > FEW
-    if many:
-        blocks = triton.cdiv(t, BLOCK)
-        sizes = {"T": t, "BLOCKS": blocks, "BT": BLOCK, "BE": EXPERTS_AT_ONCE, "BB": BLOCKS_AT_ONCE}
-        for phase, programs in (
+    blocks = triton.cdiv(t, BLOCK)
+    jobs = [(kernels.GIVEN if order else kernels.FEW, experts)]
+    if order is None and t > FEW:
+        jobs = [
             (kernels.COUNTED, blocks),
             (kernels.PLACED, triton.cdiv(experts, EXPERTS_AT_ONCE)),
             (kernels.SCATTERED, blocks + experts),
-        ):
-            kernels._list_many_kernel[(programs,)](
-                IDS=ids, COUNTS=scratch, PHASE=phase.value, **sizes, **common
-            )
-    lists, pairs, blocks = 0 if many else experts, (ids, ids, 0, 0), 0
+        ]
+    x, out, pieces = ids, ids, 0
     if reorder is not None:
-        x, out = (part.view(torch.int32) for part in reorder)
-        pairs, blocks = (x, out, out.shape[1], x.shape[1]), len(x) * triton.cdiv(out.shape[1], PAIRS)
-    if lists + blocks:
-        kernels._list_few_kernel[(lists + blocks,)](
-            IDS=order[0] if order else ids,
-            **dict(zip(("X", "OUT", "K", "KX"), pairs, strict=True)),
-            T=t,
-            LISTS=lists,
-            GIVEN=int(order is not None),
+        x, out = (tensor.view(torch.int32) for tensor in reorder)
+        pieces = len(x) * triton.cdiv(out.shape[1], PAIRS)
+    for number, (job, lists) in enumerate(jobs, 1):
+        last = pieces if number == len(jobs) else 0
+        kernels._list_kernel[(lists + last,)](
+            order[0] if order else ids,
+            scratch,
+            listed,
+            offsets,
+            wanted.tiles,
+            wanted.count,
+            x,
+            out,
+            t,
+            job.value,
+            blocks,
+            lists,
+            wanted.kind.value,
+            wanted.tokens,
+            wanted.tokens.bit_length() - 1,
+            wanted.bound,
+            out.shape[-1],
+            x.shape[-1],
+            E=experts,
+            EPAD=max(16, triton.next_power_of_2(experts)),
             CHUNK=CHUNK,
+            BT=BLOCK,
+            BE=EXPERTS_AT_ONCE,
+            BB=BLOCKS_AT_ONCE,
             BK=PAIRS,
-            **common,
+            num_warps=4,
+            **launch_options(),
         )
 
 

@@ -18,10 +18,12 @@ EVEN_TILES = tl.constexpr(2)
 UNIT_TILES = tl.constexpr(3)
 """What is listed (`KIND`) besides the order of the assignments: see `_cut`."""
 
-COUNTED = tl.constexpr(0)
-PLACED = tl.constexpr(1)
-SCATTERED = tl.constexpr(2)
-"""What a launch of `_list_many_kernel` does (`PHASE`)."""
+FEW = tl.constexpr(0)
+GIVEN = tl.constexpr(1)
+COUNTED = tl.constexpr(2)
+PLACED = tl.constexpr(3)
+SCATTERED = tl.constexpr(4)
+"""What a launch of `_list_kernel` does (`JOB`)."""
 
 IN_16_BITS = tl.constexpr(0)
 IN_FP32 = tl.constexpr(1)
@@ -46,11 +48,21 @@ def _await_then_start_next(PDL: tl.constexpr):
 
 
 @triton.jit
-def _before(counts, experts, e, WIDTH):
-    """(assignments, tiles of WIDTH assignments) of the experts before `e`, from the counts of all."""
+def _before(counts, e, WIDTH, EPAD: tl.constexpr):
+    """Assignments and tiles (of WIDTH assignments) of the experts before `e`, and assignments of `e`."""
+    experts = tl.arange(0, EPAD)
     first = tl.sum(tl.where(experts < e, counts, 0), 0)
-    tiles = tl.sum(tl.where(experts < e, (counts + WIDTH - 1) // WIDTH, 0), 0)
-    return first, tiles
+    tile = tl.sum(tl.where(experts < e, (counts + WIDTH - 1) // WIDTH, 0), 0)
+    return first, tile, tl.sum(tl.where(experts == e, counts, 0), 0)
+
+
+@triton.jit
+def _store_offset(OFFSETS, e, first, count, KIND, E: tl.constexpr):
+    """OFFSETS ``[E + 1]`` of expert `e`, unless records are listed."""
+    if KIND != RECORDS:
+        tl.store(OFFSETS + e, first)
+        if e == E - 1:
+            tl.store(OFFSETS + E, first + count)
 
 
 @triton.jit
@@ -64,12 +76,12 @@ def _place_of(rank, base, KIND, SHIFT):
 def _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E: tl.constexpr):
     """Writes the tiles of expert `e`: at most WIDTH of its `count` assignments each, from tile `tile` on.
 
-    By KIND: RECORDS ``[BOUND, 8 + WIDTH]``, (expert, assignments, 0, 5 unused, slots), where `_place_of` says
+    By KIND: NOTHING is written; RECORDS ``[BOUND, 8 + WIDTH]``, (expert, assignments, 0, 5 unused, slots), where `_place_of` says
     slots are, and unused records have expert -1 and no assignments; EVEN_TILES ``[BOUND, 4]``, (expert, first
     position, assignments, 0), split evenly; UNIT_TILES, (expert, first position, end, units of 16), which
     differ by at most one unit. COUNT ``[3]`` of the tiles is their number, 0, 0. The last expert writes that.
     """
-    tiles = (count + WIDTH - 1) // WIDTH
+    tiles = tl.where(KIND == NOTHING, 0, (count + WIDTH - 1) // WIDTH)
     part = (count + tiles - 1) // tl.maximum(tiles, 1)
     units = (count + 15) // 16
     least = units // tl.maximum(tiles, 1)
@@ -92,7 +104,7 @@ def _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E: tl.constexp
             tl.store(at + 1, first + start, mask=mine)
             tl.store(at + 2, tl.where(KIND == EVEN_TILES, size, end), mask=mine)
             tl.store(at + 3, tl.where(KIND == EVEN_TILES, 0, width), mask=mine)
-    if e == E - 1:
+    if (e == E - 1) & (KIND != NOTHING):
         if KIND == RECORDS:
             for begin in range(tile + tiles, BOUND, 128):
                 spare = begin + tl.arange(0, 128)
@@ -119,82 +131,62 @@ def _order(X, OUT, block, K, KX, BK: tl.constexpr):
     tl.store(OUT + token * K + place, x, mask=place < K)
 
 
-@triton.jit(do_not_specialize=["T", "LISTS", "GIVEN", "KIND", "WIDTH", "SHIFT", "BOUND", "K", "KX"])
-def _list_few_kernel(
-    IDS, LISTED, OFFSETS, TILES, COUNT, X, OUT, T, LISTS, GIVEN, KIND, WIDTH, SHIFT, BOUND, K, KX,
-    E: tl.constexpr, EPAD: tl.constexpr, CHUNK: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _list_few(
+    IDS, LISTED, OFFSETS, TILES, COUNT, T, JOB, KIND, WIDTH, SHIFT, BOUND,
+    E: tl.constexpr, EPAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Lists of the first LISTS programs, a program for each expert, which reads all ids; then `_order`.
-
-    LISTED gets the slots, stably sorted by expert, or is TILES for records; OFFSETS ``[E + 1]`` are written
-    unless records are. If GIVEN, IDS are the sorted slots, OFFSETS are read, and tiles are cut from them.
-    """
-    _await_then_start_next(PDL)
+    """The jobs FEW and GIVEN of `_list_kernel`, for the expert with the number of the program."""
     e = tl.program_id(0)
-    if e >= LISTS:
-        _order(X, OUT, e - LISTS, K, KX, BK)
+    experts = tl.arange(0, EPAD)
+    i = tl.arange(0, CHUNK)
+    if JOB == GIVEN:
+        ends = tl.load(OFFSETS + 1 + experts, mask=experts < E, other=0)
+        counts = ends - tl.load(OFFSETS + experts, mask=experts < E, other=0)
     else:
-        experts = tl.arange(0, EPAD)
-        i = tl.arange(0, CHUNK)
-        if GIVEN:
-            ends = tl.load(OFFSETS + 1 + experts, mask=experts < E, other=0)
-            counts = ends - tl.load(OFFSETS + experts, mask=experts < E, other=0)
-        else:
-            counts = tl.zeros((EPAD,), dtype=tl.int32)
-            ids = tl.load(IDS + i, mask=i < T, other=-1)
+        counts = tl.zeros((EPAD,), dtype=tl.int32)
+        ids = tl.load(IDS + i, mask=i < T, other=-1)
+        for begin in range(0, T, CHUNK):
+            coming = begin + CHUNK + i
+            later = tl.load(IDS + coming, mask=coming < T, other=-1)
+            counts += tl.histogram(ids, EPAD, mask=(ids >= 0) & (ids < E))
+            ids = later
+    first, tile, count = _before(counts, e, WIDTH, EPAD)
+    base = tl.where(KIND == RECORDS, tile, first)
+    if JOB == GIVEN:
+        if KIND == RECORDS:
+            for begin in range(0, count, CHUNK):
+                rank = begin + i
+                slot = tl.load(IDS + first + rank, mask=rank < count, other=0)
+                tl.store(LISTED + _place_of(rank, base, KIND, SHIFT), slot, mask=rank < count)
+    else:
+        if count > 0:
+            seen = 0
             for begin in range(0, T, CHUNK):
-                coming = begin + CHUNK + i
-                later = tl.load(IDS + coming, mask=coming < T, other=-1)
-                counts += tl.histogram(ids, EPAD, mask=(ids >= 0) & (ids < E))
-                ids = later
-        first, tile = _before(counts, experts, e, WIDTH)
-        count = tl.sum(tl.where(experts == e, counts, 0), 0)
-        base = tl.where(KIND == RECORDS, tile, first)
-        if GIVEN:
-            if KIND == RECORDS:
-                for begin in range(0, count, CHUNK):
-                    rank = begin + i
-                    slot = tl.load(IDS + first + rank, mask=rank < count, other=0)
-                    tl.store(LISTED + _place_of(rank, base, KIND, SHIFT), slot, mask=rank < count)
-        else:
-            if count > 0:
-                seen = 0
-                for begin in range(0, T, CHUNK):
-                    slot = begin + i
-                    mine = tl.load(IDS + slot, mask=slot < T, other=-1) == e
-                    rank = seen + tl.cumsum(mine.to(tl.int32), 0) - 1
-                    tl.store(LISTED + _place_of(rank, base, KIND, SHIFT), slot, mask=mine)
-                    seen += tl.sum(mine.to(tl.int32), 0)
-            if KIND != RECORDS:
-                tl.store(OFFSETS + e, first)
-                if e == E - 1:
-                    tl.store(OFFSETS + E, first + count)
-        if KIND != NOTHING:
-            _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E)
+                slot = begin + i
+                mine = tl.load(IDS + slot, mask=slot < T, other=-1) == e
+                rank = seen + tl.cumsum(mine.to(tl.int32), 0) - 1
+                tl.store(LISTED + _place_of(rank, base, KIND, SHIFT), slot, mask=mine)
+                seen += tl.sum(mine.to(tl.int32), 0)
+        _store_offset(OFFSETS, e, first, count, KIND, E)
+    _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E)
 
 
-@triton.jit(do_not_specialize=["T", "PHASE", "BLOCKS", "KIND", "WIDTH", "SHIFT", "BOUND"])
-def _list_many_kernel(
-    IDS, COUNTS, LISTED, OFFSETS, TILES, COUNT, T, PHASE, BLOCKS, KIND, WIDTH, SHIFT, BOUND,
+@triton.jit
+def _list_many(
+    IDS, COUNTS, LISTED, OFFSETS, TILES, COUNT, T, JOB, BLOCKS, KIND, WIDTH, SHIFT, BOUND,
     E: tl.constexpr, EPAD: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    """What `_list_few_kernel` lists of any number of assignments, in three launches, by BLOCKS blocks of BT.
-
-    COUNTED: COUNTS ``[BLOCKS + 1, E]`` become the number of assignments of each expert by block; a program a
-    block. PLACED: exclusive prefix sums over blocks, and the sums over all blocks last; a program for BE
-    experts. SCATTERED: the lists, a program a block, and then one for each expert.
-    """
-    _await_then_start_next(PDL)
+    """The jobs COUNTED, PLACED and SCATTERED of `_list_kernel`."""
     program = tl.program_id(0)
     experts = tl.arange(0, EPAD)
     i = tl.arange(0, BT)
     t = program * BT + i
-    if PHASE == COUNTED:
+    if JOB == COUNTED:
         ids = tl.load(IDS + t, mask=t < T, other=-1)
         counts = tl.histogram(ids, EPAD, mask=(ids >= 0) & (ids < E))
         tl.store(COUNTS + program * E + experts, counts, mask=experts < E)
-    elif PHASE == PLACED:
+    elif JOB == PLACED:
         e = program * BE + tl.arange(0, BE)
         b = tl.arange(0, BB)
         total = tl.zeros((BE,), dtype=tl.int32)
@@ -219,14 +211,38 @@ def _list_many_kernel(
             tl.store(LISTED + _place_of(rank, base, KIND, SHIFT), t, mask=live)
         else:
             e = program - BLOCKS
-            first, tile = _before(totals, experts, e, WIDTH)
-            count = tl.sum(tl.where(experts == e, totals, 0), 0)
-            if KIND != RECORDS:
-                tl.store(OFFSETS + e, first)
-                if e == E - 1:
-                    tl.store(OFFSETS + E, first + count)
-            if KIND != NOTHING:
-                _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E)
+            first, tile, count = _before(totals, e, WIDTH, EPAD)
+            _store_offset(OFFSETS, e, first, count, KIND, E)
+            _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E)
+
+
+@triton.jit(do_not_specialize=["T", "JOB", "BLOCKS", "LISTS", "KIND", "WIDTH", "SHIFT", "BOUND", "K", "KX"])
+def _list_kernel(
+    IDS, COUNTS, LISTED, OFFSETS, TILES, COUNT, X, OUT, T, JOB, BLOCKS, LISTS, KIND, WIDTH, SHIFT, BOUND, K, KX,
+    E: tl.constexpr, EPAD: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
+    BB: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Lists the assignments by expert, in the first LISTS programs; `_order` in the others.
+
+    LISTED gets the slots, stably sorted by expert, or is TILES for records; OFFSETS ``[E + 1]`` are written
+    unless records are; for what else KIND means see `_cut`. By JOB:
+
+    FEW: a program for each expert, which reads all ids. GIVEN: the same if IDS are the sorted slots and OFFSETS
+    theirs. For many assignments, in three launches: COUNTED, COUNTS ``[BLOCKS + 1, E]`` become the number of
+    assignments of each expert by block of BT, a program a block; PLACED, they become exclusive prefix sums over
+    blocks, with the sums over all blocks last, a program for BE experts; SCATTERED, the lists, a program for
+    each block and then one for each expert.
+    """
+    _await_then_start_next(PDL)
+    if tl.program_id(0) >= LISTS:
+        _order(X, OUT, tl.program_id(0) - LISTS, K, KX, BK)
+    elif (JOB == FEW) | (JOB == GIVEN):
+        _list_few(IDS, LISTED, OFFSETS, TILES, COUNT, T, JOB, KIND, WIDTH, SHIFT, BOUND, E, EPAD, CHUNK)
+    else:
+        _list_many(
+            IDS, COUNTS, LISTED, OFFSETS, TILES, COUNT, T, JOB, BLOCKS, KIND, WIDTH, SHIFT, BOUND,
+            E, EPAD, BT, BE, BB,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["most"])
