@@ -163,7 +163,7 @@ def sums(
     device: str,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """The parts of valid slots, added in order and rounded once; parts of skipped slots are poison and unread.
+    """The parts of valid slots, added in order and rounded once; those of skipped slots are poison and unread.
 
     Parts are in fp32, or with no `splits` in `dtype`.
     """

@@ -30,9 +30,9 @@ NO_OVERLAP = {"PDL": False}
 COLUMNS = 1024
 """Columns per program of the activation kernel."""
 
-SUMS: tuple[tuple[float, tuple[int, int]], ...] = ((16, (256, 1)), (64, (512, 4)), (float("inf"), (2048, 8)))
-"""(maximum tokens, (columns and warps per program)) of the weighted sum; the first match is used. Measured on an
-H200."""
+SUMS = ((16, (256, 1)), (64, (512, 4)), (float("inf"), (2048, 8)))
+"""(maximum tokens, columns and warps per program) of the weighted sum; the first match is used. Measured on
+an H200."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""The steps around a layer's GEMMs: lists of assignments by expert, and sums of each token's expert outputs.
+"""The steps around a layer's GEMMs: lists of assignments by expert, and the sum of a token's expert outputs.
 
-Grids depend on sizes only, nothing is copied from the GPU, and sums have a fixed order. A layer has one compiled
-form of each kernel for all numbers of tokens.
+Grids depend on sizes only, nothing is copied from the GPU, and sums have a fixed order. A layer has one
+compiled form of each kernel for all numbers of tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ INTERPRETED = not isinstance(kernels._combine_kernel, triton.runtime.JITFunction
 """True under ``TRITON_INTERPRET=1``: for tests, kernels run on the CPU, slowly."""
 
 FEW = 2048
-"""Maximum number of assignments that are listed in one launch, in which each expert's program reads all ids; more
-take three, and are counted in blocks."""
+"""Maximum number of assignments that are listed in one launch, in which each expert's program reads all ids;
+more take three, and are counted in blocks."""
 
 CHUNK = 512
 """Assignments that a program of few assignments reads at once."""
@@ -56,8 +56,8 @@ class TokenTiles:
     Attributes:
         slots: the sorted assignments; only those of experts are written.
         offsets: ``[experts + 1]``, the first position of each expert in `slots`.
-        tiles: ``[bound, 4]`` int32, expert by expert. Split evenly: expert, first position, tokens, 0. In units
-            of 16 tokens: expert, first position, end, units; the tiles of an expert differ by one unit at most.
+        tiles: ``[bound, 4]`` int32, expert by expert. Split evenly: expert, first position, tokens, 0. In
+            units of 16 tokens: expert, first position, end, units; those of an expert differ by one at most.
         count: the number of tiles, and two zeros.
     """
 
@@ -75,7 +75,7 @@ class TokenTiles:
 def token_tiles_of(
     call: KernelCall, experts: int, tokens: int, split: Literal["evenly", "in units"] = "evenly"
 ) -> TokenTiles:
-    """Lists the tiles of a call, of up to `tokens` tokens each; `tokens` of tiles in units is a multiple of 16."""
+    """Lists the tiles of a call, of up to `tokens` tokens each; for tiles in units a multiple of 16."""
     slots, offsets = call.order or _new_order(call.ids, experts)
     bound = token_tiles(call.assignments, experts, tokens)
     # The counters' 16 bytes come first, so that the tiles are aligned.
@@ -104,7 +104,7 @@ def records_of(ids: Tensor, experts: int, tokens: int, order: ExpertOrder | None
 def records_and_reordered(
     ids: Tensor, experts: int, tokens: int, x: Tensor, columns: int, order: ExpertOrder | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`records_of`, and 16-bit `x` padded to `columns` columns in the order of `sort_and_combine_kernels._order`.
+    """`records_of`, and 16-bit `x` padded to `columns` columns in the order of the kernels' `_order`.
 
     `x` and `columns` are whole pairs of columns.
     """
@@ -269,8 +269,8 @@ def combine(parts: Tensor, ids: Tensor, y: Tensor, experts: int) -> None:
     """Writes `y` ``[tokens, hidden]``: the sum of each token's parts over its choices, then over K splits.
 
     Args:
-        parts: ``[splits, T, hidden]`` fp32, or ``[T, hidden]`` in the dtype of `y`; only slots of valid ids are
-            read.
+        parts: ``[splits, T, hidden]`` fp32, or ``[T, hidden]`` in the dtype of `y`; only slots of valid ids
+            are read.
         ids: ``[T]`` int32, flat, top-k per token.
     """
     _combine(parts, ids, y, experts, kernels.IN_FP32 if parts.dtype == torch.float32 else kernels.IN_16_BITS)

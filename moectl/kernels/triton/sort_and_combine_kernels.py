@@ -41,7 +41,7 @@ def _await_inputs(PDL: tl.constexpr):
 
 @triton.jit
 def _await_then_start_next(PDL: tl.constexpr):
-    """`_await_inputs` in the other order, for what may run beside this kernel once its inputs are complete."""
+    """`_await_inputs` in the other order: what starts now may run beside this kernel on the same inputs."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -76,10 +76,14 @@ def _place_of(rank, base, KIND, SHIFT):
 def _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E: tl.constexpr):
     """Writes the tiles of expert `e`: at most WIDTH of its `count` assignments each, from tile `tile` on.
 
-    By KIND: NOTHING is written; RECORDS ``[BOUND, 8 + WIDTH]``, (expert, assignments, 0, 5 unused, slots), where `_place_of` says
-    slots are, and unused records have expert -1 and no assignments; EVEN_TILES ``[BOUND, 4]``, (expert, first
-    position, assignments, 0), split evenly; UNIT_TILES, (expert, first position, end, units of 16), which
-    differ by at most one unit. COUNT ``[3]`` of the tiles is their number, 0, 0. The last expert writes that.
+    By KIND, for NOTHING no tiles:
+
+    - RECORDS ``[BOUND, 8 + WIDTH]``: (expert, assignments, 0, 5 unused, slots), slots where `_place_of` says.
+      Unused records have expert -1 and no assignments.
+    - EVEN_TILES ``[BOUND, 4]``: (expert, first position, assignments, 0), split evenly.
+    - UNIT_TILES ``[BOUND, 4]``: (expert, first position, end, units of 16), which differ by at most one unit.
+
+    COUNT ``[3]`` of tiles is their number, 0, 0. The last expert writes it, and unused records.
     """
     tiles = tl.where(KIND == NOTHING, 0, (count + WIDTH - 1) // WIDTH)
     part = (count + tiles - 1) // tl.maximum(tiles, 1)
@@ -218,7 +222,8 @@ def _list_many(
 
 @triton.jit(do_not_specialize=["T", "JOB", "BLOCKS", "LISTS", "KIND", "WIDTH", "SHIFT", "BOUND", "K", "KX"])
 def _list_kernel(
-    IDS, COUNTS, LISTED, OFFSETS, TILES, COUNT, X, OUT, T, JOB, BLOCKS, LISTS, KIND, WIDTH, SHIFT, BOUND, K, KX,
+    IDS, COUNTS, LISTED, OFFSETS, TILES, COUNT, X, OUT,
+    T, JOB, BLOCKS, LISTS, KIND, WIDTH, SHIFT, BOUND, K, KX,
     E: tl.constexpr, EPAD: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
     BB: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -227,11 +232,12 @@ def _list_kernel(
     LISTED gets the slots, stably sorted by expert, or is TILES for records; OFFSETS ``[E + 1]`` are written
     unless records are; for what else KIND means see `_cut`. By JOB:
 
-    FEW: a program for each expert, which reads all ids. GIVEN: the same if IDS are the sorted slots and OFFSETS
-    theirs. For many assignments, in three launches: COUNTED, COUNTS ``[BLOCKS + 1, E]`` become the number of
-    assignments of each expert by block of BT, a program a block; PLACED, they become exclusive prefix sums over
-    blocks, with the sums over all blocks last, a program for BE experts; SCATTERED, the lists, a program for
-    each block and then one for each expert.
+    - FEW: a program for each expert, which reads all ids.
+    - GIVEN: the same if IDS are the sorted slots and OFFSETS theirs.
+    - COUNTED, PLACED, SCATTERED: any number of assignments, in three launches. COUNTS ``[BLOCKS + 1, E]``
+      become the number of assignments of each expert by block of BT, a program a block; then exclusive prefix
+      sums over blocks, and last the sums over all, a program for BE experts; then the lists are written, by a
+      program for each block and, after these, one for each expert.
     """
     _await_then_start_next(PDL)
     if tl.program_id(0) >= LISTS:
@@ -310,9 +316,9 @@ def _combine_kernel(
 ):  # fmt: skip
     """OUT ``[tokens, HIDDEN]``: sum of the parts of a token's valid assignments, in a fixed order.
 
-    PARTS are ``[T, HIDDEN]`` IN_16_BITS, or ``[SPLITS, T, HIDDEN]`` IN_FP32, whatever the pointer's type. With
-    FORM IN_PLACE they are OUT, with a choice each, and what has no valid assignment is zeroed. Grid (tokens,
-    programs that share the columns).
+    PARTS are ``[T, HIDDEN]`` IN_16_BITS, or ``[SPLITS, T, HIDDEN]`` IN_FP32, whatever the pointer's type.
+    With FORM IN_PLACE they are OUT, with a choice each, and what has no valid assignment is zeroed. Grid
+    (tokens, programs that share the columns).
     """
     _await_inputs(PDL)
     m = tl.program_id(0)
