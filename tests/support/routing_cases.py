@@ -29,6 +29,12 @@ ODD_SIZES = ((1, 1), (7, 40), (511, 3), (513, 127), (2048, 64), (2049, 256), (40
 ROUTINGS = ("random", "skipped", "one expert", "none")
 
 
+def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists assignments in one launch, or in several; any other way stays as it is."""
+    for limit in ("FEW", "MOST_READ") if way in WAYS else ():
+        monkeypatch.setattr(sort_and_combine, limit, WAYS[way])
+
+
 def ids_of(routing_name: str, assignments: int, experts: int, device: str) -> Tensor:
     generator = torch.Generator().manual_seed(assignments)
     low, high = (-3, experts + 3) if routing_name == "skipped" else (0, experts)
@@ -53,7 +59,7 @@ def sorts(
     way: str, name: str, assignments: int, experts: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every valid slot once, by expert and in order; what is written past them is nobody's."""
-    monkeypatch.setattr(sort_and_combine, "FEW", WAYS[way])
+    take(way, monkeypatch)
     ids = ids_of(name, assignments, experts, device)
     slots, offsets = sort_by_expert(ids, experts)
     order, ends = expected_order(ids, experts)
@@ -79,7 +85,7 @@ def plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Records of at most `tokens` assignments of one expert hold every valid slot once, in order."""
-    monkeypatch.setattr(sort_and_combine, "FEW", WAYS.get(way, 0))
+    take(way, monkeypatch)
     ids = ids_of(name, assignments, experts, device)
     given = given_order(ids, experts) if way == "given" else None
     x = torch.randn(3, 96, device=device).half()
@@ -115,7 +121,7 @@ def tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tiles of both kinds are those of the sorted assignments, split evenly or in units of 16."""
-    monkeypatch.setattr(sort_and_combine, "FEW", WAYS.get(way, 0))
+    take(way, monkeypatch)
     ids = ids_of(name, assignments, experts, device)
     order, ends = expected_order(ids, experts)
     given = given_order(ids, experts) if way == "given" else None
@@ -163,7 +169,7 @@ def sums(
     device: str,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """The parts of valid slots, added in order and rounded once; those of skipped slots are poison and unread.
+    """The parts of valid slots, added in order and rounded once; those of skipped slots stay unread.
 
     Parts are in fp32, or with no `splits` in `dtype`.
     """

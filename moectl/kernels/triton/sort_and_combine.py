@@ -20,9 +20,9 @@ from .kernel_family import ExpertOrder, KernelCall
 INTERPRETED = not isinstance(kernels._combine_kernel, triton.runtime.JITFunction)
 """True under ``TRITON_INTERPRET=1``: for tests, kernels run on the CPU, slowly."""
 
-FEW = 2048
-"""Maximum number of assignments that are listed in one launch, in which each expert's program reads all ids;
-more take three, and are counted in blocks."""
+FEW, MOST_READ = 2048, 1 << 19
+"""Maximum numbers of assignments that are listed in one launch, and of ids that its programs read, for each
+expert's reads all of them. More take three launches, and are counted in blocks."""
 
 CHUNK = 512
 """Assignments that a program of few assignments reads at once."""
@@ -128,7 +128,7 @@ def _records(
 def sort_by_expert(ids: Tensor, experts: int) -> ExpertOrder:
     """Slots ``[T]`` stably sorted by expert, and the offset of each expert's first slot, ``[experts + 1]``.
 
-    One launch for up to `FEW` assignments, three for more.
+    One launch for few assignments, three for more.
 
     Args:
         ids: ``[T]`` int32, flat; ids outside ``[0, experts)`` are skipped, so that only the first
@@ -160,12 +160,17 @@ class _Wanted:
     count: Tensor
 
 
+def _few(assignments: int, experts: int) -> bool:
+    """Whether assignments are listed in one launch."""
+    return assignments <= FEW and assignments * experts <= MOST_READ
+
+
 def _scratch(assignments: int, experts: int) -> int:
     """Words of the counts by block and expert.
 
     They are part of the allocation that holds the lists: what runs beside the last launch must not get them.
     """
-    return 4 if assignments <= FEW else (triton.cdiv(assignments, BLOCK) + 1) * experts
+    return 4 if _few(assignments, experts) else (triton.cdiv(assignments, BLOCK) + 1) * experts
 
 
 def _list(
@@ -182,7 +187,7 @@ def _list(
     t = ids.numel()
     blocks = triton.cdiv(t, BLOCK)
     jobs = [(kernels.GIVEN if order else kernels.FEW, experts)]
-    if order is None and t > FEW:
+    if order is None and not _few(t, experts):
         jobs = [
             (kernels.COUNTED, blocks),
             (kernels.PLACED, triton.cdiv(experts, EXPERTS_AT_ONCE)),
