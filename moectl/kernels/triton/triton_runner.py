@@ -125,8 +125,8 @@ def choose(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
 def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
     """A launch that does not depend on measurements of this machine.
 
-    In this order: one of the layer's plan, by the model of time and the shipped ones that were measured for this
-    layer; where there is no plan, such a shipped one, the nearest of another layer, one by rules: those of `tma`
+    In this order: one of the layer's plan, by the model of time and the shipped ones that were measured for
+    this layer; without a plan, such a shipped one, the nearest of another layer, one by rules: those of `tma`
     for weights that it reads, and of the portable kernels.
     """
     if device.type == "cuda" and tokens:
