@@ -133,9 +133,9 @@ def choose(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
 def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
     """A launch that does not depend on measurements of this machine.
 
-    In this order: the shipped one that was measured for this layer, one by the model of time, the nearest
-    shipped one of another layer, one by rules: those of `tma` for weights that it reads, and of the portable
-    kernels.
+    In this order: one of the layer's plan, by the model of time and the shipped ones that were measured for
+    this layer; without a plan, such a shipped one, the nearest of another layer, one by rules: those of `tma`
+    for weights that it reads, and of the portable kernels.
     """
     if device.type == "cuda" and tokens:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
