@@ -45,6 +45,9 @@ SIZES = tuple(sorted({round(2 ** (half / 2)) for half in range(2 * int(math.log2
 MOST_GEMM_BINARIES = 10
 """Compiled GEMMs of a layer over all numbers of tokens. Lists of assignments and sums are two more."""
 
+MOST_IF_MEASURED = 14
+"""The same for a layer with measured launches: with fewer, some of the fastest would have to be left out."""
+
 SEVERITY = 2.0
 """How much more a large loss counts than several small ones: one launch far from the fastest is noticed."""
 
@@ -54,6 +57,10 @@ WORTH = 0.001
 UNMEASURED = 1.02
 """Least ratio of another launch's time to that of the one that a row says was the fastest: the model may
 predict that the other takes as long or less, but it was not measured to."""
+
+SINGLE = 4.0
+"""How much losses at one token count: decoding a single sequence is what latency is judged by, and there a
+launch for two tokens that the model sees no difference in took 6% longer (gpt-oss on an H200)."""
 
 UNFITTED = 10.0
 """Loss of a launch where it was not fitted: beyond that of any that was."""
@@ -139,8 +146,8 @@ def plan(
 ) -> Plan | None:
     """The launches of a layer; None if there is a number of tokens for which no candidate was fitted.
 
-    They are few, within `MOST_GEMM_BINARIES`: those whose fastest is nearest to the fastest of all
-    candidates, on average over `SIZES`.
+    They are few, within `MOST_GEMM_BINARIES` or `MOST_IF_MEASURED`: those whose fastest is nearest to the
+    fastest of all candidates, on average over `SIZES`.
 
     Args:
         candidates: those of unfitted families or formats are only taken where they are `measured`.
@@ -158,12 +165,14 @@ def plan(
     # A loss for each candidate at each number of tokens.
     losses = [
         [
-            _loss_beside(time / best, row, index)
-            for time, best, row in zip(times, reference, measured, strict=True)
+            _loss_beside(time / best, row, index) * (SINGLE if tokens == 1 else 1.0)
+            for tokens, time, best, row in zip(SIZES, times, reference, measured, strict=True)
         ]
         for index, times in enumerate(us)
     ]
-    chosen = _chosen(losses, [candidate.binaries for candidate in candidates])
+    known = any(row is not None for row in measured)
+    most_gemms = MOST_IF_MEASURED if known else MOST_GEMM_BINARIES
+    chosen = _chosen(losses, [candidate.binaries for candidate in candidates], most_gemms)
     least = [list(each) for each in zip(*(losses[index] for index in chosen), strict=True)]
     if not least or max(map(min, least)) >= UNFITTED:
         return None
@@ -220,18 +229,18 @@ Losses = Sequence[Sequence[float]]
 """Of each candidate, at each number of tokens."""
 
 
-def _chosen(losses: Losses, binaries: Sequence[frozenset[object]]) -> list[int]:
-    """Candidates whose least loss is small on average, within the limit.
+def _chosen(losses: Losses, binaries: Sequence[frozenset[object]], limit: int) -> list[int]:
+    """Candidates whose least loss is small on average, with at most `limit` binaries.
 
     They are added one after another, each the one that gains most, then exchanged while that gains more.
     """
     chosen: list[int] = []
-    while (added := _best_candidate(losses, chosen, binaries)) is not None:
+    while (added := _best_candidate(losses, chosen, binaries, limit)) is not None:
         chosen.append(added)
     for _ in range(len(chosen)):
         before = chosen.copy()
         for i, index in enumerate(chosen):
-            better = _best_candidate(losses, chosen[:i] + chosen[i + 1 :], binaries)
+            better = _best_candidate(losses, chosen[:i] + chosen[i + 1 :], binaries, limit)
             chosen[i] = index if better is None else better
         if chosen == before:
             break
@@ -239,7 +248,7 @@ def _chosen(losses: Losses, binaries: Sequence[frozenset[object]]) -> list[int]:
 
 
 def _best_candidate(
-    losses: Losses, chosen: Sequence[int], binaries: Sequence[frozenset[object]]
+    losses: Losses, chosen: Sequence[int], binaries: Sequence[frozenset[object]], limit: int
 ) -> int | None:
     """The candidate that gains most beside those `chosen`; None if none gains `WORTH` within the limit."""
     compiled = frozenset[object]().union(*(binaries[index] for index in chosen))
@@ -248,7 +257,7 @@ def _best_candidate(
         best = list(map(min, best, losses[index]))
     now = sum(best)
     gains = [
-        (now - sum(map(min, best, loss))) / len(best) if len(compiled | own) <= MOST_GEMM_BINARIES else 0.0
+        (now - sum(map(min, best, loss))) / len(best) if len(compiled | own) <= limit else 0.0
         for loss, own in zip(losses, binaries, strict=True)
     ]
     most = max(gains)

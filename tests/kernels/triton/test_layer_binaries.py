@@ -87,8 +87,11 @@ BOUNDED = {
 }
 """Layers with launches of their own in the table, and without."""
 
-MOST_BINARIES = 12
-"""Binaries of a layer in 4 bits on SM90, whatever the number of tokens."""
+MOST_BINARIES, MOST_IF_MEASURED = 12, 16
+"""Binaries of a layer in 4 bits on SM90, whatever the number of tokens; and of one with rows in the table."""
+
+MEASURED = "gpt-oss-20b", "qwen3-30b int4-g128", "deepseek-v3 tp8 nvfp4"
+"""Those of `BOUNDED` that have rows."""
 
 
 @pytest.mark.parametrize("name", BOUNDED)
@@ -96,7 +99,8 @@ def test_a_layer_in_4_bits_has_few_binaries_for_all_numbers_of_tokens(name: str)
     request = CompileRequest(BOUNDED[name], "moectl", H200)
     with standing_in(H200):
         binaries = request.binaries()
-    assert request.tokens == 16384 and len(binaries) <= MOST_BINARIES, binaries
+    assert request.tokens == 16384
+    assert len(binaries) <= (MOST_IF_MEASURED if name in MEASURED else MOST_BINARIES), binaries
     small = [binary.name for binary in binaries if not any(part in binary.name for part in GEMMS)]
     assert sorted(small) == ["_combine_kernel", "_list_kernel"]
 
