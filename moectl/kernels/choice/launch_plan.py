@@ -42,10 +42,10 @@ take the launch of this one."""
 SIZES = tuple(sorted({round(2 ** (half / 2)) for half in range(2 * int(math.log2(MOST_TOKENS)) + 1)}))
 """Numbers of tokens at which launches are compared, two for each power of two."""
 
-MOST_GEMM_BINARIES = 10
-"""Compiled GEMMs of a layer over all numbers of tokens. Lists of assignments and sums are two more."""
+MOST_GEMM_BINARIES = 9
+"""Compiled GEMMs of a layer over all numbers of tokens. Lists of assignments and sums are three more."""
 
-MOST_IF_MEASURED = 14
+MOST_IF_MEASURED = 13
 """The same for a layer with measured launches: with fewer, some of the fastest would have to be left out."""
 
 SEVERITY = 2.0

@@ -1,7 +1,7 @@
 """The steps around a layer's GEMMs: lists of assignments by expert, and the sum of a token's expert outputs.
 
-Grids depend on sizes only, nothing is copied from the GPU, and sums have a fixed order. A layer has one
-compiled form of each kernel for all numbers of tokens.
+Grids depend on sizes only, nothing is copied from the GPU, and sums have a fixed order. For all numbers of
+tokens a layer has one compiled form of the lists and two of the sum.
 """
 
 from __future__ import annotations
@@ -285,6 +285,7 @@ def _combine(parts: Tensor, ids: Tensor, y: Tensor, experts: int, form: Any) -> 
     tokens, hidden = y.shape
     top_k = ids.numel() // tokens
     shared = min(triton.cdiv(hidden, COLUMNS), triton.cdiv(PROGRAMS, tokens))
+    splits = parts.numel() // (ids.numel() * hidden)
     kernels._combine_kernel[(tokens, shared)](
         parts.view(y.dtype),
         y,
@@ -292,11 +293,12 @@ def _combine(parts: Tensor, ids: Tensor, y: Tensor, experts: int, form: Any) -> 
         ids.numel(),
         hidden,
         form.value,
-        parts.numel() // (ids.numel() * hidden),
+        splits,
         E=experts,
         TOP_K=top_k,
         AT_ONCE=8 if top_k <= 4 else 16,
         BH=COLUMNS,
+        WHOLE=form is kernels.IN_FP32 and splits == 1,
         INTERP=INTERPRETED,
         num_warps=1,
         **launch_options(),

@@ -311,13 +311,14 @@ def _sum_of_splits(
 @triton.jit(do_not_specialize=["T", "FORM", "SPLITS"])
 def _combine_kernel(
     PARTS, OUT, IDS, T, HIDDEN, FORM, SPLITS,
-    E: tl.constexpr, TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, BH: tl.constexpr,
+    E: tl.constexpr, TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, BH: tl.constexpr, WHOLE: tl.constexpr,
     PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     """OUT ``[tokens, HIDDEN]``: sum of the parts of a token's valid assignments, in a fixed order.
 
     PARTS are ``[T, HIDDEN]`` IN_16_BITS, or ``[SPLITS, T, HIDDEN]`` IN_FP32, whatever the pointer's type.
-    With FORM IN_PLACE they are OUT, with a choice each, and what has no valid assignment is zeroed. Grid
+    With FORM IN_PLACE they are OUT, with a choice each, and what has no valid assignment is zeroed. WHOLE
+    stands for IN_FP32 without splits, for which there is little code to bring to a multiprocessor. Grid
     (tokens, programs that share the columns).
     """
     _await_inputs(PDL)
@@ -327,15 +328,17 @@ def _combine_kernel(
         h = first + tl.arange(0, BH)
         out = OUT + m.to(tl.int64) * HIDDEN + h
         inside = h < HIDDEN
-        if FORM == IN_PLACE:
+        if WHOLE:
+            acc = _sum_of_choices(parts32, IDS, m, h, HIDDEN, E, TOP_K, BH)
+            acc = _nearest(acc, OUT.dtype.element_ty, INTERP)
+            tl.store(out, acc.to(OUT.dtype.element_ty), mask=inside)
+        elif FORM == IN_PLACE:
             expert = tl.load(IDS + m)
             skipped = (expert < 0) | (expert >= E)
             tl.store(out, tl.zeros((BH,), dtype=OUT.dtype.element_ty), mask=inside & skipped)
         else:
             if FORM == IN_16_BITS:
                 acc = _sum_of_choices(PARTS, IDS, m, h, HIDDEN, E, TOP_K, BH)
-            elif SPLITS == 1:
-                acc = _sum_of_choices(parts32, IDS, m, h, HIDDEN, E, TOP_K, BH)
             else:
                 acc = _sum_of_splits(parts32, IDS, m, h, T, HIDDEN, SPLITS, E, TOP_K, AT_ONCE, BH)
             acc = _nearest(acc, OUT.dtype.element_ty, INTERP)

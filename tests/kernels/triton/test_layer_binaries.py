@@ -102,7 +102,7 @@ def test_a_layer_in_4_bits_has_few_binaries_for_all_numbers_of_tokens(name: str)
     assert request.tokens == 16384
     assert len(binaries) <= (MOST_IF_MEASURED if name in MEASURED else MOST_BINARIES), binaries
     small = [binary.name for binary in binaries if not any(part in binary.name for part in GEMMS)]
-    assert sorted(small) == ["_combine_kernel", "_list_kernel"]
+    assert sorted(small) in (["_combine_kernel"] * sums + ["_list_kernel"] for sums in (1, 2))
 
 
 @pytest.mark.parametrize("backend", OWN)
