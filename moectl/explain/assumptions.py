@@ -98,6 +98,17 @@ def _act(problem: MoEProblem, value: str) -> MoEProblem:
     )
 
 
+def _token_scales(problem: MoEProblem, value: str) -> MoEProblem:
+    act = problem.scheme.act
+    rounded = _one_of(value, "token_scales", ("fp32", "ue8m0")) == "ue8m0"
+    if rounded and not replace(act, scale_dtype="E8M0").rounds_scales:
+        raise UsageError(
+            f"--assume token_scales=ue8m0 needs FP8 tokens with dynamic scales, got {act} activations"
+        )
+    act = replace(act, scale_dtype="E8M0" if rounded else "")
+    return replace(problem, scheme=replace(problem.scheme, act=act))
+
+
 def _zero_points(problem: MoEProblem, value: str) -> MoEProblem:
     weight = replace(problem.scheme.weight, zero_point=_flag(value, "zero_points"))
     return replace(problem, scheme=replace(problem.scheme, weight=weight))
@@ -120,6 +131,7 @@ ASSUMPTIONS: Mapping[str, Callable[[MoEProblem, str], MoEProblem]] = {
     "hidden": _hidden,
     "intermediate": _intermediate,
     "act": _act,
+    "token_scales": _token_scales,
     "zero_points": _zero_points,
     "act_order": _act_order,
     "dtype": _dtype,

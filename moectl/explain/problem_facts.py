@@ -34,12 +34,15 @@ def facts(problem: MoEProblem, details: Mapping[str, str] = MappingProxyType({})
     shared = details.get("shared_dtype", "") if problem.shared_experts else ""
     parameters = ("alpha", "limit", "beta", "linear_beta")
     numbers = [f"{name.replace('_', ' ')} {value:g}" for name in parameters if (value := getattr(act, name))]
+    tokens = problem.scheme.act
+    rounded = {"token_scales": "powers of two, rounded up"} if tokens.rounds_scales else {}
     return {
         "experts": f"{problem.experts}{local}",
         "top_k": str(problem.top_k),
         "hidden": str(dims.hidden) if dims.hidden == problem.model_hidden else both,
         "intermediate": f"{dims.intermediate}{'' if problem.parallel.tp_size == 1 else ' per rank'}",
         "scheme": str(problem.scheme),
+        **rounded,
         "storage": ", ".join(filter(None, [problem.storage, arrangement, f"rows {problem.rows}"])),
         "activation": ", ".join([act.name, "gated" if act.gated else "not gated", *numbers]),
         "routing": ", ".join(_routing_steps(problem.routing)),

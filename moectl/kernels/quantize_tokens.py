@@ -46,8 +46,9 @@ def quantize(x: Tensor, form: ActFormat, global_scale: Tensor | None = None) -> 
     """`x` ``[tokens, hidden]`` as `form`, nearest with ties to even, saturating; scales ``[tokens, blocks]``.
 
     Args:
-        form: ``fp8`` per token, per block of a token, or with one static scale; ``int8`` likewise;
-            ``mxfp8``; ``mxfp4``; ``nvfp4``; any other whose codes and scales are a row of `QUANTIZERS`.
+        form: ``fp8`` per token, per block of a token, or with one static scale, dynamic ones perhaps rounded
+            up to powers of two; ``int8`` likewise, but never rounded; ``mxfp8``; ``mxfp4``; ``nvfp4``; any
+            other whose codes and scales are a row of `QUANTIZERS`.
         global_scale: one number in a tensor on x's device by which decoded values are multiplied last: the
             second level of a two-level format (None is 1), or the scale of a static format (required).
 
@@ -70,7 +71,8 @@ def quantize(x: Tensor, form: ActFormat, global_scale: Tensor | None = None) -> 
         raise UsageError(f"tokens in {form} have no scale of the whole layer, got one")
     block = x.shape[-1] if form.block[1] == FULL else form.block[1]
     blocks = _split(x.float(), block)
-    codes, scales = QUANTIZERS[_coding(form.number)](blocks, global_scale)
+    quantizer = _fp8_by_powers if form.rounds_scales else QUANTIZERS[_coding(form.number)]
+    codes, scales = quantizer(blocks, global_scale)
     return QuantizedTokens(codes.flatten(-2), scales, form)
 
 
@@ -92,6 +94,15 @@ def refusal(form: ActFormat, hidden: int) -> str:
 def _fp8(blocks: Tensor, scale: Tensor | None) -> Coded:
     """E4M3 codes with an fp32 scale that maps a block's largest magnitude to E4M3's."""
     scales = _float_scales(blocks, scale, E4M3.largest)
+    return _e4m3(blocks / scales.unsqueeze(-1)), scales
+
+
+def _fp8_by_powers(blocks: Tensor, scale: Tensor | None) -> Coded:
+    """`_fp8` with each scale rounded up to a power of two; infinities and NaN stay what they are."""
+    scales = _float_scales(blocks, scale, E4M3.largest)
+    # A mantissa other than zero carries into the exponent.
+    powers = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    scales = torch.where(scales.isfinite(), powers, scales)
     return _e4m3(blocks / scales.unsqueeze(-1)), scales
 
 

@@ -82,17 +82,27 @@ class ActFormat:
         bits: bits per value.
         block: as in `WeightFormat`, over ``[tokens, features]``.
         dynamic: True when scales are computed at run time.
+        scale_dtype: ``E8M0`` where the dynamic scales of ``fp8`` are rounded up to powers of two (UE8M0);
+            kernels keep them in fp32 all the same. Ignored when formats are compared, as engines choose the
+            same kernels for both.
     """
 
     name: str = "a16"
     bits: int = 16
     block: tuple[int, int] = (0, 0)
     dynamic: bool = True
+    scale_dtype: str = field(default="", compare=False)
 
     @property
     def number(self) -> NumberFormat:
         """The number format's record."""
         return number_format(self.name)
+
+    @property
+    def rounds_scales(self) -> bool:
+        """Whether dynamic scales, which are floats, are rounded up to powers of two."""
+        floats = self.number.grid.name == "E4M3" and not self.number.byte_scale
+        return floats and self.dynamic and self.scale_dtype == "E8M0"
 
     def __str__(self) -> str:
         return self.name if self.name == "a16" else f"{self.name} {'dynamic' if self.dynamic else 'static'}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from moectl.problem.schemes import (
 from support.scale_tiles import from_tiles
 
 BY_TOKEN, BY_BLOCK = ActFormat("fp8", 8, (1, FULL)), ActFormat("fp8", 8, (1, 128))
+BY_POWERS = replace(BY_BLOCK, scale_dtype="E8M0")
 STATIC = ActFormat("fp8", 8, (FULL, FULL), dynamic=False)
 PAIRS = {
     "fp8 by token": (BY_TOKEN, FP8_CHANNEL, "floor"),
@@ -72,6 +75,47 @@ def test_chooses_the_codes_and_scales_of_the_codec(name: str) -> None:
     # The codec's smallest E8M0 byte, for blocks of zeros, is a number that float32 only has as a subnormal.
     hit = judge.scale[0] != 0 if name == "mxfp8" else torch.ones_like(judge.scale[0], dtype=torch.bool)
     assert torch.equal(found.scales[hit], judge.scale[0][hit]) and hit.float().mean() > 0.9
+
+
+def test_scales_that_are_powers_of_two_are_the_smallest_with_which_no_code_saturates() -> None:
+    x = tokens().float()
+    x[5], x[5, 128:256], x[6] = 2.0**-140, 448 * 2.0**9, -(448 * 2.0**9 + 1)
+    found, exact = quantize(x, BY_POWERS), quantize(x, BY_BLOCK)
+    scales = found.scales
+    assert found.format.rounds_scales and scales.dtype == torch.float32
+    assert torch.equal(torch.frexp(scales).mantissa, torch.full_like(scales, 0.5))
+    # Blocks of zeros and of numbers too small keep the smallest normal number, which is a power of two.
+    assert torch.equal(scales == 2.0**-126, exact.scales == 2.0**-126)
+    assert ((exact.scales <= scales) & (scales < 2 * exact.scales)).all()
+    assert scales[5, :2].tolist() == [2.0**-126, 2.0**9] and scales[6, 0] == 2.0**10
+    blocks = x.view(len(x), -1, 128)
+    codes = (blocks / scales[..., None]).to(torch.float8_e4m3fn)
+    assert torch.equal(found.values.view(torch.uint8), codes.flatten(1).view(torch.uint8))
+    assert (blocks / scales[..., None]).abs().max() <= 448
+    # With a scale already a power of two, the codes are those of fp32 scales.
+    same = scales == exact.scales
+    assert same.any() and not same.all()
+    both = [item.values.view(torch.uint8).view(len(x), -1, 128)[same] for item in (found, exact)]
+    assert torch.equal(*both)
+
+
+def test_infinities_and_nan_leave_other_blocks_alone() -> None:
+    x = tokens().float()
+    clean = quantize(x, BY_POWERS)
+    x[7, 3], x[7, 200] = float("nan"), float("-inf")
+    found = quantize(x, BY_POWERS)
+    assert found.scales[7].isnan().tolist() == [True, False, False] and found.scales[7, 1].isinf()
+    decoded = dequantize(found)
+    assert decoded[7, :128].isnan().all() and decoded[7, 128:256].isnan().all()
+    clean.values.view(torch.uint8)[7, :256] = found.values.view(torch.uint8)[7, :256]
+    assert torch.equal(clean.values.view(torch.uint8), found.values.view(torch.uint8))
+
+
+def test_static_scales_are_taken_as_they_are() -> None:
+    x, scale = tokens(), torch.tensor([0.3])
+    rounded = replace(STATIC, scale_dtype="E8M0")
+    assert not rounded.rounds_scales
+    assert torch.equal(quantize(x, rounded, scale).scales, quantize(x, STATIC, scale).scales)
 
 
 def test_a_tie_between_two_codes_goes_to_the_even_one() -> None:

@@ -36,12 +36,14 @@ from moectl.problem.schemes import (
 from support.random_layers import inputs_of, skipping
 
 UE8M0_BLOCK = replace(FP8_BLOCK, scale_dtype="E8M0")
+UE8M0_TOKENS = replace(FP8_ACT_GROUP_128, scale_dtype="E8M0")
 BF16_CHANNEL = replace(FP8_CHANNEL, scale_dtype="BF16")
 
 SCHEMES: Mapping[str, Scheme] = {
     "plain": Scheme(BF16),
     "block": Scheme(FP8_BLOCK, FP8_ACT_GROUP_128),
     "block, E8M0 scales": Scheme(UE8M0_BLOCK, FP8_ACT_GROUP_128),
+    "block, UE8M0 tokens": Scheme(UE8M0_BLOCK, UE8M0_TOKENS),
     "block, 16-bit tokens": Scheme(FP8_BLOCK),
     "channel and token": Scheme(FP8_CHANNEL, FP8_ACT_TOKEN),
     "channel, 16-bit tokens": Scheme(BF16_CHANNEL),
@@ -113,6 +115,7 @@ CASES: tuple[RowCase, ...] = (
             ("plain", "grouped 16x64x128", "skipping"),
             ("block", "decode 16x128x64", "skipping"),
             ("block, E8M0 scales", "grouped 64x128x64 tails", "crowded"),
+            ("block, UE8M0 tokens", "decode 16x64x128 split 4", "skipping"),
             ("tensor, dynamic", "grouped 16x64x128", "skipping"),
             ("tensor, dynamic", "decode 16x64x128 split 4", "crowded"),
             ("channel and token", "grouped 16x64x128", "skipping"),
@@ -244,10 +247,19 @@ def rows_of_every_size(columns: int) -> torch.Tensor:
 
 
 def quantizes_bit_for_bit(form: ActFormat, columns: int, dtype: torch.dtype, device: str) -> None:
-    """Codes and scales of tokens, or of their blocks, are those of the reference."""
-    x = rows_of_every_size(columns).to(dtype)
+    """Codes and scales of tokens, or of their blocks, are those of the reference, infinite ones too."""
+    x = rows_of_every_size(columns)
+    x[6], x[6, 1::3] = 2.0**-120, -(2.0**-122)  # scales would be subnormal
+    if device == "cuda":  # the interpreter takes subnormal bf16 for zero
+        x[9], x[9, 1::3] = 2.0**-133, -(2.0**-128)
+    x[7, ::128], x[8], x[8, 5] = float("inf"), -0.0, float("-inf")
+    x = x.to(dtype)
     made, right = quantize_rows(x.to(device), form), quantize(x, form)
-    assert torch.equal(made.codes.view(torch.uint8).cpu(), right.values.view(torch.uint8))
+    codes, expected = (
+        torch.where(of & 0x7F == 0x7F, 0x7F, of)  # NaN may have either sign
+        for of in (made.codes.view(torch.uint8).cpu(), right.values.view(torch.uint8))
+    )
+    assert torch.equal(codes, expected) and (codes[7, ::128] == 0x7F).all()
     assert torch.equal(made.scales.view(right.scales.shape).cpu(), right.scales)
 
 

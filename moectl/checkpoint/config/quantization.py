@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import CheckpointError
@@ -112,7 +112,7 @@ def parse_quantization(
     sources = {name: f"config:quantization_config.{key}" for name, key in keys.items()}
     if method == "fp8" and expert_dtype.lower() == "fp4" and scheme.weight.name == "fp8":
         storage, scheme = "mxfp4", Scheme(MXFP4)
-        sources = dict.fromkeys(sources, "config:expert_dtype")
+        sources = dict.fromkeys((key for key in sources if key != "token_scales"), "config:expert_dtype")
     return Quantization(storage, scheme, order, sources, ignore, method, _states_act(quantization_config))
 
 
@@ -160,8 +160,11 @@ def _fp8(config: Config, model_type: str) -> Parsed:
         return "modelopt", scheme, "", {"storage": "moe_quant_algo", "scheme": "moe_quant_algo"}, ignore
     if config.get("weight_block_size") is not None:
         rows, columns = pair(config, "weight_block_size", "")
-        scheme = Scheme(weight_format("fp8", (rows, columns)), act_format("fp8", (1, columns)))
-        return "fp8", scheme, "", {"storage": "quant_method", "scheme": "weight_block_size"}, ignore
+        act = act_format("fp8", (1, columns))
+        keys = {"storage": "quant_method", "scheme": "weight_block_size"}
+        if word(config, "scale_fmt").lower() == "ue8m0":
+            act, keys["token_scales"] = replace(act, scale_dtype="E8M0"), "scale_fmt"
+        return "fp8", Scheme(weight_format("fp8", (rows, columns)), act), "", keys, ignore
     activations = {"static": FP8_ACT_TENSOR_STATIC, "dynamic": FP8_ACT_TENSOR}
     name = word(config, "activation_scheme", "dynamic")
     if name not in activations:

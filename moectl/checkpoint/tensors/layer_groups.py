@@ -326,5 +326,7 @@ def _compare(
         sources["router_dtype"] = f"header:{router}"
     if sources.pop("scheme.act", "") and problem.scheme.act == config_problem.scheme.act:
         sources["scheme.act"] = "assumed"
+    if not problem.scheme.act.rounds_scales:
+        sources.pop("token_scales", "")
     if problem.scheme != config_problem.scheme:
         sources["scheme"] = f"header:{first}"

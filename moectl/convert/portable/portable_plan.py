@@ -295,9 +295,12 @@ def _group_plan(group: LayerGroup, mapped: LayerMapping, options: PortableOption
 
 
 def _act(source: Scheme, weight: WeightFormat, target: PortableFormat) -> ActFormat:
-    """The source's activation format if the weight format stays, else the target's."""
-    same = source.weight.name == weight.name and source.act.bits in KEPT_ACT_BITS
-    return source.act if same else target.act
+    """The source's activation format if the weight format stays, else the target's.
+
+    Of formats that are equal the source's also says how scales are rounded.
+    """
+    kept = source.act.bits in KEPT_ACT_BITS or source.act == target.act
+    return source.act if kept and source.weight.name == weight.name else target.act
 
 
 def _calibrated(

@@ -176,11 +176,12 @@ def _modelopt(description: Description) -> Json:
 
 
 def _fp8(description: Description) -> Json:
-    weight = description.single.weight
+    weight, act = description.single.weight, description.single.act
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
+        **({"scale_fmt": "ue8m0"} if act.rounds_scales else {}),
         "weight_block_size": list(weight.block),
         "modules_to_not_convert": sorted({*description.plain, "lm_head"}),
     }

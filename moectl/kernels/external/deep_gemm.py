@@ -59,8 +59,6 @@ MASKED_ROWS = 128
 SMALLEST_ESTIMATE = 16
 """The least number of tokens per expert that the masked form is told to expect."""
 
-QUANTIZED = RowScales(GROUP)
-
 
 @cache
 def library() -> ModuleType:
@@ -159,7 +157,7 @@ def _experts(
 ) -> Tensor:
     """``[size, hidden]``: the experts' output for tokens `x` in their rows; `expected` of the masked form."""
     problem, (w13, w2) = prepared.problem, ready(prepared)
-    quantized = None if w13.scales is None else QUANTIZED
+    quantized = None if w13.scales is None else RowScales(GROUP, problem.scheme.act.rounds_scales)
 
     def gemm(matrix: DeepGemmMatrix, rows: Tensor, scales: Tensor) -> Tensor:
         y = x.new_empty(placed.size, matrix.weight.shape[1])

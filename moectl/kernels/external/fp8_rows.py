@@ -95,6 +95,7 @@ def quantize_rows(
         "GATED": act.gated,
         "PAIRS": False,
         "GROUP": GROUP,
+        "POWERS": form.rounds_scales,
     }
 
     def launch(scaling: str, scales: Tensor, scale: Tensor, largest: Tensor) -> None:

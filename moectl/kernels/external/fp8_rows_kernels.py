@@ -19,7 +19,7 @@ def _quantize_kernel(
     X, Q, S, SCALE, LARGEST, IDS, OFFSETS, SLOTS, N, alpha, limit,
     E: tl.constexpr, TOP_K: tl.constexpr, LIVE: tl.constexpr, GATHER: tl.constexpr,
     ACT: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr,
-    SCALING: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    SCALING: tl.constexpr, POWERS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Q ``[rows, N]`` E4M3 with scales S; row r is that of X, or of the token of slot SLOTS[r] (GATHER)."""
@@ -29,7 +29,7 @@ def _quantize_kernel(
     if SCALING == "static":
         scale = tl.load(SCALE).to(tl.float32)
     if SCALING == "found":
-        scale = _scale_of(tl.load(LARGEST).to(tl.float32, bitcast=True))
+        scale = _scale_of(tl.load(LARGEST).to(tl.float32, bitcast=True), POWERS)
         if (row == 0) & (part == 0):
             tl.store(S, scale)
     live = row >= 0
@@ -53,13 +53,13 @@ def _quantize_kernel(
         else:
             if SCALING == "group":
                 groups = tl.reshape(v, (BLOCK // GROUP, GROUP))
-                scales = _scale_of(tl.max(tl.abs(groups), 1))
+                scales = _scale_of(tl.max(tl.abs(groups), 1), POWERS)
                 g = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
                 tl.store(S + row * (N // GROUP) + g, scales, mask=g * GROUP < N)
                 v = tl.reshape(tl.div_rn(groups, tl.broadcast_to(scales[:, None], groups.shape)), (BLOCK,))
             else:
                 if SCALING == "token":
-                    scale = _scale_of(tl.max(tl.abs(v), 0))
+                    scale = _scale_of(tl.max(tl.abs(v), 0), POWERS)
                     tl.store(S + row, scale)
                 v = tl.div_rn(v, tl.zeros_like(v) + scale)
             tl.store(Q + row * N + at, _to_e4m3(v, Q), mask=at < N)

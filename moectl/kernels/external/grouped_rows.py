@@ -52,9 +52,11 @@ class GroupedRows:
 
 @dataclass(frozen=True, slots=True)
 class RowScales:
-    """Scales of quantized rows: fp32, one for each `group` of columns, or for each row (`WHOLE_ROWS`)."""
+    """Scales of quantized rows: fp32, one for each `group` of columns, or for each row (`WHOLE_ROWS`), with
+    `powers` rounded up to powers of two."""
 
     group: int
+    powers: bool = False
 
 
 def rows_for(assignments: int, experts: int, align: int) -> int:
@@ -129,6 +131,7 @@ def scatter_tokens(
     kernels._scatter_kernel[(tokens, programs)](
         x.contiguous(), _stored(out), made, placed.rows, columns, placed.span,
         TOP_K=top_k, GROUP=group, BLOCKS=blocks, QUANTIZED=scales is not None,
+        POWERS=scales is not None and scales.powers,
         num_warps=_warps(group * blocks), **launch_options(),
     )  # fmt: skip
     return out, made
@@ -145,7 +148,8 @@ def activate_rows(
     kernels._activate_rows_kernel[(placed.rows.numel(), programs)](
         x, _stored(out), made, placed.rows, columns, placed.span, numbers["alpha"], numbers["limit"],
         ACT=activation.name, GATED=activation.gated, GROUP=group, BLOCKS=blocks,
-        QUANTIZED=scales is not None, INTERP=INTERPRETED, num_warps=_warps(group * blocks),
+        QUANTIZED=scales is not None, POWERS=scales is not None and scales.powers, INTERP=INTERPRETED,
+        num_warps=_warps(group * blocks),
         **launch_options(),
     )  # fmt: skip
     return out, made

@@ -43,9 +43,9 @@ def _place_rows_kernel(
 
 
 @triton.jit
-def _coded(x, OUT):
+def _coded(x, OUT, POWERS: tl.constexpr):
     """E4M3 codes of the blocks of `x` ``[blocks, columns]`` as `OUT` holds them, and a scale for each."""
-    scale = _scale_of(tl.max(tl.abs(x), 1))
+    scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
     return _to_e4m3(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), OUT), scale
 
 
@@ -61,16 +61,17 @@ def _store_scales(SCALES, row, first, scale, COUNT, SPAN, B: tl.constexpr):
 def _scatter_kernel(
     X, OUT, SCALES, ROWS, N, SPAN,
     TOP_K: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, QUANTIZED: tl.constexpr,
-    PDL: tl.constexpr,
+    POWERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Row ROWS[slot] of OUT is the token of `slot`; with `QUANTIZED` a scale for each `GROUP` columns."""
+    """Row ROWS[slot] of OUT is the token of `slot`; with `QUANTIZED` a scale for each `GROUP` columns, with
+    `POWERS` a power of two."""
     _await_inputs(PDL)
     token = tl.program_id(0)
     first = tl.program_id(1) * BLOCKS
     columns = (first + tl.arange(0, BLOCKS))[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(X + token.to(tl.int64) * N + columns, mask=columns < N, other=0.0)
     if QUANTIZED:
-        y, scale = _coded(x.to(tl.float32), OUT)
+        y, scale = _coded(x.to(tl.float32), OUT, POWERS)
     else:
         y = x
     for k in tl.static_range(TOP_K):
@@ -85,7 +86,7 @@ def _scatter_kernel(
 def _activate_rows_kernel(
     X, OUT, SCALES, ROWS, N, SPAN, alpha, limit,
     ACT: tl.constexpr, GATED: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
-    QUANTIZED: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
+    QUANTIZED: tl.constexpr, POWERS: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     """The activation of the row of each slot, gates before ups; with `QUANTIZED` as in `_scatter_kernel`."""
     _await_inputs(PDL)
@@ -101,7 +102,7 @@ def _activate_rows_kernel(
         else:
             y = _ungated(tl.load(X + row * N + columns, mask=inside, other=0.0).to(tl.float32), ACT)
         if QUANTIZED:
-            codes, scale = _coded(y, OUT)
+            codes, scale = _coded(y, OUT, POWERS)
             tl.store(OUT + row * N + columns, codes, mask=inside)
             _store_scales(SCALES, row, first, scale, tl.cdiv(N, GROUP), SPAN, BLOCKS)
         else:

@@ -332,7 +332,8 @@ def compute_grouped(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tens
     forward, (w13, w2) = library().forward.humming_forward, ready(prepared)
     ids, weights, experts = ids.contiguous().view(-1), weights.contiguous().view(-1), problem.local_experts
     act, slots = tokens_of(problem), ids.numel()
-    scaling = None if act.bits == 16 else RowScales(WHOLE_ROWS if act.block[1] == FULL else act.block[1])
+    columns = WHOLE_ROWS if act.block[1] == FULL else act.block[1]
+    scaling = None if act.bits == 16 else RowScales(columns, act.rounds_scales)
     (tuning1, _), (tuning2, _) = w13.launch_for(slots), w2.launch_for(slots)
     with failing_as(GROUPED, x.device):
         # Scales are read row by row: each row is a matrix of its own.

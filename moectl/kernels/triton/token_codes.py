@@ -7,6 +7,7 @@ Codes and scales are those of `quantize_tokens`, bit for bit, but the last block
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -102,7 +103,8 @@ def quantize_rows(
     rows, columns = x.shape
     kind, dtype = scale_kind(form), code_dtype()
     codes = x.new_empty(rows, columns, dtype=torch.uint8).view(dtype)
-    options = {"E": live.experts, "LIVE": live.kind, "BESIDE": beside, **launch_options()}
+    options: dict[str, Any] = {"E": live.experts, "LIVE": live.kind, "BESIDE": beside}
+    options |= {"POWERS": form.rounds_scales, **launch_options()}
     ids = codes if live.by is None else live.by
     if kind == "block":
         blocks = triton.cdiv(columns, BLOCK)

@@ -2,9 +2,9 @@
 """Device code that quantizes tokens ``[ROWS, K]`` to E4M3 codes with fp32 scales, as `quantize_tokens` does.
 
 Scales are the largest magnitude / 448, codes the quotient, rounded to nearest, ties to even, and saturated;
-both divisions are rounded once. With `LIVE` other than ``all`` only rows that hold tokens are read and
-written: the first ``IDS[E]`` (``sorted``, `IDS` being offsets of experts), or those with ids of experts
-(``slots``).
+both divisions are rounded once. With `POWERS` scales are rounded up to powers of two. With `LIVE` other than
+``all`` only rows that hold tokens are read and written: the first ``IDS[E]`` (``sorted``, `IDS` being offsets
+of experts), or those with ids of experts (``slots``).
 """
 
 import triton
@@ -15,7 +15,7 @@ from .sort_and_combine_kernels import _await_inputs
 
 @triton.jit
 def _to_e4m3(v, CODES):
-    """`v` in fp32, as `CODES` hold it: FP8 of GPUs that have it, or uint8. Saturates; NaN stays NaN."""
+    """`v` in fp32 as `CODES` hold it: FP8 of GPUs that have it, or uint8. Saturates; NaN stays NaN."""
     v = tl.where(v > 448.0, 448.0, tl.where(v < -448.0, -448.0, v))
     if CODES.dtype.element_ty == tl.uint8:
         u = v.to(tl.uint32, bitcast=True)
@@ -32,9 +32,14 @@ def _to_e4m3(v, CODES):
 
 
 @triton.jit
-def _scale_of(largest):
-    """The scale that maps `largest` to 448: at least the smallest normal number."""
-    return tl.maximum(tl.div_rn(largest, 448.0), 1.1754943508222875e-38)
+def _scale_of(largest, POWERS: tl.constexpr):
+    """The scale that maps `largest` to 448: at least the smallest normal number, and with `POWERS` rounded up
+    to a power of two."""
+    scale = tl.maximum(tl.div_rn(largest, 448.0), 1.1754943508222875e-38)
+    if POWERS:
+        # A mantissa other than zero carries into the exponent; infinity stays.
+        scale = ((scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
 
 
 @triton.jit
@@ -68,7 +73,8 @@ def _is_live(IDS, row, E: tl.constexpr, LIVE: tl.constexpr):
 @triton.jit
 def _block_codes_kernel(
     X, CODES, SCALES, IDS, K,
-    E: tl.constexpr, LIVE: tl.constexpr, BLOCKS: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, LIVE: tl.constexpr, BLOCKS: tl.constexpr, POWERS: tl.constexpr,
+    BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A scale for each 128 columns, SCALES ``[ROWS, ceil(K / 128)]``; grid (rows, runs of BLOCKS blocks)."""
     _begin(BESIDE, PDL)
@@ -77,7 +83,7 @@ def _block_codes_kernel(
         block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
         column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
         x = tl.load(X + row * K + column, mask=column < K, other=0).to(tl.float32)
-        scale = _scale_of(tl.max(tl.abs(x), 1))
+        scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
         tl.store(CODES + row * K + column, _to_e4m3(tl.div_rn(x, scale[:, None]), CODES), mask=column < K)
         blocks = tl.cdiv(K, 128)
         tl.store(SCALES + row * blocks + block, scale, mask=block < blocks)
@@ -87,7 +93,8 @@ def _block_codes_kernel(
 @triton.jit
 def _token_codes_kernel(
     X, CODES, SCALES, IDS, K,
-    E: tl.constexpr, LIVE: tl.constexpr, BK: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, LIVE: tl.constexpr, BK: tl.constexpr, POWERS: tl.constexpr,
+    BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A scale for each token, SCALES ``[ROWS]``; grid (rows)."""
     _begin(BESIDE, PDL)
@@ -98,7 +105,7 @@ def _token_codes_kernel(
         for first in range(0, K, BK):
             x = tl.load(X + row * K + first + columns, mask=first + columns < K, other=0).to(tl.float32)
             largest = tl.maximum(largest, tl.abs(x))
-        scale = _scale_of(tl.max(largest, 0))
+        scale = _scale_of(tl.max(largest, 0), POWERS)
         for first in range(0, K, BK):
             x = tl.load(X + row * K + first + columns, mask=first + columns < K, other=0).to(tl.float32)
             codes = _to_e4m3(tl.div_rn(x, scale), CODES)
@@ -110,7 +117,8 @@ def _token_codes_kernel(
 @triton.jit
 def _largest_kernel(
     X, LARGEST, IDS, ROWS, K,
-    E: tl.constexpr, LIVE: tl.constexpr, BK: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, LIVE: tl.constexpr, BK: tl.constexpr, POWERS: tl.constexpr,
+    BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """LARGEST ``[programs]``: the largest magnitude of each program's rows, every so many-th."""
     _begin(BESIDE, PDL)
@@ -132,14 +140,14 @@ def _largest_kernel(
 def _tensor_codes_kernel(
     X, CODES, SCALES, LARGEST, IDS, K, PROGRAMS,
     E: tl.constexpr, LIVE: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, DYNAMIC: tl.constexpr,
-    BESIDE: tl.constexpr, PDL: tl.constexpr,
+    POWERS: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Codes by one scale, SCALES ``[1]``, which is given, or that of all LARGEST; grid (rows, columns)."""
     _begin(BESIDE, PDL)
     row = tl.program_id(0).to(tl.int64)
     if DYNAMIC:
         every = tl.arange(0, BP)
-        scale = _scale_of(tl.max(tl.load(LARGEST + every, mask=every < PROGRAMS, other=0.0), 0))
+        scale = _scale_of(tl.max(tl.load(LARGEST + every, mask=every < PROGRAMS, other=0.0), 0), POWERS)
         if (row == 0) & (tl.program_id(1) == 0):
             tl.store(SCALES, scale)
     else:

@@ -79,6 +79,18 @@ def test_recorded_schemes(name: str) -> None:
         assert found.sources["scheme"].startswith("config:quantization_config.")
 
 
+@pytest.mark.parametrize("stated", ["ue8m0", "UE8M0"])
+def test_scale_fmt_says_that_scales_of_tokens_are_powers_of_two(stated: str) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    plain, found = parse_quantization(config), parse_quantization({**config, "scale_fmt": stated})
+    assert found.scheme.act.rounds_scales and not plain.scheme.act.rounds_scales
+    assert found.scheme == plain.scheme
+    assert found.sources["token_scales"] == "config:quantization_config.scale_fmt"
+    assert "token_scales" not in plain.sources
+    fp4 = parse_quantization({**config, "scale_fmt": stated}, expert_dtype="fp4")
+    assert fp4.scheme.act.name == "a16" and "token_scales" not in fp4.sources
+
+
 def gptq(**changes: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, **changes}
 

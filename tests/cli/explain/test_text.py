@@ -296,12 +296,27 @@ def test_assumptions_are_said_to_be_assumed(options, value):
     assert "assumed" in group["sources"].values()
 
 
+def test_token_scales_that_are_powers_of_two_are_a_fact():
+    def fact(name, *options):
+        listed = explain(name, "--gpu", "h200", "--json", *options).document["groups"][0]["facts"]
+        return next((it for it in listed if it["fact"] == "token_scales"), None)
+
+    stated = fact("deepseek-ai/DeepSeek-V3.1")
+    assert stated["value"] == "powers of two, rounded up"
+    assert stated["source"] == "config:quantization_config.scale_fmt"
+    assert fact("deepseek-ai/DeepSeek-V3.1", "--assume", "token_scales=fp32") is None
+    assert fact("deepseek-ai/DeepSeek-V3") is None
+    assert fact("deepseek-ai/DeepSeek-V3", "--assume", "token_scales=ue8m0")["source"] == "assumed"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--assume", "size=3"], "--assume does not support 'size'"),
         (["--assume", "hidden=x"], "--assume hidden takes a positive number"),
         (["--assume", "act=fp3"], "--assume act takes one of"),
+        (["--assume", "token_scales=ue8m0"], "needs FP8 tokens with dynamic scales, got a16 activations"),
+        (["--assume", "token_scales=e8"], "--assume token_scales takes one of fp32, ue8m0"),
         (["--tp", "0"], "--tp takes positive numbers"),
         (["--tp", "1,x"], "--tp takes positive numbers"),
         (["--why", "marlni"], "Did you mean marlin"),

@@ -9,10 +9,22 @@ import numpy as np
 import pytest
 import torch
 
+from moectl.checkpoint.config.quantization import parse_quantization
+from moectl.convert.execute.convert import convert
+from moectl.convert.portable.portable_plan import PortableOptions, plan_portable
 from moectl.convert.portable.report_fragments import read_report
 from moectl.errors import UsageError
-from moectl.problem.schemes import BF16, FULL, MXFP4, MXFP8, NVFP4, WeightFormat, int_format
-from support.portable_folders import contents, converted, layer_in, random_layer, storage_of
+from moectl.problem.schemes import (
+    BF16,
+    FP8_ACT_GROUP_128,
+    FULL,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    WeightFormat,
+    int_format,
+)
+from support.portable_folders import contents, converted, layer_in, random_layer, storage_of, write_folder
 from support.stored_layers import EXPERTS, LAYER, judge
 
 INT4, INT4_ZERO = int_format(4, 32), int_format(4, 32, zero_point=True)
@@ -183,3 +195,16 @@ def test_the_rest_is_kept_and_described(tmp_path):
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(index) == set(after)
     assert replace(layer) == layer
+
+
+@pytest.mark.parametrize("scale_dtype", ["E8M0", ""])
+def test_how_scales_of_tokens_are_rounded_stays_said(scale_dtype, tmp_path):
+    layer = random_layer("fp8", FP8_BLOCK, "inv")
+    problem = layer.group.problem
+    act = replace(FP8_ACT_GROUP_128, scale_dtype=scale_dtype)
+    group = replace(layer.group, problem=replace(problem, scheme=replace(problem.scheme, act=act)))
+    checkpoint = replace(write_folder(tmp_path / "source", layer), groups=(group,))
+    convert(plan_portable(checkpoint, PortableOptions("fp8-block", "native")), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config.get("scale_fmt", "") == ("ue8m0" if scale_dtype else "")
+    assert parse_quantization(config).scheme.act.rounds_scales == bool(scale_dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,7 +24,12 @@ from moectl.problem.schemes import FP8_ACT_GROUP_128, FP8_ACT_TOKEN
 from support import peer_cases as cases
 from support.kernel_cases import poison_new_memory
 
-SCALES = {None: None, RowScales(128): FP8_ACT_GROUP_128, RowScales(WHOLE_ROWS): FP8_ACT_TOKEN}
+SCALES = {
+    None: None,
+    RowScales(128): FP8_ACT_GROUP_128,
+    RowScales(128, powers=True): replace(FP8_ACT_GROUP_128, scale_dtype="E8M0"),
+    RowScales(WHOLE_ROWS): FP8_ACT_TOKEN,
+}
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,8 @@ from support.random_layers import inputs_of, judged
 from support.sampling import every_nth
 from support.stand_in_experts import write_experts
 
-FORMS = (FP8_ACT_GROUP_128, FP8_ACT_TOKEN, FP8_ACT_TENSOR, FP8_ACT_TENSOR_STATIC)
+UE8M0 = replace(FP8_ACT_GROUP_128, scale_dtype="E8M0")
+FORMS = (FP8_ACT_GROUP_128, UE8M0, FP8_ACT_TOKEN, FP8_ACT_TENSOR, FP8_ACT_TENSOR_STATIC)
 
 
 @pytest.fixture(autouse=True)

@@ -24,12 +24,14 @@ def test_agrees_with_the_same_rounding(case: cases.RowCase) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("scheme", ["plain", "block", "channel and token", "tensor, 16-bit tokens"])
+@pytest.mark.parametrize(
+    "scheme", ["plain", "block", "block, UE8M0 tokens", "channel and token", "tensor, 16-bit tokens"]
+)
 def test_what_is_not_finite_stays_in_its_row(scheme: str, value: float) -> None:
     cases.stays_in_its_row(scheme, "grouped 16x64x128", value, "cpu")
 
 
-FORMS = {"block": FP8_ACT_GROUP_128, "token": FP8_ACT_TOKEN}
+FORMS = {"block": FP8_ACT_GROUP_128, "token": FP8_ACT_TOKEN, "block, UE8M0": cases.UE8M0_TOKENS}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -49,9 +51,10 @@ def test_one_scale_of_all_tokens_is_of_those_that_live(kind: str) -> None:
     cases.one_scale_of_those_that_live(kind, "cpu")
 
 
-def test_blocks_may_be_cut_at_the_end_of_a_row() -> None:
+@pytest.mark.parametrize("form", [FP8_ACT_GROUP_128, cases.UE8M0_TOKENS], ids=["fp32", "UE8M0"])
+def test_blocks_may_be_cut_at_the_end_of_a_row(form: ActFormat) -> None:
     x = cases.rows_of_every_size(200).half()
-    made = quantize_rows(x, FP8_ACT_GROUP_128)
-    right = quantize(torch.nn.functional.pad(x, (0, 56)), FP8_ACT_GROUP_128)
+    made = quantize_rows(x, form)
+    right = quantize(torch.nn.functional.pad(x, (0, 56)), form)
     assert torch.equal(made.codes.view(torch.uint8), right.values.view(torch.uint8)[:, :200])
     assert torch.equal(made.scales, right.scales)

@@ -38,14 +38,18 @@ def test_agrees_with_the_same_rounding(case: cases.RowCase) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("launch", ["decode 16x128x64", "grouped 64x128x64 tails"])
-@pytest.mark.parametrize("scheme", ["plain", "block", "channel and token", "tensor, 16-bit tokens"])
+@pytest.mark.parametrize(
+    "scheme", ["plain", "block", "block, UE8M0 tokens", "channel and token", "tensor, 16-bit tokens"]
+)
 def test_what_is_not_finite_stays_in_its_row(scheme: str, launch: str, value: float) -> None:
     cases.stays_in_its_row(scheme, launch, value, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("columns", [128, 384, 5120, 7168])
-@pytest.mark.parametrize("form", [FP8_ACT_GROUP_128, FP8_ACT_TOKEN], ids=["block", "token"])
+@pytest.mark.parametrize(
+    "form", [FP8_ACT_GROUP_128, FP8_ACT_TOKEN, cases.UE8M0_TOKENS], ids=["block", "token", "UE8M0"]
+)
 def test_tokens_are_quantized_bit_for_bit(form: ActFormat, columns: int, dtype: torch.dtype) -> None:
     cases.quantizes_bit_for_bit(form, columns, dtype, "cuda")
 

@@ -61,7 +61,7 @@ _KERNELS = (
     Variable("VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "quantizes Muse Spark's experts on ROCm", TEXT, ""),
     Variable("VLLM_HUMMING_USE_F16_ACCUM", "Humming accumulates in FP16"),
     Variable("VLLM_MARLIN_USE_ATOMIC_ADD", "Marlin's dense GEMMs reduce with atomic additions", ONE),
-    Variable("VLLM_USE_DEEP_GEMM_E8M0", "DeepGEMM scales are powers of two on Blackwell", default="1"),
+    Variable("VLLM_USE_DEEP_GEMM_E8M0", "with DeepGEMM scales of FP8 blocks are powers of two", default="1"),
     Variable("VLLM_USE_DEEP_GEMM_TMA_ALIGNED_SCALES", "DeepGEMM scales are aligned for TMA", default="1"),
     Variable(
         "VLLM_DEEP_GEMM_WARMUP",
