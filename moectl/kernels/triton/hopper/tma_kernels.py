@@ -20,21 +20,26 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_compat import reinterpret
-from .mid_epilogue import _store
 from .mid_loader import _cached, _next, _width
-from .mixed_width_wgmma import joined
 from .prefill_tiles import _mma
 from .shared_wgmma import await_all_but_last, step_issued, step_zeros, steps_finished, unit_of, units_of
+from .tma_coding_loader import coding_loader
+from .tma_epilogue import (
+    _biases,
+    _note,
+    _note_scales,
+    _row_scales,
+    _scaled_at_end,
+    _slots_ahead,
+    _store_block,
+    _weights_ahead,
+)
 from .tma_loader import (
     arrivals,
     batch_rows,
     in_blocks,
     notes_of,
     piece_bytes,
-    scale_count,
-    scale_rows,
-    slots_of,
-    stored_rows,
     tile_at,
     token_bytes,
     token_loader,
@@ -80,8 +85,8 @@ def _before(stage, HOW: gl.constexpr):
 
 @gluon.jit
 def _await(full, stage, phase, HOW: gl.constexpr):
-    """Wait until a stage is filled: cp.async writes tokens through the generic proxy, wgmma reads through the
-    async one."""
+    """Wait until a stage is filled: threads of loaders write tokens through the generic proxy, wgmma reads
+    them through the async one."""
     mbarrier.wait(full.index(stage), phase)
     if not HOW.copied:
         hopper.fence_async_shared()
@@ -194,129 +199,18 @@ def _promoted_product(
 
 
 @gluon.jit
-def _biases(B, expert, block, N, HOW: gl.constexpr):
-    """Biases of a row block in fp32; without a bias a placeholder of the same shape."""
-    row = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _mma(16)))
-    bias = row
-    if HOW.bias:
-        pair, half, there = stored_rows(row, N, HOW)
-        source = expert.to(gl.int64) * N + pair + half * (N // 2)
-        bias = gl.load(B + source, mask=there, other=0.0).to(gl.float32)
-    return bias
-
-
-@gluon.constexpr_function
-def _scaled_at_end(HOW):
-    """Whether sums are multiplied by scales of rows and tokens."""
-    return HOW.scales in ("channel", "tensor")
-
-
-@gluon.jit
-def _row_scales(S, expert, block, N, HOW: gl.constexpr):
-    """Scales of the weights of a row block, by channel or tensor; otherwise a placeholder."""
-    row = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _mma(16)))
-    scale = row
-    if _scaled_at_end(HOW):
-        at, there = scale_rows(row, N, HOW)
-        scale = gl.load(S + expert.to(gl.int64) * scale_count(N, HOW) + at, mask=there, other=0.0)
-    return scale
-
-
-@gluon.constexpr_function
-def _notes_slots(HOW):
-    """Whether a tile's slots are needed in its epilogue."""
-    return HOW.stage == 2 or HOW.weighted or (_scaled_at_end(HOW) and HOW.token_scales == "token")
-
-
-@gluon.jit
-def _slots_ahead(SORTED, first, tokens, HOW: gl.constexpr):
-    """The slots of a tile's tokens, each thread's own."""
-    place = gl.arange(0, notes_of(HOW), layout=gl.BlockedLayout([1], [32], [4], [0]))
-    slot = place * 0
-    if _notes_slots(HOW):
-        slot = slots_of(SORTED, first, place, place < tokens, HOW)
-    return slot
-
-
-@gluon.jit
-def _weights_ahead(WEIGHTS, XS, slot, tokens, HOW: gl.constexpr):
-    """Router weights of slots, and scales of the first GEMM's tokens; placeholders of what there is not."""
-    place = gl.arange(0, notes_of(HOW), layout=gl.BlockedLayout([1], [32], [4], [0]))
-    weight = place * 0.0
-    scale = place * 0.0
-    if HOW.weighted:
-        weight = gl.load(WEIGHTS + slot, mask=place < tokens, other=0.0, cache_modifier=_cached(HOW))
-    if _scaled_at_end(HOW) and HOW.stage == 1:
-        row = slot // HOW.top_k if HOW.token_scales == "token" else place * 0
-        scale = gl.load(XS + row, mask=place < tokens, other=0.0, cache_modifier=".cg")
-    return weight, scale
-
-
-@gluon.jit
-def _note(notes, slot, weight, scale, HOW: gl.constexpr):
-    """Keeps what a tile's epilogue needs of its tokens in shared memory."""
-    if _notes_slots(HOW):
-        notes[0].store(slot)
-    if HOW.weighted:
-        notes[1].store(weight)
-    if _scaled_at_end(HOW) and HOW.stage == 1:
-        notes[2].store(scale)
-
-
-@gluon.jit
-def _note_scales(note, XS, first, tokens, HOW: gl.constexpr):
-    """Loads the scales of the second GEMM's tokens, which are complete once its first stage is filled."""
-    if _scaled_at_end(HOW) and HOW.stage == 2:
-        place = gl.arange(0, note.shape[0], layout=gl.BlockedLayout([1], [32], [4], [0]))
-        row = place * 0
-        if HOW.token_scales == "token":
-            row = first + place
-        note.store(gl.load(XS + row, mask=place < tokens, other=0.0, cache_modifier=".cg"))
-
-
-@gluon.jit
-def _store_block(
-    acc, notes, Y, factors, bias, block, first, tokens, NX, alpha, limit,
-    OF: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
-    """Stores row block OF of the accumulators in steps of 32 columns, as more would not fit in registers.
-
-    `factors` are the scales of its rows, if they apply to the sums.
-    """
-    UNITS: gl.constexpr = units_of(WIDTH)
-    PAIRS: gl.constexpr = UNITS // 2
-    for i in gl.static_range(PAIRS):
-        part = _scaled(joined(acc, OF * UNITS + 2 * i, 2), notes, factors, 32 * i, HOW)
-        _store(part, notes[:2], Y, (bias, bias), block, first, tokens, NX, alpha, limit, 32 * i, 32, HOW)
-    if UNITS % 2:
-        LAST: gl.constexpr = unit_of(WIDTH)
-        part = _scaled(acc[OF * UNITS + UNITS - 1], notes, factors, WIDTH - LAST, HOW)
-        _store(
-            part, notes[:2], Y, (bias, bias), block, first, tokens, NX, alpha, limit, WIDTH - LAST, LAST, HOW
-        )  # fmt: skip
-
-
-@gluon.jit
-def _scaled(part, notes, factors, AT: gl.constexpr, HOW: gl.constexpr):
-    """Sums of tokens from token AT on, times the scales of rows and tokens if these are not in blocks."""
-    if _scaled_at_end(HOW):
-        L: gl.constexpr = part.type.layout
-        of_rows = gl.convert_layout(factors, gl.SliceLayout(1, L))
-        of_tokens = notes[2].slice(AT, part.shape[1]).load(gl.SliceLayout(0, L))
-        part = part * (gl.expand_dims(of_rows, 1) * gl.expand_dims(of_tokens, 0))
-    return part
-
-
-@gluon.jit
 def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     """The products and the epilogue of a worker's row blocks of each of the program's tiles."""
     ring, notes, out, TILES, count, N, steps, NX, row_tiles, group_m, alpha, limit = work
     WIDTHS: gl.constexpr = len(HOW.widths)
     BLOCKS: gl.constexpr = HOW.blocks_m
-    Y, B, S, XS, WEIGHTS, SORTED = out
+    Y, YS, B, S, XS, WEIGHTS, SORTED = out
     own = (notes[0].index(ME), notes[1].index(ME), notes[2].index(ME))
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    made = 1.0
+    if HOW.codes_in_epilogue:
+        made = gl.load(YS)
     if HOW.promoted and HOW.workers == 2 and ME == 1:
         _turn("arrive", 0)
     # What a tile's epilogue needs is loaded during earlier tiles: first which tile it is, one tile later its
@@ -355,8 +249,8 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                 for b in gl.static_range(BLOCKS):
                     if (block + b) * 64 < N:
                         _store_block(
-                            acc, own, Y, factors[b], biases[b], block + b, first, tokens, NX, alpha, limit,
-                            b, _width(i, HOW), HOW,
+                            acc, own, (Y, made), factors[b], biases[b], block + b, first, tokens, NX,
+                            alpha, limit, b, _width(i, HOW), HOW,
                         )  # fmt: skip
         _note(own, slot1, weight, scale, HOW)
         slot1 = slot2
@@ -367,13 +261,25 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
         _turn("sync", 0)
 
 
+@gluon.jit
+def _tokens(work, HOW: gl.constexpr):
+    """Producer of token rows, as they are or quantized."""
+    if HOW.codes_in_loader:
+        coding_loader(work, HOW)
+    else:
+        token_loader(work, HOW)
+
+
 @gluon.jit(do_not_specialize=["row_tiles", "group_m", "steps", "bound"])
 def _rows_gemm_kernel(
-    X, COPIES, XS, ROWS, S, B, Y, SORTED, TILES, COUNT, WEIGHTS,
+    X, COPIES, XS, YS, ROWS, S, B, Y, SORTED, TILES, COUNT, WEIGHTS,
     N, steps, KX, NX, row_tiles, group_m, bound, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
-    """Y ``[T, NX]``: activations by position (stage 1), or by slot, times router weights if weighted."""
+    """Y ``[T, NX]``: activations by position (stage 1), or by slot, times router weights if weighted.
+
+    Activations are codes by the static scale YS if ``HOW.codes_in_epilogue``.
+    """
     if HOW.stage == 1:
         tl.extra.cuda.gdc_wait()
     # The next kernel may start: the tiles that it reads were complete before this kernel began its work.
@@ -409,13 +315,13 @@ def _rows_gemm_kernel(
     hopper.fence_async_shared()
     ring = (rows, tokens, scales, full, empty)
     notes = (slots, weights, token_scales)
-    out = (Y, B, S, XS, WEIGHTS, SORTED)
+    out = (Y, YS, B, S, XS, WEIGHTS, SORTED)
     work = (ring, notes, out, TILES, count, N, steps, NX, row_tiles, group_m, alpha, limit)
     gather = (ring, X, COPIES, XS, S, SORTED, TILES, count, N, steps, KX, row_tiles, group_m)
     stream = (ring, ROWS, TILES, count, steps, row_tiles, group_m)
     if HOW.workers == 1:
         gl.warp_specialize(
-            [(_worker, (work, 0, HOW)), (token_loader, (gather, HOW)), (weight_loader, (stream, HOW))],
+            [(_worker, (work, 0, HOW)), (_tokens, (gather, HOW)), (weight_loader, (stream, HOW))],
             [HOW.loaders, 1],
             [HOW.registers[1], HOW.registers[2]],
         )
@@ -424,7 +330,7 @@ def _rows_gemm_kernel(
             [
                 (_worker, (work, 0, HOW)),
                 (_worker, (work, 1, HOW)),
-                (token_loader, (gather, HOW)),
+                (_tokens, (gather, HOW)),
                 (weight_loader, (stream, HOW)),
             ],
             [4, HOW.loaders, 1],

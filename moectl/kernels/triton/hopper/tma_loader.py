@@ -52,14 +52,15 @@ def notes_of(HOW):
 @gluon.constexpr_function
 def gathers(HOW):
     """Whether the token loaders' threads copy tokens by cp.async."""
-    return not HOW.copied
+    return not HOW.copied and not HOW.codes_in_loader
 
 
 @gluon.constexpr_function
 def arrivals(HOW):
     """Arrivals that fill a stage: of the weight loader, of a copy of tokens or the threads that gather them,
-    and one for the scales."""
-    return 1 + (32 * HOW.loaders if gathers(HOW) else 1) + int(in_blocks(HOW))
+    and one for the scales, unless tokens are quantized in the loader: they come with their scales."""
+    of_scales = in_blocks(HOW) and not HOW.codes_in_loader
+    return 1 + (32 * HOW.loaders if gathers(HOW) else 1) + int(of_scales)
 
 
 @gluon.constexpr_function
@@ -190,9 +191,9 @@ def slots_of(SORTED, first, place, live, HOW: gl.constexpr):
 
 
 @gluon.jit
-def _sources(SORTED, first, tokens, KX, AT: gl.constexpr, ROWS: gl.constexpr, HOW: gl.constexpr):
+def token_sources(SORTED, first, tokens, KX, AT: gl.constexpr, ROWS: gl.constexpr, HOW: gl.constexpr):
     """Offsets of ROWS tokens from token AT of a tile on, and which of them exist."""
-    L: gl.constexpr = _bytes_layout(HOW)
+    L: gl.constexpr = bytes_layout(HOW)
     place = AT + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     live = place < tokens
     row = place
@@ -204,7 +205,7 @@ def _sources(SORTED, first, tokens, KX, AT: gl.constexpr, ROWS: gl.constexpr, HO
 
 
 @gluon.constexpr_function
-def _bytes_layout(HOW):
+def bytes_layout(HOW):
     """Layout of ``[rows, 128]`` bytes: 16 bytes per lane, whole rows per warp."""
     return gl.BlockedLayout([1, 16], [4, 8], [HOW.loaders, 1], [1, 0])
 
@@ -226,18 +227,21 @@ def _copied_tokens(COPIES, first, tokens, k, full, into, stage, HOW: gl.constexp
 
 
 @gluon.jit
-def _row_scales(S, expert, nt, N, blocks, HOW: gl.constexpr):
-    """Where the two scales of a row tile's first columns are, and whether they exist."""
+def scale_places(expert, nt, N, blocks, HOW: gl.constexpr):
+    """Where the two scales of a row tile's first columns are, and whether they exist.
+
+    Places have 32 bits, half the registers of pointers: an expert's block of 16384 weights has one scale.
+    """
     row = nt * (64 * HOW.workers * HOW.blocks_m)
     other = row + 8 if two_scales(HOW) else row + 64 * HOW.blocks_m * (HOW.workers - 1)
     at, there = scale_rows(row, N, HOW)
     other_at, other_there = scale_rows(other, N, HOW)
-    base = S + expert.to(gl.int64) * (scale_count(N, HOW) * blocks)
+    base = expert * (scale_count(N, HOW) * blocks)
     return base + at * blocks, there, base + other_at * blocks, other_there
 
 
 @gluon.jit
-def _scales_ahead(of_rows, of_tokens, known, k, blocks, HOW: gl.constexpr):
+def _scales_ahead(S, of_rows, XS, of_tokens, known, k, blocks, HOW: gl.constexpr):
     """For each piece of a stage the scales of the tokens and the two of the rows; their products are left for
     later, as they would wait for the loads."""
     DEPTH: gl.constexpr = HOW.depth
@@ -246,9 +250,9 @@ def _scales_ahead(of_rows, of_tokens, known, k, blocks, HOW: gl.constexpr):
     for d in gl.static_range(DEPTH):
         column = k * DEPTH + d
         inside = column < blocks
-        loaded += (gl.load(of_tokens + column, mask=known & inside, other=0.0),)
-        loaded += (gl.load(at + column, mask=there & inside, other=0.0),)
-        loaded += (gl.load(other_at + column, mask=other_there & inside, other=0.0),)
+        loaded += (gl.load(XS + (of_tokens + column), mask=known & inside, other=0.0),)
+        loaded += (gl.load(S + (at + column), mask=there & inside, other=0.0),)
+        loaded += (gl.load(S + (other_at + column), mask=other_there & inside, other=0.0),)
     return loaded
 
 
@@ -260,7 +264,7 @@ def token_loader(work, HOW: gl.constexpr):
     ROWS: gl.constexpr = batch_rows(HOW)
     COUNT: gl.constexpr = batches(HOW)
     BEFORE: gl.constexpr = HOW.stages * HOW.depth * piece_bytes(HOW) // (128 * batch_rows(HOW))
-    L: gl.constexpr = _bytes_layout(HOW)
+    L: gl.constexpr = bytes_layout(HOW)
     NOTES: gl.constexpr = notes_of(HOW)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [HOW.loaders], [0])
     _rows, into, scales, full, empty = ring
@@ -279,20 +283,20 @@ def token_loader(work, HOW: gl.constexpr):
         if in_blocks(HOW):
             place = gl.arange(0, NOTES, layout=LINE)
             known = place < tokens
-            of_tokens = XS + token_rows(SORTED, first, place, known, HOW) * blocks
-            of_rows = _row_scales(S, expert, nt, N, blocks, HOW)
-            coming = _scales_ahead(of_rows, of_tokens, known, 0, blocks, HOW)
+            of_tokens = token_rows(SORTED, first, place, known, HOW) * blocks
+            of_rows = scale_places(expert, nt, N, blocks, HOW)
+            coming = _scales_ahead(S, of_rows, XS, of_tokens, known, 0, blocks, HOW)
         base = X
         if HOW.stage == 2:
             base = X + first.to(gl.int64) * KX
         sources = ()
         if not HOW.copied:
             for b in gl.static_range(COUNT):
-                sources += (_sources(SORTED, first, tokens, KX, b * ROWS, ROWS, HOW),)
+                sources += (token_sources(SORTED, first, tokens, KX, b * ROWS, ROWS, HOW),)
         for k in range(gl.where(tokens > 0, steps, 0)):
             now = coming
             if in_blocks(HOW):
-                coming = _scales_ahead(of_rows, of_tokens, known, k + 1, blocks, HOW)
+                coming = _scales_ahead(S, of_rows, XS, of_tokens, known, k + 1, blocks, HOW)
             mbarrier.wait(empty.index(stage), phase)
             if in_blocks(HOW):
                 for d in gl.static_range(DEPTH):

@@ -12,11 +12,13 @@ from devtools.inspection.shipped_kernels import inspect
 
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.prepared_layer import PreparedMoE
-from moectl.kernels.triton.hopper.tma import TMA_FAMILY, WIDTHS, TmaTile, shared_bytes
+from moectl.kernels.triton.hopper.tma import TMA_FAMILY
+from moectl.kernels.triton.hopper.tma_tiles import WIDTHS, TmaTile, shared_bytes
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Activation
 from moectl.problem.schemes import FP8_ACT_TENSOR, FP8_ACT_TOKEN, FP8_CHANNEL, FP8_TENSOR, Scheme
 from support.ptx_places import BOXES, COPIES, Ptx, gemms
+from support.row_cases import SCHEMES
 
 QWEN, BLOCKS = map(layer_without_weights, IN_ROWS)
 LAYERS = {
@@ -26,6 +28,8 @@ LAYERS = {
     ),
     "fp8 block": BLOCKS,
     "fp8 channel": empty_layer(replace(QWEN.problem, scheme=Scheme(FP8_CHANNEL, FP8_ACT_TOKEN)), "moectl"),
+    "fp8 block, UE8M0": empty_layer(replace(BLOCKS.problem, scheme=SCHEMES["block, UE8M0 tokens"]), "moectl"),
+    "fp8 static": empty_layer(replace(QWEN.problem, scheme=SCHEMES["tensor, static"]), "moectl"),
     "fp8 tensor": empty_layer(replace(QWEN.problem, scheme=Scheme(FP8_TENSOR, FP8_ACT_TENSOR)), "moectl"),
 }
 
@@ -33,10 +37,13 @@ ROWS = re.compile(r"add\.u32 rows, low, (%r\d+);")
 TOKENS = re.compile(r"add\.u32 tokens, low, (%r\d+);")
 """Where `shared_wgmma` adds an operand's place to the beginning of shared memory."""
 
+CODES = re.compile(r"st\.shared\.v4\.b32 \t\[(%r\d+)\+(\d+)\]")
+"""Codes that a loader stores, and other arrays in shared memory."""
 
-def compiled(layer: PreparedMoE, tile: TmaTile) -> list[str]:
+
+def compiled(layer: PreparedMoE, tile: TmaTile, tokens: int = 64) -> list[str]:
     """PTX of both GEMMs of a call, without faults."""
-    return [it["ptx"] for it in gemms(layer, Launch("tma", tile), 64, "_rows_gemm_kernel")]
+    return [it["ptx"] for it in gemms(layer, Launch("tma", tile), tokens, "_rows_gemm_kernel")]
 
 
 def products_have_all_widths(ptx: str, layer: PreparedMoE, tile: TmaTile) -> None:
@@ -63,13 +70,18 @@ def operands_lie_where_products_read(ptx: str, tile: TmaTile) -> None:
     read = {code.place(register).origin for register in TOKENS.findall(ptx)}
     assert min(read) == first and all((origin - first) % columns == 0 for origin in read)
     copies = {code.place(register).origin for register in COPIES.findall(ptx)}
+    if "cvt.rn.satfinite.e4m3x2.f32" in ptx and not copies:
+        end = first + tile.stages * tile.depth * columns
+        stored = {code.place(register).origin + int(at) for register, at in CODES.findall(ptx)}
+        copies = {place for place in stored if place < end}
+        assert copies == {first + d * columns for d in range(tile.depth)}
     assert first <= min(copies) < max(copies) < first + tile.depth * columns
 
 
-def stores_are_wide(ptx: str) -> None:
-    """Results leave in 16 bytes a thread."""
+def stores_are_wide(ptx: str, codes: bool = False) -> None:
+    """Results leave in 16 bytes a thread, codes in 8."""
     stores = re.findall(r"st\.global\S*", ptx)
-    assert stores and set(stores) == {"st.global.v4.b32"}
+    assert stores and set(stores) == {"st.global.v2.b32" if codes else "st.global.v4.b32"}
 
 
 def named(tile: TmaTile) -> str:
@@ -80,20 +92,24 @@ SMALLEST, TWO_WORKERS = TmaTile(8, 1, 1, 4, 2, programs=2), TmaTile(16, 2, 2, 3)
 
 
 @pytest.mark.parametrize(
-    ("name", "tile"),
+    ("name", "tile", "tokens"),
     [
-        ("bf16", SMALLEST),
-        ("fp8 block", TWO_WORKERS),
-        ("fp8 channel", SMALLEST),
-        ("fp16, bias, relu2", SMALLEST),
+        ("bf16", SMALLEST, 64),
+        ("fp8 block", TWO_WORKERS, 64),
+        ("fp8 block", SMALLEST, 64),
+        ("fp8 block, UE8M0", SMALLEST, 1),
+        ("fp8 static", SMALLEST, 1),
+        ("fp8 static", TWO_WORKERS, 64),
+        ("fp8 channel", SMALLEST, 64),
+        ("fp16, bias, relu2", SMALLEST, 64),
     ],
 )
-def test_products_read_rows_and_tokens_where_they_were_copied(name: str, tile: TmaTile) -> None:
+def test_products_read_rows_and_tokens_where_they_were_copied(name: str, tile: TmaTile, tokens: int) -> None:
     layer = LAYERS[name]
-    for ptx in compiled(layer, tile):
+    for i, ptx in enumerate(compiled(layer, tile, tokens)):
         products_have_all_widths(ptx, layer, tile)
         operands_lie_where_products_read(ptx, tile)
-        stores_are_wide(ptx)
+        stores_are_wide(ptx, codes=name == "fp8 static" and i == 0)
         moved = re.sub(r"mov\.b32 \t(%r\d+), global_smem;", r"add.s32 \t\1, global_smem, 1024;", ptx)
         assert moved != ptx
         with pytest.raises(AssertionError):
@@ -108,10 +124,17 @@ def test_shared_memory_is_what_was_counted() -> None:
                 assert 0.85 * counted < kernel.shared <= counted
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8 block", "fp8 channel"])
-def test_stages_are_released_once_all_threads_have_read_them(name: str) -> None:
-    for kernel in inspect(LAYERS[name], 64, Launch("tma", TWO_WORKERS), OFFLINE_GPUS[90]):
-        assert not kernel.handovers
+@pytest.mark.parametrize(
+    ("name", "tile", "tokens"),
+    [
+        *((name, TWO_WORKERS, 64) for name in ("bf16", "fp8 block", "fp8 channel", "fp8 static")),
+        ("fp8 block", SMALLEST, 1),
+        ("fp8 static", SMALLEST, 1),
+    ],
+)
+def test_stages_are_released_once_all_threads_have_read_them(name: str, tile: TmaTile, tokens: int) -> None:
+    for kernel in inspect(LAYERS[name], tokens, Launch("tma", tile), OFFLINE_GPUS[90]):
+        assert not kernel.faults
 
 
 @pytest.mark.slow
@@ -122,7 +145,7 @@ def test_stages_are_released_once_all_threads_have_read_them(name: str) -> None:
 )
 def test_they_do_in_every_tile(name: str, tile: TmaTile) -> None:
     layer = LAYERS[name]
-    for ptx in compiled(layer, tile):
+    for i, ptx in enumerate(compiled(layer, tile)):
         products_have_all_widths(ptx, layer, tile)
         operands_lie_where_products_read(ptx, tile)
-        stores_are_wide(ptx)
+        stores_are_wide(ptx, codes=name == "fp8 static" and i == 0)

@@ -9,16 +9,14 @@ import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from devtools.inspection.published_kernels import IN_ROWS, layer_without_weights
 
-from moectl.kernels.triton.hopper.tma import (
+from moectl.kernels.triton.hopper.tma import TMA_FAMILY, rows_descriptor, tokens_descriptor
+from moectl.kernels.triton.hopper.tma_tiles import (
     PROMISING,
     RULES,
-    TMA_FAMILY,
     TmaTile,
     launch_registers,
     registers,
-    rows_descriptor,
     tile_for,
-    tokens_descriptor,
 )
 from moectl.kernels.triton.row_matrix import RowMatrix
 from moectl.kernels.triton.triton_runner import choose_shipped
