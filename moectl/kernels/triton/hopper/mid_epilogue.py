@@ -33,13 +33,7 @@ def _store(
     AT: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Stores [64, WIDTH] accumulators, tokens from AT on: activations by position, or results by slot."""
-    result = _result(acc, notes[1], by_row, alpha, limit, AT, WIDTH, HOW)
-    _store_result(result.to(Y.dtype.element_ty), notes[0], Y, block, first, tokens, NX, AT, WIDTH, HOW)
-
-
-@gluon.jit
-def _result(acc, weights, by_row, alpha, limit, AT: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr):
-    """Activations, or results of the second GEMM, in fp32, of [64, WIDTH] accumulators."""
+    slots, weights = notes
     bias, factors = by_row
     L: gl.constexpr = acc.type.layout
     if not HOW.exact:
@@ -58,17 +52,9 @@ def _result(acc, weights, by_row, alpha, limit, AT: gl.constexpr, WIDTH: gl.cons
         result = acc * weight
     else:
         result = acc
-    return result
-
-
-@gluon.jit
-def _store_result(
-    result, slots, Y, block, first, tokens, NX, AT: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr
-):  # fmt: skip
-    """Stores `result` [rows, WIDTH] of a row block, in Y's dtype: by position in stage 1, else by slot."""
     HEIGHT: gl.constexpr = result.shape[0]
     R: gl.constexpr = _rows_of(HEIGHT)
-    result = gl.convert_layout(result, R)
+    result = gl.convert_layout(result.to(Y.dtype.element_ty), R)
     columns = block * HEIGHT + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, R))
     place = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, R))
     if HOW.stage == 1:

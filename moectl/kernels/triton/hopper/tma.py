@@ -22,8 +22,6 @@ from .tma_tiles import (
     WIDTHS,
     TmaTile,
     candidates,
-    codes_while_loading,
-    codes_while_storing,
     is_promoted,
     launch_registers,
     refusal,
@@ -46,14 +44,10 @@ class TmaVariant:
         scales: what has a scale in the weights: ``none``, a ``block``, a ``channel``, or the ``tensor``.
         token_scales: what has one in the tokens: ``none``, a ``block``, a ``token``, or the ``tensor``.
         weighted: whether the router's weights are applied in this GEMM.
-        dtype: the model's, to which activations are rounded.
         experts: the number of experts if tiles are a single token's ids, otherwise 0.
         even: whether every stage of the ring ends within the tokens' columns.
         wide: whether offsets (slots times columns) need more than 32 bits.
         copied: whether TMA copies the tokens, which lie one after the other; otherwise they are gathered.
-        powers: whether the scales of tokens that loaders quantize are rounded up to powers of two.
-        codes_in_loader: whether the token loader quantizes tokens, which come in the model's dtype.
-        codes_in_epilogue: whether activations leave as codes by the static scale of the second GEMM's tokens.
         promoted: whether sums of 128 columns are added outside of the tensor cores.
         registers: registers per thread of a worker, of a token loader, and of the weight loader.
     """
@@ -62,7 +56,6 @@ class TmaVariant:
     kind: str
     scales: str
     token_scales: str
-    dtype: str
     bias: bool
     weighted: bool
     top_k: int
@@ -78,9 +71,6 @@ class TmaVariant:
     depth: int
     loaders: int
     copied: bool
-    powers: bool
-    codes_in_loader: bool
-    codes_in_epilogue: bool
     promoted: bool
     registers: tuple[int, int, int]
 
@@ -95,20 +85,15 @@ class TmaVariant:
         return 0
 
 
-def _variant(
-    layer: RowLayer, stage: int, plan: MidSchedule, x: Tensor, y: Tensor, tile: TmaTile
-) -> TmaVariant:
+def _variant(layer: RowLayer, stage: int, plan: MidSchedule, tile: TmaTile) -> TmaVariant:
     p, act = layer.problem, layer.problem.activation
     m = layer.w13 if stage == 1 else layer.w2
-    form = token_format(p)
-    promoted, coding = is_promoted(p, tile), m.weights.element_size() < x.element_size()
-    scales = weight_scales(p)
+    form, promoted, scales = token_format(p), is_promoted(p, tile), weight_scales(p)
     return TmaVariant(
         stage=stage,
         kind="fp8" if p.scheme.weight.name == "fp8" else p.dtype,
         scales=scales,
         token_scales="none" if form is None else scale_kind(form),
-        dtype=p.dtype,
         bias=m.bias is not None,
         weighted=p.routing.weight_on_input == (stage == 1),
         top_k=p.top_k,
@@ -124,11 +109,8 @@ def _variant(
         depth=tile.depth,
         loaders=tile.loaders,
         copied=_copied(stage, tile),
-        powers=form is not None and form.rounds_scales,
-        codes_in_loader=coding,
-        codes_in_epilogue=stage == 1 and y.element_size() == 1,
         promoted=promoted,
-        registers=registers(tile, promoted, blocks=scales == "block", coding=coding),
+        registers=registers(tile, promoted, blocks=scales == "block"),
     )
 
 
@@ -176,21 +158,17 @@ def gemm(
     """Computes one GEMM into `y`: stage 1 activations by sorted position, stage 2 partial results by slot.
 
     Args:
-        x: the tokens, or the first GEMM's output. Where the weights are FP8 codes of them, or in the model's
-            dtype, which a tile without TMA copies quantizes (`codes_while_loading`).
-        scales: scales of the codes, or the static one by which tokens are quantized.
-        y: in the model's dtype, or activations as codes by the static scale of the second GEMM's tokens.
+        x: the tokens, or the first GEMM's output; codes of them if the weights are FP8.
+        scales: scales of the codes.
     """
     p, m = layer.problem, layer.w13 if stage == 1 else layer.w2
-    variant = _variant(layer, stage, plan, x, y, tile)
     row_tiles = triton.cdiv(m.n, tile.rows)
     grid = min(tile.programs * multiprocessors(x.device), plan.bound * row_tiles)
     rows = rows_descriptor(m, stage == 1 and p.activation.gated, tile.workers * tile.blocks_m)
     kernels._rows_gemm_kernel[(grid,)](
-        X=x if variant.codes_in_loader else x.view(torch.uint8),
+        X=x.view(torch.uint8),
         COPIES=tokens_descriptor(x, tile) if _copied(stage, tile) else rows,
         XS=x if scales is None else scales,
-        YS=x if layer.w2.token_scale is None else layer.w2.token_scale,
         ROWS=rows,
         S=x if m.scales is None else m.scales,
         B=x if m.bias is None else m.bias,
@@ -207,7 +185,7 @@ def gemm(
         group_m=tile.group_m,
         bound=plan.bound,
         **activation_numbers(p.activation),
-        HOW=variant,
+        HOW=_variant(layer, stage, plan, tile),
         num_warps=4,
         maxnreg=launch_registers(tile),
         launch_pdl=True,
@@ -227,24 +205,16 @@ def _run(layer: RowLayer, call: KernelCall, tile: TmaTile) -> None:
     plan = planned or schedule(call, p.local_experts, tile.tokens, one_launch=True)
     # Rows of a batch that hold no token may hold anything.
     filled = ALL_ROWS if call.order is None else LiveRows("slots", call.ids, p.local_experts)
-    loaded = codes_while_loading(p, tile)
-    if loaded and planned:
-        x, scales = call.x, layer.w13.token_scale
-    else:  # beside the sort this takes no time
-        x, scales = quantized(p, call.x, layer.w13, filled, beside=planned is None)
-    stored = codes_while_storing(p, tile)
-    h = call.x.new_empty(t, p.dims.intermediate, dtype=torch.uint8 if stored else None)
+    x, scales = _quantized(p, call.x, layer.w13, filled, beside=planned is None)
+    h = call.x.new_empty(t, p.dims.intermediate)
     parts = call.parts()
     gemm(layer, 1, call, plan, x, scales, h, tile)
-    if stored:
-        scales = layer.w2.token_scale
-    elif not loaded:
-        h, scales = quantized(p, h, layer.w2, plan.live)
+    h, scales = _quantized(p, h, layer.w2, plan.live)
     gemm(layer, 2, call, plan, h, scales, parts, tile)
     finish(call, parts, p.local_experts)
 
 
-def quantized(
+def _quantized(
     problem: MoEProblem, x: Tensor, m: RowMatrix, live: LiveRows, beside: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """What enters the GEMM of `m`, and its scales; `beside` the schedule, which reads other inputs."""

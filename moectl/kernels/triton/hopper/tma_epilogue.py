@@ -1,18 +1,14 @@
 # mypy: ignore-errors
-"""Epilogue of `tma_kernels`: biases, scales and router weights of a tile, and its results in global memory.
-
-What enters the second GEMM by a static scale is quantized here.
-"""
+"""Epilogue of `tma_kernels`: biases, scales and router weights of a tile, and the stores of its results."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .mid_epilogue import _result, _store_result
+from .mid_epilogue import _store
 from .mid_loader import _cached
 from .mixed_width_wgmma import joined
 from .prefill_tiles import _mma
 from .shared_wgmma import unit_of, units_of
-from .tma_codes import codes_of
 from .tma_loader import notes_of, scale_count, scale_rows, slots_of, stored_rows
 
 
@@ -98,41 +94,25 @@ def _note_scales(note, XS, first, tokens, HOW: gl.constexpr):
 
 
 @gluon.jit
-def _store(
-    acc, notes, into, bias, block, first, tokens, NX, alpha, limit,
-    AT: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
-    """Stores [64, WIDTH] sums, tokens from AT on, as numbers of the output's dtype or as codes."""
-    Y, scale = into
-    result = _result(acc, notes[1], (bias, bias), alpha, limit, AT, WIDTH, HOW)
-    if HOW.codes_in_epilogue:
-        TYPE: gl.constexpr = gl.bfloat16 if HOW.dtype == "bf16" else gl.float16
-        rounded = result.to(TYPE).to(gl.float32)
-        result = codes_of(rounded, scale, False)
-    else:
-        result = result.to(Y.dtype.element_ty)
-    _store_result(result, notes[0], Y, block, first, tokens, NX, AT, WIDTH, HOW)
-
-
-@gluon.jit
 def _store_block(
-    acc, notes, into, factors, bias, block, first, tokens, NX, alpha, limit,
+    acc, notes, Y, factors, bias, block, first, tokens, NX, alpha, limit,
     OF: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Stores row block OF of the accumulators in steps of 32 columns, as more would not fit in registers.
 
-    `into` is the output and the scale of its codes, if it has any; `factors` are the scales of the block's
-    rows, if they apply to the sums.
+    `factors` are the scales of its rows, if they apply to the sums.
     """
     UNITS: gl.constexpr = units_of(WIDTH)
     PAIRS: gl.constexpr = UNITS // 2
     for i in gl.static_range(PAIRS):
         part = _scaled(joined(acc, OF * UNITS + 2 * i, 2), notes, factors, 32 * i, HOW)
-        _store(part, notes, into, bias, block, first, tokens, NX, alpha, limit, 32 * i, 32, HOW)
+        _store(part, notes[:2], Y, (bias, bias), block, first, tokens, NX, alpha, limit, 32 * i, 32, HOW)
     if UNITS % 2:
         LAST: gl.constexpr = unit_of(WIDTH)
         part = _scaled(acc[OF * UNITS + UNITS - 1], notes, factors, WIDTH - LAST, HOW)
-        _store(part, notes, into, bias, block, first, tokens, NX, alpha, limit, WIDTH - LAST, LAST, HOW)
+        _store(
+            part, notes[:2], Y, (bias, bias), block, first, tokens, NX, alpha, limit, WIDTH - LAST, LAST, HOW
+        )  # fmt: skip
 
 
 @gluon.jit

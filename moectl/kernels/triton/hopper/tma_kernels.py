@@ -23,7 +23,6 @@ from .gluon_compat import reinterpret
 from .mid_loader import _cached, _next, _width
 from .prefill_tiles import _mma
 from .shared_wgmma import await_all_but_last, step_issued, step_zeros, steps_finished, unit_of, units_of
-from .tma_coding_loader import coding_loader
 from .tma_epilogue import (
     _biases,
     _note,
@@ -85,8 +84,8 @@ def _before(stage, HOW: gl.constexpr):
 
 @gluon.jit
 def _await(full, stage, phase, HOW: gl.constexpr):
-    """Wait until a stage is filled: threads of loaders write tokens through the generic proxy, wgmma reads
-    them through the async one."""
+    """Wait until a stage is filled: cp.async writes tokens through the generic proxy, wgmma reads through the
+    async one."""
     mbarrier.wait(full.index(stage), phase)
     if not HOW.copied:
         hopper.fence_async_shared()
@@ -204,13 +203,10 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     ring, notes, out, TILES, count, N, steps, NX, row_tiles, group_m, alpha, limit = work
     WIDTHS: gl.constexpr = len(HOW.widths)
     BLOCKS: gl.constexpr = HOW.blocks_m
-    Y, YS, B, S, XS, WEIGHTS, SORTED = out
+    Y, B, S, XS, WEIGHTS, SORTED = out
     own = (notes[0].index(ME), notes[1].index(ME), notes[2].index(ME))
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    made = 1.0
-    if HOW.codes_in_epilogue:
-        made = gl.load(YS)
     if HOW.promoted and HOW.workers == 2 and ME == 1:
         _turn("arrive", 0)
     # What a tile's epilogue needs is loaded during earlier tiles: first which tile it is, one tile later its
@@ -249,8 +245,8 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                 for b in gl.static_range(BLOCKS):
                     if (block + b) * 64 < N:
                         _store_block(
-                            acc, own, (Y, made), factors[b], biases[b], block + b, first, tokens, NX,
-                            alpha, limit, b, _width(i, HOW), HOW,
+                            acc, own, Y, factors[b], biases[b], block + b, first, tokens, NX, alpha, limit,
+                            b, _width(i, HOW), HOW,
                         )  # fmt: skip
         _note(own, slot1, weight, scale, HOW)
         slot1 = slot2
@@ -261,25 +257,13 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
         _turn("sync", 0)
 
 
-@gluon.jit
-def _tokens(work, HOW: gl.constexpr):
-    """Producer of token rows, as they are or quantized."""
-    if HOW.codes_in_loader:
-        coding_loader(work, HOW)
-    else:
-        token_loader(work, HOW)
-
-
 @gluon.jit(do_not_specialize=["row_tiles", "group_m", "steps", "bound"])
 def _rows_gemm_kernel(
-    X, COPIES, XS, YS, ROWS, S, B, Y, SORTED, TILES, COUNT, WEIGHTS,
+    X, COPIES, XS, ROWS, S, B, Y, SORTED, TILES, COUNT, WEIGHTS,
     N, steps, KX, NX, row_tiles, group_m, bound, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
-    """Y ``[T, NX]``: activations by position (stage 1), or by slot, times router weights if weighted.
-
-    Activations are codes by the static scale YS if ``HOW.codes_in_epilogue``.
-    """
+    """Y ``[T, NX]``: activations by position (stage 1), or by slot, times router weights if weighted."""
     if HOW.stage == 1:
         tl.extra.cuda.gdc_wait()
     # The next kernel may start: the tiles that it reads were complete before this kernel began its work.
@@ -315,13 +299,13 @@ def _rows_gemm_kernel(
     hopper.fence_async_shared()
     ring = (rows, tokens, scales, full, empty)
     notes = (slots, weights, token_scales)
-    out = (Y, YS, B, S, XS, WEIGHTS, SORTED)
+    out = (Y, B, S, XS, WEIGHTS, SORTED)
     work = (ring, notes, out, TILES, count, N, steps, NX, row_tiles, group_m, alpha, limit)
     gather = (ring, X, COPIES, XS, S, SORTED, TILES, count, N, steps, KX, row_tiles, group_m)
     stream = (ring, ROWS, TILES, count, steps, row_tiles, group_m)
     if HOW.workers == 1:
         gl.warp_specialize(
-            [(_worker, (work, 0, HOW)), (_tokens, (gather, HOW)), (weight_loader, (stream, HOW))],
+            [(_worker, (work, 0, HOW)), (token_loader, (gather, HOW)), (weight_loader, (stream, HOW))],
             [HOW.loaders, 1],
             [HOW.registers[1], HOW.registers[2]],
         )
@@ -330,7 +314,7 @@ def _rows_gemm_kernel(
             [
                 (_worker, (work, 0, HOW)),
                 (_worker, (work, 1, HOW)),
-                (_tokens, (gather, HOW)),
+                (token_loader, (gather, HOW)),
                 (weight_loader, (stream, HOW)),
             ],
             [4, HOW.loaders, 1],

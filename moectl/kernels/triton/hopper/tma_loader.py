@@ -52,15 +52,14 @@ def notes_of(HOW):
 @gluon.constexpr_function
 def gathers(HOW):
     """Whether the token loaders' threads copy tokens by cp.async."""
-    return not HOW.copied and not HOW.codes_in_loader
+    return not HOW.copied
 
 
 @gluon.constexpr_function
 def arrivals(HOW):
     """Arrivals that fill a stage: of the weight loader, of a copy of tokens or the threads that gather them,
-    and one for the scales, unless tokens are quantized in the loader: they come with their scales."""
-    of_scales = in_blocks(HOW) and not HOW.codes_in_loader
-    return 1 + (32 * HOW.loaders if gathers(HOW) else 1) + int(of_scales)
+    and one for the scales."""
+    return 1 + (32 * HOW.loaders if gathers(HOW) else 1) + int(in_blocks(HOW))
 
 
 @gluon.constexpr_function
@@ -191,9 +190,9 @@ def slots_of(SORTED, first, place, live, HOW: gl.constexpr):
 
 
 @gluon.jit
-def token_sources(SORTED, first, tokens, KX, AT: gl.constexpr, ROWS: gl.constexpr, HOW: gl.constexpr):
+def _sources(SORTED, first, tokens, KX, AT: gl.constexpr, ROWS: gl.constexpr, HOW: gl.constexpr):
     """Offsets of ROWS tokens from token AT of a tile on, and which of them exist."""
-    L: gl.constexpr = bytes_layout(HOW)
+    L: gl.constexpr = _bytes_layout(HOW)
     place = AT + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     live = place < tokens
     row = place
@@ -205,7 +204,7 @@ def token_sources(SORTED, first, tokens, KX, AT: gl.constexpr, ROWS: gl.constexp
 
 
 @gluon.constexpr_function
-def bytes_layout(HOW):
+def _bytes_layout(HOW):
     """Layout of ``[rows, 128]`` bytes: 16 bytes per lane, whole rows per warp."""
     return gl.BlockedLayout([1, 16], [4, 8], [HOW.loaders, 1], [1, 0])
 
@@ -227,7 +226,7 @@ def _copied_tokens(COPIES, first, tokens, k, full, into, stage, HOW: gl.constexp
 
 
 @gluon.jit
-def scale_places(expert, nt, N, blocks, HOW: gl.constexpr):
+def _scale_places(expert, nt, N, blocks, HOW: gl.constexpr):
     """Where the two scales of a row tile's first columns are, and whether they exist.
 
     Places have 32 bits, half the registers of pointers: an expert's block of 16384 weights has one scale.
@@ -264,7 +263,7 @@ def token_loader(work, HOW: gl.constexpr):
     ROWS: gl.constexpr = batch_rows(HOW)
     COUNT: gl.constexpr = batches(HOW)
     BEFORE: gl.constexpr = HOW.stages * HOW.depth * piece_bytes(HOW) // (128 * batch_rows(HOW))
-    L: gl.constexpr = bytes_layout(HOW)
+    L: gl.constexpr = _bytes_layout(HOW)
     NOTES: gl.constexpr = notes_of(HOW)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [HOW.loaders], [0])
     _rows, into, scales, full, empty = ring
@@ -284,7 +283,7 @@ def token_loader(work, HOW: gl.constexpr):
             place = gl.arange(0, NOTES, layout=LINE)
             known = place < tokens
             of_tokens = token_rows(SORTED, first, place, known, HOW) * blocks
-            of_rows = scale_places(expert, nt, N, blocks, HOW)
+            of_rows = _scale_places(expert, nt, N, blocks, HOW)
             coming = _scales_ahead(S, of_rows, XS, of_tokens, known, 0, blocks, HOW)
         base = X
         if HOW.stage == 2:
@@ -292,7 +291,7 @@ def token_loader(work, HOW: gl.constexpr):
         sources = ()
         if not HOW.copied:
             for b in gl.static_range(COUNT):
-                sources += (token_sources(SORTED, first, tokens, KX, b * ROWS, ROWS, HOW),)
+                sources += (_sources(SORTED, first, tokens, KX, b * ROWS, ROWS, HOW),)
         for k in range(gl.where(tokens > 0, steps, 0)):
             now = coming
             if in_blocks(HOW):

@@ -13,7 +13,6 @@ from ....problem.moe_problem import MoEProblem
 from ....problem.schemes import FULL
 from ...choice.tile_family import SHARED_MEMORY, SIZE_MULTIPLE
 from ..row_matrix import token_format
-from ..token_codes import scale_kind
 
 WIDTHS: dict[int, tuple[int, ...]] = {
     8: (8,),
@@ -77,20 +76,16 @@ def launch_registers(tile: TmaTile) -> int:
     return min(168, 65536 // (128 * groups * tile.programs) // 8 * 8)
 
 
-def registers(
-    tile: TmaTile, promoted: bool = False, *, blocks: bool = False, coding: bool = False
-) -> tuple[int, int, int]:
+def registers(tile: TmaTile, promoted: bool = False, *, blocks: bool = False) -> tuple[int, int, int]:
     """Registers per thread of a worker, of a token loader, and of the weight loader.
 
     `promoted` sums of FP8 products, which are not added yet, take registers of a worker; scales in `blocks`
-    and `coding`, the quantization of tokens, take those of a loader.
+    take those of a loader.
     """
     at_first, groups = launch_registers(tile), _loader_groups(tile)
     # Loaders have the addresses of tokens in registers; workers need the more of them, the wider sums are.
     spare = {112: 56, 128: 64 if blocks else 56}.get(tile.tokens, 72) if promoted else 72
     tokens = min(at_first, 64 if groups > 1 else spare)
-    if coding:
-        tokens = min(at_first + 8, 96)  # workers have few tokens then
     weights = tokens if groups == 1 else 40  # in one warpgroup all have the same number
     of_loaders = tokens + (groups - 1) * weights
     worker = (at_first * (tile.workers + groups) - of_loaders) // tile.workers // 8 * 8
@@ -110,27 +105,6 @@ def weight_scales(problem: MoEProblem) -> str:
     return "tensor" if rows == FULL else "channel" if columns == FULL else "block"
 
 
-LOADED_CODES = 8
-"""Tokens of a tile up to which loaders quantize them. Every program quantizes all that it reads, while its
-weights come from memory."""
-
-
-def codes_while_loading(problem: MoEProblem, tile: TmaTile) -> bool:
-    """Whether loaders of `tile` quantize tokens: few, by blocks of 128 columns or by a static scale."""
-    form = token_format(problem)
-    if form is None or tile.tokens > LOADED_CODES:
-        return False
-    return scale_kind(form) == "block" or not form.dynamic
-
-
-def codes_while_storing(problem: MoEProblem, tile: TmaTile) -> bool:
-    """Whether activations leave the first GEMM as codes: by a static scale, as that of a block is not known
-    before all tiles of a row are, and where wide promoted sums leave registers for it."""
-    form = token_format(problem)
-    room = not is_promoted(problem, tile) or tile.tokens * tile.blocks_m <= 192
-    return form is not None and not form.dynamic and room
-
-
 def shared_bytes(problem: MoEProblem, tile: TmaTile) -> int:
     """Shared memory of a program: the ring, and each worker's slots, router weights and store staging."""
     notes = 4 * triton.next_power_of_2(tile.tokens)
@@ -142,6 +116,7 @@ def shared_bytes(problem: MoEProblem, tile: TmaTile) -> int:
 
 
 def refusal(problem: MoEProblem, tile: TmaTile) -> str:
+    """Why `tile` cannot run a layer, in a sentence; empty if it can."""
     weight, act, dims = problem.scheme.weight, problem.activation, problem.dims
     if tile.tokens not in WIDTHS or tile.workers not in (1, 2) or tile.blocks_m not in (1, 2):
         return f"{tile} is not a supported tile"
@@ -225,14 +200,15 @@ PROMISING: tuple[TmaTile, ...] = (
 STAGES = (12, 10, 8, 7, 6, 5, 4, 3)
 
 
-def with_stages(problem: MoEProblem, tile: TmaTile) -> TmaTile | None:
+def _with_stages(problem: MoEProblem, tile: TmaTile) -> TmaTile | None:
     """`tile` with as many stages as fit, which hide more latency; None if it does not fit."""
     rings = (replace(tile, stages=stages) for stages in STAGES)
     return next((tile for tile in rings if not refusal(problem, tile)), None)
 
 
 def candidates(problem: MoEProblem) -> Sequence[TmaTile]:
-    tiles = (with_stages(problem, tile) for tile in PROMISING)
+    """The tiles of `PROMISING` that fit a layer, with as many stages as fit."""
+    tiles = (_with_stages(problem, tile) for tile in PROMISING)
     return [tile for tile in tiles if tile is not None]
 
 
@@ -240,7 +216,7 @@ def tile_for(problem: MoEProblem, tokens_per_expert: float) -> TmaTile | None:
     """The tile of `RULES` for a number of tokens per active expert; None if it does not fit the layer."""
     weight = problem.scheme.weight.name
     rules = RULES["fp8 at end"] if weight_scales(problem) in ("channel", "tensor") else RULES.get(weight, ())
-    return next((with_stages(problem, tile) for most, tile in rules if tokens_per_expert <= most), None)
+    return next((_with_stages(problem, tile) for most, tile in rules if tokens_per_expert <= most), None)
 
 
 def suits(tile: TmaTile, tokens_per_expert: float) -> bool:

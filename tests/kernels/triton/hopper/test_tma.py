@@ -42,10 +42,10 @@ def test_few_tokens_take_narrow_tiles_and_many_wide_ones() -> None:
     assert widths == sorted(widths) and widths[0] == 8 and widths[-1] == 128
 
 
-@pytest.mark.parametrize("promoted", [False, True])
+@pytest.mark.parametrize(("promoted", "blocks"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("tile", PROMISING, ids=str)
-def test_threads_of_a_multiprocessor_share_its_registers(tile: TmaTile, promoted: bool) -> None:
-    working, loading, copying = registers(tile, promoted)
+def test_threads_of_a_multiprocessor_share_its_registers(tile: TmaTile, promoted: bool, blocks: bool) -> None:
+    working, loading, copying = registers(tile, promoted, blocks=blocks)
     at_first = launch_registers(tile)
     apart = tile.loaders == 4  # then the weight loader is in a warpgroup of its own
     groups = tile.workers + (2 if apart else 1)
