@@ -13,8 +13,10 @@ import torch
 
 from .bench_cases import BenchCase, make_case
 from .bench_rows import BenchRow, CompileOutcome, RowKey
+from .bench_targets import RANDOM, named_shares
 from .prepare_layer import one_line, prepare_kernels
 from .run_bench import Bench, call_of, empty_row, release
+from .settings import BenchSettings
 
 UNIT_TOKENS = 4
 """Token counts in one unit of work of a compiling process."""
@@ -74,6 +76,18 @@ def refused_cases(bench: Bench) -> Iterator[CompileOutcome]:
     for number, target in enumerate(bench.targets):
         for backend, tokens in product(bench.refused_of(number), bench.settings.tokens):
             row = empty_row(target, tokens, bench.settings.routings[0], backend)
+            yield CompileOutcome(f"{case_name(row)}: {NOTHING}")
+
+
+def unopened_cases(settings: BenchSettings) -> Iterator[CompileOutcome]:
+    """A line for each case of named layers that no backend of `settings` supports; that is no failure.
+
+    Raises UsageError for unknown names and impossible shardings.
+    """
+    for model, parallel, share in named_shares(settings):
+        for backend, tokens in product(settings.backends, settings.tokens):
+            scheme, routing = str(share.whole.scheme), settings.routings[0]
+            row = BenchRow(model, RANDOM, 0, scheme, backend, tokens, routing, parallel)
             yield CompileOutcome(f"{case_name(row)}: {NOTHING}")
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from ..errors import ExitCode, MoectlError, Unavailable
+from ..errors import ExitCode, MoectlError, Unavailable, UsageError
 from ..layer.layer_source import LayerSource
 from .bench_rows import CompileOutcome, RowKey
 from .settings import BenchSettings
@@ -120,7 +120,7 @@ def _start(job: CompileJob, processes: int) -> _Process:
 def run_job() -> None:
     """Entry point of the processes of `compile_parts`: runs the `CompileJob` on stdin."""
     job: CompileJob = pickle.load(sys.stdin.buffer)
-    from .compile_units import compile_unit, compile_units, refused_cases
+    from .compile_units import compile_unit, compile_units, refused_cases, unopened_cases
     from .open_bench import open_bench
 
     failed = False
@@ -132,6 +132,10 @@ def run_job() -> None:
             if _claimed(job.claims, f"{number}"):
                 error = refused
                 print("\n".join(filter(None, (error.what, error.reason, error.hint))), flush=True)
+                if wanted.source is None:
+                    with suppress(UsageError):  # `error` says it
+                        for line in unopened_cases(wanted.settings):
+                            print(line.text, flush=True)
             continue
         if _claimed(job.claims, f"{number}"):
             for line in refused_cases(bench):

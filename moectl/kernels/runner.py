@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -88,6 +88,10 @@ class Runner:
             and captured in graphs, would be wrong with new canonical scales of some experts, each with its
             role; empty if they are right. It is asked before they are written, and remembers what it lets
             pass.
+        refit_exponents: ``refit_exponents(layers, role)``: the biased exponents of new scales `role` that
+            `refit` lets pass, where scales are E8M0 bytes or bf16.
+        refit_found: ``refit_found(layers, found)``: remembers the least and the largest exponent of new
+            scales by role, as `refit` does of what it lets pass.
         refit_codes: names of the weight formats of which `refit` is asked about new codes, too.
         keeps: how `ready` copies the weights: ``""`` not at all, ``numbers`` some tensors of a few numbers
             for each expert, ``weights`` whole matrices of canonical layers, which cannot change in place.
@@ -119,6 +123,10 @@ class Runner:
     input_scale: Callable[[PreparedMoE], Tensor | None] = lambda prepared: None
     workspace: Callable[[PreparedMoE, int, ActivationFormat], int] | None = None
     refit: Callable[[Sequence[PreparedMoE], Sequence[tuple[str, Tensor]]], str] = lambda layers, scales: ""
+    refit_exponents: Callable[[Sequence[PreparedMoE], str], range] = lambda layers, role: range(256)
+    refit_found: Callable[[Sequence[PreparedMoE], Mapping[str, tuple[int, int]]], None] = (
+        lambda layers, found: None
+    )
     refit_codes: tuple[str, ...] = ()
     keeps: str = ""
     into: Run | None = None

@@ -115,7 +115,7 @@ class CompileResult:
         return tuple(sorted(calls, key=lambda call: (call[0].value, call[1])))
 
     def __str__(self) -> str:
-        """A line such as ``30 kernels, 28 from the cache, 2 compiled in 4.1 s``."""
+        """A line such as ``12 kernels, 10 from the cache, 2 compiled in 4.1 s``."""
         failed = f", {len(self.failed)} failed" if self.failed else ""
         took = f"{self.compiled} compiled in {self.seconds:.1f} s{failed}"
         return f"{self.kernels} kernels, {self.cached} from the cache, {took}"

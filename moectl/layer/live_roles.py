@@ -42,6 +42,17 @@ class LiveRoles:
         """What this rank has of the layer."""
         return self.source.rank_slice or RankSlice(self.source.problem)
 
+    def reaches(self, write: SliceWrite) -> bool:
+        """Whether this rank has any of what `write` changes."""
+        first, last = self.source.first_expert, self.source.first_expert + self.live.problem.local_experts
+        height = self.source.whole_types[write.role].shape[1]
+        columns = write.index[1] if write.mapping is None and len(write.index) > 1 else None
+        return (
+            max(first, write.first) < min(last, write.last)
+            and self.shares.holds(write.role, 1, *write.rows(height))
+            and (columns is None or self.shares.holds(write.role, 2, columns.start, columns.stop))
+        )
+
     def covered(self, role: str, writes: Sequence[SliceWrite]) -> bool:
         """Whether `writes` give all of whole `role`, so that nothing of what it was is needed."""
         (_, height, *widths), done = self.source.whole_types[role].shape, 0
@@ -74,8 +85,11 @@ class LiveRoles:
 
     def after(
         self, roles: set[str], first: int, last: int, writes: Sequence[SliceWrite], kept: Roles
-    ) -> Roles:
-        """The canonical `roles` of local experts after `writes`, on the device."""
+    ) -> tuple[Roles, set[str]]:
+        """The canonical `roles` of local experts after `writes`, on the device.
+
+        Also those that are nobody else's: neither kept, nor given in `writes`, nor read by several outputs.
+        """
         device, new = self.live.device, Roles()
         for role in roles:
             plain = self.plain(role, first, last, writes)
@@ -92,7 +106,8 @@ class LiveRoles:
             if t is None:
                 t = torch.zeros(last - first, *shape, dtype=TORCH_DTYPES[dtype], device=device)
             new[role] = self.applied(role, first, mine, t) if mine else t
-        return new
+        readers = [role for output in self.recipe.outputs.values() for role in output.reads]
+        return new, {role for role in others if readers.count(role) == 1}
 
     def _restored(self, roles: set[str], first: int, last: int) -> Roles:
         """The canonical `roles` of local experts as they are, from the live tensors."""
@@ -104,7 +119,7 @@ class LiveRoles:
         live = {t.untyped_storage().data_ptr() for t in self.live.weights.values()}
         return {
             role: t.clone() if t.untyped_storage().data_ptr() in live else t
-            for role, t in recipe.restore(stored, last - first, roles).items()
+            for role, t in recipe.restore(stored, last - first, roles, lean=True).items()
             if role in roles
         }
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -20,12 +20,17 @@ from ..files.safetensors_writer import nbytes
 from ..kernels.modular.fused_moe_kernel import called_kernel
 from ..kernels.prepared_layer import CANONICAL, PreparedMoE
 from ..kernels.registry import runner_for
+from .direct_writes import DirectWrites
 from .experts import LayerOrigin
 from .live_roles import LiveRoles, Roles, read_roles
+from .renew import renew
 from .slice_writes import SliceWrite, Span, slice_write
 
 TEMPORARIES = 4
 """Copies of a role that conversion step by step may hold at once."""
+
+MOST_FORMS = 1 << 14
+"""Kinds of updates of which a `LayerRefit` knows what they change."""
 
 
 def refit(layer: PreparedMoE, *, scratch: int | None = None) -> LayerRefit:
@@ -36,8 +41,8 @@ def refit(layer: PreparedMoE, *, scratch: int | None = None) -> LayerRefit:
 
     Args:
         layer: a layer of `load_prepared` or `prepare`, or the one inside an engine.
-        scratch: bytes of device memory that an update may take; if fewer than that, what converting one
-            expert takes: up to `TEMPORARIES` copies of its role, more where a layout changes values.
+        scratch: bytes of device memory that an update may take; if fewer than that, the bytes of one expert.
+            Only layouts that quantize MXFP4 again for FP8 tokens, or store sums, take more for an expert.
 
     Raises:
         UsageError: the layer was not made from a checkpoint or a converted directory.
@@ -95,6 +100,8 @@ class LayerRefit:
         self._scratch = max(each, scratch or 0)
         self._load_kept()
         self._statistics = self._statistics_of(self._kept, self._inputs)
+        self._direct = DirectWrites(self._roles, self._runner, self._holders)
+        self._forms: dict[object, tuple[SliceWrite, bool]] = {}
 
     def update(
         self, name: str, t: Tensor, *, experts: Span = None, rows: Span = None, columns: Span = None
@@ -115,8 +122,8 @@ class LayerRefit:
             CheckpointError: the layout cannot hold the numbers; nothing is changed.
             NoBackend: kernels that were launched before would be wrong with them; nothing is changed.
         """
-        write = slice_write(self._source, name, t, experts, rows, columns)
-        if write is None or not self._reaches(write):
+        write = self._reaching(name, t, experts, rows, columns)
+        if write is None:
             return False
         if self._pending is None:
             self._commit([write])
@@ -141,17 +148,20 @@ class LayerRefit:
             self._pending = None
         self._commit(writes)
 
-    def _reaches(self, write: SliceWrite) -> bool:
-        if write.role in self._inputs:
-            return True
-        first, last = self._source.first_expert, self._source.first_expert + self._local
-        height = self._source.whole_types[write.role].shape[1]
-        columns = write.index[1] if write.mapping is None and len(write.index) > 1 else None
-        return (
-            max(first, write.first) < min(last, write.last)
-            and self._shares.holds(write.role, 1, *write.rows(height))
-            and (columns is None or self._shares.holds(write.role, 2, columns.start, columns.stop))
-        )
+    def _reaching(self, name: str, t: Tensor, experts: Span, rows: Span, columns: Span) -> SliceWrite | None:
+        """The write, or None if this rank holds none of it; what follows from all but numbers is kept."""
+        key = name, t.shape, t.dtype, experts, rows, columns
+        form, reaches = self._forms.get(key, (None, False))
+        if form is not None:
+            return form.given(t) if reaches else None
+        write = slice_write(self._source, name, t, experts, rows, columns)
+        if write is None:
+            return None
+        reaches = write.role in self._inputs or self._roles.reaches(write)
+        if len(self._forms) >= MOST_FORMS:
+            self._forms.clear()
+        self._forms[key] = write.form, reaches
+        return write if reaches else None
 
     def _load_kept(self) -> None:
         source, recipe = self._source, self._recipe
@@ -174,11 +184,13 @@ class LayerRefit:
 
     @torch.inference_mode()
     def _commit(self, writes: Sequence[SliceWrite]) -> None:
-        if not writes:
+        if not writes or self._direct.write(writes):
             return
         self._refuse(writes)
         kept, inputs = self._staged(writes)
-        statistics = self._statistics_of(kept, inputs)
+        statistics = self._statistics
+        if {write.role for write in writes} & {statistic.role for statistic in statistics}:
+            statistics = self._statistics_of(kept, inputs)
         moved = {s for s, t in statistics.items() if not torch.equal(t, self._statistics[s])}
         jobs = [*self._jobs(writes), *(((name,), 0, self._local) for name in self._made_with(moved))]
         scales: list[tuple[str, Tensor]] = []
@@ -305,13 +317,14 @@ class LayerRefit:
         mine = self._of_experts(writes, roles, first, last)
         copied = any(output.values for output in outputs.values())
         for low, high in self._chunks(roles, copied, first, last, mine):
-            batch = self._roles.after(roles, low, high, mine, kept)
+            batch, spare = self._roles.after(roles, low, high, mine, kept)
             for name, output in outputs.items():
                 target = self._live.weights[name]
                 if not output.per_layer:
-                    output.apply(batch, statistics, target[low:high])
+                    output.apply(batch, statistics, target[low:high], lean=True, spare=spare)
                 elif low == 0:
-                    output.apply(batch, statistics, target)
+                    output.apply(batch, statistics, target, lean=True)
+            del batch  # before the next one takes memory
 
     def _checked(
         self,
@@ -337,7 +350,7 @@ class LayerRefit:
         copied |= any(output.values for output in outputs)
         found = []
         for low, high in self._chunks(roles, copied, first, last, mine) if roles else ():
-            batch = self._roles.after(roles, low, high, mine, kept)
+            batch, spare = self._roles.after(roles, low, high, mine, kept)
             scales = [(o.role, batch[o.role]) for o in outputs if self._runner.judges(problem, o.role)]
             scales = [(role, t) for role, t in scales if role in written]
             if copied or not self._given(roles, first, last, mine):
@@ -346,7 +359,8 @@ class LayerRefit:
                 found += scales
             for output in outputs:
                 if output.values:
-                    output.changed(batch, statistics)
+                    output.changed(batch, statistics, lean=True, spare=spare)
+            del batch
         return found
 
     def _check_scales(self, scales: Sequence[tuple[str, Tensor]]) -> None:
@@ -383,19 +397,3 @@ class LayerRefit:
         each = sum(nbytes(*self._source.whole_types[role].with_first_axis(1)) for role in roles)
         step = max(1, self._scratch // (TEMPORARIES * each))
         return ((first + low, first + high) for low, high in spans(last - first, step))
-
-
-def renew(old: object, new: object) -> None:
-    """Copies tensors of the structure `new` over those at the same place of `old` that are other tensors."""
-    if isinstance(old, Tensor) and isinstance(new, Tensor):
-        if old.data_ptr() != new.data_ptr():
-            old.copy_(new)
-    elif isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in old:
-            renew(old[key], new[key])
-    elif isinstance(old, list | tuple) and isinstance(new, list | tuple):
-        for a, b in zip(old, new, strict=True):
-            renew(a, b)
-    elif is_dataclass(old) and is_dataclass(new):
-        for field in fields(old):
-            renew(getattr(old, field.name), getattr(new, field.name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class SliceWrite:
         first, last: numbers of the experts in the whole layer, the last exclusive.
         index: the slice of each expert's tensor.
         full: whether that is all of it.
+        direct: whether `data` has the bytes of whole experts' roles in their order.
         data: ``[experts, *sizes of index]``.
     """
 
@@ -40,7 +41,24 @@ class SliceWrite:
     last: int
     index: tuple[slice, ...]
     full: bool
+    direct: bool
     data: Tensor
+
+    @property
+    def form(self) -> SliceWrite:
+        """This write without its numbers: of `data` only its shape and dtype."""
+        return replace(self, data=torch.empty(self.data.shape, dtype=self.data.dtype, device="meta"))
+
+    def given(self, t: Tensor) -> SliceWrite:
+        """This write of `t`, whose shape and dtype are those of the tensor that it was made for."""
+        data, like = t.detach(), self.data
+        if data.dtype is not like.dtype:
+            data = data.contiguous().view(like.dtype)
+        if data.shape != like.shape:
+            data = data.reshape(like.shape) if data.numel() == like.numel() else data.expand(like.shape)
+        return SliceWrite(
+            self.role, self.mapping, self.first, self.last, self.index, self.full, self.direct, data
+        )
 
     def rows(self, height: int) -> tuple[int, int]:
         """First and last row (exclusive) of the role, which has `height`, that may change."""
@@ -77,8 +95,7 @@ class SliceWrite:
 
     def plain(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """`data` as canonical experts of `shape` without a copy; None if it has to be converted."""
-        direct = self.mapping is None or (self.mapping.direct and self.mapping.rows == (0, shape[1]))
-        if not (self.full and direct and self.data.is_contiguous()):
+        if not (self.direct and self.data.is_contiguous()):
             return None
         flat = self.data.reshape(-1)
         if flat.dtype != dtype:
@@ -136,7 +153,9 @@ def slice_write(
         _check_extra(layer, name, mapping, data)
         return None
     role = name if mapping is None else mapping.role
-    return SliceWrite(role, mapping, *wanted, tuple(index), sizes == list(shape), data)
+    full, height = sizes == list(shape), layer.whole_types[role].shape[1]
+    direct = full and (mapping is None or (mapping.direct and mapping.rows == (0, height)))
+    return SliceWrite(role, mapping, *wanted, tuple(index), full, direct, data)
 
 
 def _part(layer: ExpertLayer, name: str) -> tuple[TensorMapping, int | None]:

@@ -19,7 +19,7 @@ from ..kernels.triton.triton_runner import FAMILIES, choose, run_into, run_with
 from ..layer.random_layer import RandomLayer, RandomRouting, routings, tokens_of
 from ..problem.moe_problem import MoEProblem
 from .launch_search import DeviceBroken, WrongResult
-from .tuning_cases import TuningCase, candidates
+from .tuning_cases import TuningCase, candidates, promising
 
 BACKEND = "moectl"
 
@@ -41,18 +41,26 @@ BROKEN = ("CUDA error", "illegal memory access", "unspecified launch failure", "
 
 @dataclass
 class GpuBench:
-    """Measures the launches of `families` on `device`; keeps the layer and the inputs of the last cell."""
+    """Measures the launches of `families` on `device`; keeps the layer and the inputs of the last cell.
+
+    With `most` it measures at most so many of each cell, those that are predicted to be the fastest.
+    """
 
     device: torch.device
     families: Sequence[str] = tuple(FAMILIES)
     distribution: str = "uniform"
+    most: int | None = None
     _layer: PreparedMoE | None = field(default=None, repr=False)
     _problem: MoEProblem | None = field(default=None, repr=False)
     _inputs: _Inputs | None = field(default=None, repr=False)
 
     def candidates(self, cell: TuningCase) -> Sequence[Launch]:
-        """Every legal launch that is worth measuring."""
-        return candidates(replace(cell, problem=self.layer(cell).problem), self.families, self.device)
+        """The legal launches that are worth measuring, the most promising first."""
+        return self.launches(replace(cell, problem=self.layer(cell).problem))
+
+    def launches(self, cell: TuningCase) -> Sequence[Launch]:
+        """`candidates` of a cell whose problem is that of a layer in the kernels' layout."""
+        return promising(cell, candidates(cell, self.families, self.device), self.device, self.most)
 
     def current(self, cell: TuningCase) -> Launch:
         """The launch that the cell gets without this search."""

@@ -38,7 +38,7 @@ class LaunchBench(Protocol):
     """Runs and times launches, one cell after the other."""
 
     def candidates(self, cell: TuningCase) -> Sequence[Launch]:
-        """Every legal launch that is worth measuring."""
+        """The legal launches that are worth measuring, in the order in which they are tried."""
 
     def current(self, cell: TuningCase) -> Launch:
         """The launch that the cell gets without this search."""

@@ -64,7 +64,12 @@ def test_each_different_layer_of_a_rank_is_compiled(requests, tmp_path):
     moectl("warm", "openai/gpt-oss-120b", "--gpu", "sm120", "--tp", "2", "--batched", "-m", "64")
     (spread, kernels, jobs), (sliced, *_) = requests
     assert (spread.problem.local_experts, spread.problem.dims.intermediate) == (32, 2880)
-    assert (spread.tokens, jobs, spread.batched, spread.gpu.arch) == (8192, 7, False, 90) and kernels > 15
+    assert (spread.tokens, jobs, spread.batched, spread.gpu.arch) == (
+        8192,
+        7,
+        False,
+        90,
+    ) and 8 <= kernels <= 12
     assert (sliced.problem.local_experts, sliced.problem.dims.intermediate) == (128, 1440)
     assert (sliced.gpu.arch, sliced.batched) == (120, True)
     # Whole blocks of 32 channels: 12 for seven of eight ranks, 6 for the last.

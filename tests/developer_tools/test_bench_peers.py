@@ -341,6 +341,15 @@ def test_what_was_not_compiled_is_left_out_with_the_reason(tmp_path: Path) -> No
     assert {row.reason for row in late[1:]} == {workers.NOT_COMPILED} and len(late) == 5
 
 
+def test_a_layer_that_all_columns_refuse_is_not_said_to_be_late() -> None:
+    """Nothing is compiled for it; the measurement says why, as for a layer that some refuse."""
+    (part,) = asked("--models kimi-k2 --columns humming,cutlass --tokens 1,8")
+    part = replace(part, settings=replace(part.settings, device="cpu"))
+    _, reasons = workers.compiled([part], 1, 120)
+    assert reasons == {case_name(row): "" for row in part.rows} and len(reasons) == 4
+    assert workers.without_uncompiled([part], reasons) == ([part], [])
+
+
 def test_kernels_are_compiled_for_a_plan_s_cells_until_time_is_up(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -2,11 +2,14 @@
 
 import json
 import runpy
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from devtools.serving.one_engine import covered
 from devtools.serving.report import differences, experts_share, log_figures, table
 from devtools.serving.whole_models import MODELS, write_model
 
@@ -59,6 +62,7 @@ def row_of(name, rate, tokens, logprob):
         "decode": {batch: rate * int(batch) for batch in ("1", "16", "64", "256")},
         "prefill": 1000 * rate,
         "kernels": {"16": {"_decode_gemm1_kernel": 30.0, "nvjet_sm90_tst": 70.0}},
+        "busy_us": {"16": 90.0},
         "model_s": 4.0,
         "engine_s": 20.0,
         "weights_bytes": 2**30,
@@ -69,14 +73,20 @@ def row_of(name, rate, tokens, logprob):
 
 def test_a_table_has_ratios_to_the_first_run_and_blanks_for_what_was_not_measured():
     first, second = row_of("own", 100.0, [1, 2, 3], -1.0), row_of("moectl", 150.0, [1, 2, 4], -1.5)
-    del second["kernels"], second["prefill"]
+    del second["kernels"], second["busy_us"], second["prefill"]
     lines = table(["own", "moectl"], [first, second]).splitlines()
     cells = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:4]] for line in lines}
     assert cells["decode, batch 16 (tokens/s)"] == ["1,600", "2,400 (1.50)"]
     assert cells["prefill (tokens/s)"] == ["100,000", ""]
     assert cells["experts in a step of 16 (%)"] == ["30", ""]
+    assert cells["GPU busy in a step of 16 (us)"] == ["90", ""]
     assert cells["peak memory over weights while loading (MiB)"] == ["256", "256"]
     assert experts_share(first, 64) is None
+
+
+def test_kernels_that_overlap_keep_the_gpu_busy_once():
+    assert covered([(5.0, 9.0), (0.0, 3.0), (1.0, 2.0), (8.0, 12.0), (20.0, 21.0)]) == 11.0
+    assert covered([]) == 0.0
 
 
 def test_log_probabilities_count_until_greedy_tokens_part():
@@ -175,3 +185,77 @@ def test_runs_are_named_with_checkpoints_and_arguments():
     )
     with pytest.raises(SystemExit, match="ARGUMENT=VALUE"):
         run_of("own,enforce_eager", "ck")
+
+
+CHECK_VLLM = SCRIPTS / "check_vllm"
+
+
+def answers_of(tokens, logprob):
+    return {"tokens": [tokens], "logprobs": [[logprob] * 3], "given": [[logprob, -2.0]]}
+
+
+def test_directories_are_compared_with_engines_whose_layouts_convert_knows():
+    from moectl.problem.layouts import LAYOUTS
+
+    own = runpy.run_path(str(CHECK_VLLM))["OWN"]
+    targets = {facts.target for facts in LAYOUTS.values()}
+    assert own.keys() - {"moectl"} <= targets
+
+
+@pytest.mark.parametrize(
+    ("second", "same"),
+    [
+        (answers_of([1, 2, 3], -1.0), True),
+        (answers_of([1, 2, 4], -1.0), False),
+        (answers_of([1, 2, 3], -1.0001), False),
+    ],
+)
+def test_answers_are_the_same_to_the_last_bit_or_not(second, same, capsys):
+    compared = runpy.run_path(str(CHECK_VLLM))["compared"]
+    assert compared("directory", answers_of([1, 2, 3], -1.0), second) is same
+    assert ("differs" in capsys.readouterr().out.splitlines()[0].split("most")[1]) is not same
+
+
+STAND_IN = """
+import json, sys
+from pathlib import Path
+started = {"tokens": [[1]], "logprobs": [[-1.0]], "given": [[-2.0]]}
+row = {"experts": ["Experts"], "answers": {"started": started}}
+if "sleep" in sys.argv[2]:
+    row["answers"]["awake"] = started | {"tokens": [[7]]}
+    row["freed_bytes"] = 2**31
+Path(sys.argv[3]).write_text(json.dumps(row))
+sys.exit(3 if "marlin" in sys.argv[2] else 0)
+"""
+
+
+def test_an_engine_that_stops_or_answers_otherwise_is_a_finding(tmp_path, monkeypatch, capsys):
+    script = runpy.run_path(str(CHECK_VLLM))
+    run = subprocess.run
+    starts = []
+
+    def stand_in(command, **options):
+        if "convert" in command:
+            (Path(command[5]) / "READY").parent.mkdir()
+            (Path(command[5]) / "READY").touch()
+            return None
+        starts.append((command[3], options["env"]["CUDA_VISIBLE_DEVICES"]))
+        return run([sys.executable, "-c", STAND_IN, *command[3:]], **options)
+
+    main = script["main"]
+    monkeypatch.setitem(main.__globals__, "need_a_gpu", lambda: None)
+    monkeypatch.setattr(main.__globals__["subprocess"], "run", stand_in)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    arguments = ["check_vllm", "ck", "--to", "moectl,marlin,humming", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert main() == 1
+    out = capsys.readouterr().out
+    assert "own-marlin: exit status 3" in out and "own-humming" in out
+    assert "awake: 0 of 1 greedy tokens equal" in out and "2.00 GiB of the GPU were free" in out
+    assert {gpu for _, gpu in starts} == {"4", "5"} and len(starts) == 6
+    monkeypatch.setattr(sys, "argv", ["check_vllm", "ck", "--to", "humming", "--out", str(tmp_path / "out")])
+    assert main() == 0
+    monkeypatch.setattr(sys, "argv", ["check_vllm", "ck", "--to", "nothing"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from devtools.launch_binaries import LaunchedCell
 
 from moectl.checkpoint.source import catalogue
 from moectl.checkpoint.source.catalogue import model_names
@@ -51,7 +52,11 @@ def test_each_cell_gets_what_runs_today_and_others_that_run(plan: list) -> None:
         for cell, launches in work.items():
             assert launches[0] == choose_shipped(cell.problem, cell.tokens, torch.device("cuda"))
             assert 1 <= len(launches) <= 5 and len(set(launches)) == len(launches)
-        binaries = [binary for launch in work[plan[0]] for binary in script._binaries(plan[0], launch)]
+        binaries = [
+            binary
+            for launch in work[plan[0]]
+            for binary in LaunchedCell(plan[0].problem, plan[0].tokens, launch).binaries()
+        ]
     assert len({binary.key for binary in binaries}) > 2
 
 

@@ -8,10 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
+from devtools.launch_binaries import LaunchedCell
 
+from moectl.environment import find_device
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.triton.launches import Tile
-from moectl.problem.published_layers import MODELS
+from moectl.kernels.triton.offline_gpu import OfflineGpu, standing_in
+from moectl.problem.published_layers import MODELS, model_problem
+from moectl.tuning.gpu_bench import GpuBench
 from moectl.tuning.launch_search import DeviceBroken, WrongResult
 from moectl.tuning.tuning_cases import TuningCase
 from support.scripts import loaded
@@ -47,7 +52,7 @@ class Fake:
 
 
 def test_the_fastest_right_launch_is_printed_and_is_the_row(capsys: pytest.CaptureFixture[str]) -> None:
-    options = argparse.Namespace(compile=False, repeats=3, show=1)
+    options = argparse.Namespace(repeats=3, show=1)
     (row,) = script._tuned(CELL, Fake(), options)
     assert row == {"tokens": 64, "family": "grouped", "tile": asdict(FAST.tile), "us": 10.0}
     wrong, best, second = capsys.readouterr().out.splitlines()
@@ -68,3 +73,26 @@ def test_rows_of_other_tokens_and_layers_stay_in_the_file(tmp_path: Path) -> Non
         "a": [{"tokens": 1, "us": 3.0}, {"tokens": 4, "us": 4.0}],
         "b": [{"tokens": 4, "us": 2.0}],
     }
+
+
+def test_a_slice_has_its_share_of_the_intermediate_size() -> None:
+    whole = model_problem("deepseek-v3", "nvfp4")
+    assert script._slice(whole, 1) == whole
+    assert script._slice(whole, 8).dims.intermediate == whole.dims.intermediate // 8
+    with pytest.raises(SystemExit) as stopped:
+        script._slice(whole, 3)
+    assert stopped.value.code == 2
+
+
+def test_what_a_search_runs_is_compiled_before_it() -> None:
+    options = argparse.Namespace(models=["deepseek-v3"], formats=["nvfp4"], experts=None, tp=8, tokens=[1])
+    ((name, cell),) = script._cells(options)
+    assert name == "deepseek-v3-tp8" and cell.problem.dims.intermediate == 256
+    with standing_in(OfflineGpu.of(find_device("h200"))):
+        bench = GpuBench(torch.device("cuda"), ("stream", "decode"), most=3)
+        launches = script._launches(cell, bench)
+        assert [launch.family for launch in launches] == ["stream", "decode", *["stream"] * 3]
+        kept = {
+            binary.key for launch in launches for binary in LaunchedCell(cell.problem, 1, launch).binaries()
+        }
+    assert len(kept) > 4

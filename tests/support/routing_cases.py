@@ -8,16 +8,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from moectl.kernels.triton import expert_records as planning
 from moectl.kernels.triton import sort_and_combine
-from moectl.kernels.triton.kernel_family import KernelCall
+from moectl.kernels.triton.kernel_family import ExpertOrder, KernelCall
 from moectl.kernels.triton.marlin import list_items
-from moectl.kernels.triton.sort_and_combine import CombineLaunch, combine, finish, sort_by_expert
+from moectl.kernels.triton.sort_and_combine import (
+    combine,
+    finish,
+    records_and_reordered,
+    records_of,
+    sort_by_expert,
+    token_tiles_of,
+)
 
 WAYS = {"few": 1 << 30, "many": 0}
 """How many assignments count as few, so that one way or the other is taken."""
 
+ODD_SIZES = ((1, 1), (7, 40), (511, 3), (513, 127), (2048, 64), (2049, 256), (4099, 17))
+"""Numbers of assignments, around what is read at once and what is few, and of experts."""
+
 ROUTINGS = ("random", "skipped", "one expert", "none")
+
+
+def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists assignments in one launch, or in several; any other way stays as it is."""
+    for limit in ("FEW", "MOST_READ") if way in WAYS else ():
+        monkeypatch.setattr(sort_and_combine, limit, WAYS[way])
 
 
 def ids_of(routing_name: str, assignments: int, experts: int, device: str) -> Tensor:
@@ -44,7 +59,7 @@ def sorts(
     way: str, name: str, assignments: int, experts: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every valid slot once, by expert and in order; what is written past them is nobody's."""
-    monkeypatch.setattr(sort_and_combine, "FEW", WAYS[way])
+    take(way, monkeypatch)
     ids = ids_of(name, assignments, experts, device)
     slots, offsets = sort_by_expert(ids, experts)
     order, ends = expected_order(ids, experts)
@@ -70,21 +85,66 @@ def plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Records of at most `tokens` assignments of one expert hold every valid slot once, in order."""
-    monkeypatch.setattr(planning, "PLANNED_AT_ONCE", WAYS[way])
+    take(way, monkeypatch)
     ids = ids_of(name, assignments, experts, device)
+    given = given_order(ids, experts) if way == "given" else None
     x = torch.randn(3, 96, device=device).half()
-    made, ordered = planning.plan_and_order(ids, experts, tokens, x, 128)
-    assert torch.equal(made[:, 0], planning.plan(ids, experts, tokens)[:, 0])
+    made, ordered = records_and_reordered(ids, experts, tokens, x, 128, given)
+    assert torch.equal(made[:, :2], records_of(ids, experts, tokens, given)[:, :2])
     assert torch.equal(ordered.cpu(), in_order(x.cpu(), 128))
     records = made.tolist()
     used = [r for r in records if r[0] >= 0]
     assert all(r[:2] == [-1, 0] for r in records[len(used) :])  # kernels read both
-    assert all(1 <= r[1] <= tokens for r in used)
+    assert all(1 <= r[1] <= tokens and r[2] == 0 for r in used)
     assert all(one[0] < other[0] or one[1] == tokens for one, other in pairwise(used))
     order, ends = expected_order(ids, experts)
     assert [slot for r in used for slot in r[8 : 8 + r[1]]] == order.tolist()
     assert all(ends[r[0]] < ends[r[0] + 1] for r in used)
     assert [r[0] for r in used for _ in range(r[1])] == ids.cpu()[order.long()].tolist()
+
+
+def given_order(ids: Tensor, experts: int) -> ExpertOrder:
+    """`expected_order` as an order that is not made by the kernels; positions past the last are poison."""
+    order, ends = expected_order(ids, experts)
+    slots = torch.full_like(ids, 1 << 30)
+    slots[: len(order)] = order.to(ids.device)
+    return slots, ends.to(ids.device)
+
+
+def tiles(
+    way: str,
+    name: str,
+    assignments: int,
+    experts: int,
+    tokens: int,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tiles of both kinds are those of the sorted assignments, split evenly or in units of 16."""
+    take(way, monkeypatch)
+    ids = ids_of(name, assignments, experts, device)
+    order, ends = expected_order(ids, experts)
+    given = given_order(ids, experts) if way == "given" else None
+    empty = torch.empty(0)
+    call = KernelCall(empty, ids, empty, empty, given)
+    even, units = (token_tiles_of(call, experts, tokens, split) for split in ("evenly", "in units"))
+    for made in (even, units):
+        assert torch.equal(made.offsets.cpu(), ends)
+        assert torch.equal(made.slots.cpu()[: len(order)], order)
+    expected, in_units = [], []
+    for expert, (low, high) in enumerate(pairwise(ends.tolist())):
+        parts = -(-(high - low) // tokens)
+        part = -(-(high - low) // max(parts, 1))
+        expected += [[expert, low + i * part, min(part, high - low - i * part), 0] for i in range(parts)]
+        least, wider = divmod(-(-(high - low) // 16), max(parts, 1))
+        first = low
+        for i in range(parts):
+            width = least + (i < wider)
+            in_units.append([expert, first, min(first + 16 * width, high), width])
+            first += 16 * width
+    for made, wanted in ((even, expected), (units, in_units)):
+        assert made.count.tolist() == [len(wanted), 0, 0]
+        assert made.tiles[: len(wanted)].tolist() == wanted and len(wanted) <= made.bound
 
 
 def items(name: str, assignments: int, experts: int, tokens: int, device: str) -> None:
@@ -106,23 +166,28 @@ def sums(
     top_k: int,
     hidden: int,
     splits: int,
-    launch: CombineLaunch | None,
     device: str,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """The parts of valid slots, rounded once; parts of skipped slots are poison and stay unread."""
+    """The parts of valid slots, added in order and rounded once; those of skipped slots stay unread.
+
+    Parts are in fp32, or with no `splits` in `dtype`.
+    """
     experts = 8
     ids = ids_of("skipped", tokens * top_k, experts, device)
     valid = (ids >= 0) & (ids < experts)
     generator = torch.Generator().manual_seed(hidden)
-    # Few bits, so that sums are exact and their rounding alone is seen.
-    parts = torch.randint(-128, 128, (splits, tokens * top_k, hidden), generator=generator).to(device) / 8
-    parts = parts if splits > 1 else parts.to(dtype)
+    parts = torch.randn((splits or 1, tokens * top_k, hidden), generator=generator).to(device)
+    parts = parts if splits else parts.to(dtype)
     parts[:, ~valid] = float("nan")
     y = torch.full((tokens, hidden), float("nan"), dtype=dtype, device=device)
-    combine(parts, ids, y, experts, launch)
-    exact = torch.nan_to_num(parts.float()).sum(0).view(tokens, top_k, hidden).sum(1)
-    assert torch.equal(y, exact.to(dtype))
+    combine(parts if splits else parts[0], ids, y, experts)
+    expected = torch.zeros(tokens, hidden, device=device)
+    of_token = torch.nan_to_num(parts.float()).view(-1, tokens, top_k, hidden)
+    for k in range(top_k):
+        for part in of_token:
+            expected += part[:, k]
+    assert torch.equal(y, expected.to(dtype))
 
 
 def zeroes_what_is_skipped(tokens: int, hidden: int, routing_name: str, device: str) -> None:

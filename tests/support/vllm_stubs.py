@@ -23,6 +23,9 @@ CONFIG = SimpleNamespace(
 LOGGED: list[str] = []
 """What was logged."""
 
+QUIET = SimpleNamespace(info_once=lambda *words: None, info=lambda *words: None, warning=lambda *words: None)
+"""A logger that vLLM's configuration has no handlers for."""
+
 LOGGER = SimpleNamespace(info_once=lambda *words: None, info=lambda text, *words: LOGGED.append(text % words))
 
 
@@ -317,7 +320,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
             "WeightScaleType": SimpleNamespace(TENSOR="tensor"),
             "WeightScale2Type": SimpleNamespace(NONE="none", TENSOR="tensor", CHANNEL="channel"),
         },
-        "vllm.logger": {"init_logger": lambda name: LOGGER},
+        "vllm.logger": {"init_logger": lambda name: LOGGER if name.startswith("vllm.") else QUIET},
         "vllm.model_executor": {},
         "vllm.model_executor.layers": {},
         "vllm.model_executor.layers.linear": {

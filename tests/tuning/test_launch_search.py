@@ -22,13 +22,13 @@ from moectl.kernels.choice.launch_table import GpuModel
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.launches import Tile
-from moectl.kernels.triton.triton_runner import FAMILIES
+from moectl.kernels.triton.triton_runner import FAMILIES, predicted_for
 from moectl.problem.moe_problem import Dims, Parallel
 from moectl.problem.published_layers import MODELS
 from moectl.tuning import gpu_bench
 from moectl.tuning.launch_search import DeviceBroken, SearchPlan, SearchProgress, WrongResult, search
 from moectl.tuning.tuned_layers import named_layers
-from moectl.tuning.tuning_cases import TuningCase, by_expected_gain, candidates
+from moectl.tuning.tuning_cases import TuningCase, by_expected_gain, candidates, promising
 from support.runners import apply
 
 QWEN = MODELS["qwen3-30b"]
@@ -227,6 +227,28 @@ def test_candidates_are_legal_and_of_families_for_the_spread(monkeypatch: pytest
     for launch in (*few, *many):
         assert not FAMILIES[launch.family].fits(QWEN, launch.tile)
     assert {launch.family for launch in candidates(_cells(1)[0], ["decode"], device)} == {"decode"}
+
+
+def test_promising_launches_come_first_and_hopeless_ones_are_left_out() -> None:
+    # Not at the top: a process that a test starts imports this module without the scripts' path.
+    from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
+
+    device = torch.device("cuda")
+    with compiling_for(OFFLINE_GPUS[90]):
+        (cell,) = _cells(64)
+        every = candidates(cell, FAMILIES, device)
+        found = promising(cell, every, device)
+        times = [predicted_for(QWEN, 64, launch, device) for launch in found]
+        known = [us for us in times if us is not None]
+        assert known == sorted(known) and times[: len(known)] == known and len(known) > 5
+        assert set(found) < set(every) and known[-1] <= 1.3 * known[0]
+        left_out = [predicted_for(QWEN, 64, it, device) for it in every if it not in found]
+        assert all(us is not None and us > 1.3 * known[0] for us in left_out)
+        assert {launch.family for launch in found[len(known) :]} == {"decode", "grouped"}
+        assert promising(cell, every, device, 3) == found[:3]
+    # Where the model predicts nothing, all are tried, in their order.
+    with compiling_for(OFFLINE_GPUS[80]):
+        assert promising(cell, every, device) == every
 
 
 def test_layers_by_name_are_one_ranks_share_and_equal_ones_once() -> None:

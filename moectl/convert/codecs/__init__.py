@@ -17,6 +17,7 @@ from .codec import (
     check_weights,
     from_halves,
     in_halves,
+    magnitude_bits,
 )
 from .grids import GRIDS
 from .scaled import Scaled
@@ -34,6 +35,7 @@ __all__ = [
     "decode_role",
     "from_halves",
     "in_halves",
+    "magnitude_bits",
 ]
 
 

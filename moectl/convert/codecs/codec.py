@@ -125,6 +125,18 @@ def _exponents() -> Mapping[torch.dtype, tuple[torch.dtype, int]]:
     }
 
 
+def magnitude_bits(dtype: torch.dtype, kind: str) -> tuple[int, int, int] | None:
+    """How scales of `dtype` are compared as integers, for bytes of `kind` (``E8M0``) and 16-bit floats.
+
+    Returns the bits of the magnitude, the least of them that are no number, and the lowest bit of the
+    exponent; None for scales of another kind.
+    """
+    if dtype is torch.uint8:
+        return (0xFF, E8M0_NAN, 0) if kind == "E8M0" else None
+    lowest = {torch.bfloat16: 7, torch.float16: 10}.get(dtype)
+    return None if lowest is None else (0x7FFF, _exponents()[dtype][1], lowest)
+
+
 def check_every_scale(scales: Sequence[Tensor], dtype: str = "E8M0") -> None:
     """`check_scales` of tensors on one device, which is waited for once if all are right."""
     largest = [_largest(scale, dtype) for scale in scales]

@@ -7,10 +7,11 @@ beyond its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import permutations
 from math import gcd, prod
 from threading import Lock
 from typing import Any
@@ -41,31 +42,79 @@ UNITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.uint16, 4: torch.uint3
 
 @dataclass(frozen=True, eq=False)
 class PassLaunch:
-    """A launch without its tensors: bytes per load (`unit`) and store (`width`), tiles per expert, and the
-    kernel's constants."""
+    """A launch without its tensors.
+
+    Attributes:
+        unit, width: bytes per load and per store.
+        tiles: per expert.
+        constants: the kernel's.
+        compiled: the kernel's compiled forms that were launched, by what they depend on beside constants.
+    """
 
     unit: int
     width: int
     tiles: int
     constants: dict[str, Any]
+    compiled: dict[object, Any] = field(default_factory=dict)
 
 
-def run(program: WordProgram, source: Tensor, target: Tensor) -> bool:
-    """Fills contiguous `target` from `source`; False, `target` untouched, if addresses do not allow it."""
+def run(program: WordProgram, source: Tensor, target: Tensor, refused: Tensor | None = None) -> bool:
+    """Fills contiguous `target` from `source`; False, `target` untouched, if addresses do not allow it.
+
+    Nothing is written if `refused`, an int32 on the GPU, is not 0 when the kernel starts.
+    """
+    start = starter(program, source, target)
+    if start is None:
+        return False
+    with torch.cuda.device(source.device) if source.is_cuda else nullcontext():
+        start(source, target, refused)
+    return True
+
+
+Start = Callable[[Tensor, Tensor, Tensor | None], None]
+
+
+def starter(program: WordProgram, source: Tensor, target: Tensor) -> Start | None:
+    """`run` for tensors like these, at addresses with the same remainders of 16; None if it would be False.
+
+    They have to be on the current device.
+    """
     launch = plan(program, gcd(source.data_ptr(), program.source_bytes, 8))
     tiles = launch.tiles * source.shape[0]
     if (
         target.data_ptr() % launch.width
         or max(program.source_bytes, program.target_bytes, tiles) >= MAX_INDEX
     ):
-        return False
+        return None
+    return partial(_start, launch, tiles)
+
+
+def _start(launch: PassLaunch, tiles: int, source: Tensor, target: Tensor, refused: Tensor | None) -> None:
+    key = source.device, source.data_ptr() % 16, target.data_ptr() % 16, refused is None
+    form = launch.compiled.get(key)
+    if form is not None:
+        start_form(form, tiles, source, target, refused, *launch.constants)
+        return
     from ._cuda_kernels import _convert_kernel
 
     units = source.reshape(-1).view(UNITS[launch.unit])
     words = target.view(-1).view(UNITS[launch.width])
-    with _LAUNCHING, torch.cuda.device(source.device) if source.is_cuda else nullcontext():
-        _convert_kernel[(tiles,)](units, words, **launch.constants)
-    return True
+    constants = launch.constants | {"PERMUTES": source.is_cuda and torch.version.hip is None}
+    launch.compiled[key] = first_start(_convert_kernel, tiles, units, words, refused, **constants)
+
+
+def first_start(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Any:
+    """Launches a Triton `kernel`; returns its compiled form, or None from the interpreter, which has none."""
+    with _LAUNCHING:
+        return kernel[(programs,)](*arguments, **constants)
+
+
+def start_form(form: Any, programs: int, *arguments: Any) -> None:
+    """Launches a compiled form, with anything in the place of constants.
+
+    Triton's own search for the form hashes all constants, which takes longer than the launch.
+    """
+    form[programs, 1, 1](*arguments)
 
 
 @lru_cache(maxsize=256)
@@ -96,6 +145,7 @@ def plan(program: WordProgram, alignment: int) -> PassLaunch:
         "WRITE_LIMITS": write,
         "TILE": prod(field.size for field in fields),
         "MOVED": by_source != by_target,
+        "PERMUTES": False,
     }
     return PassLaunch(unit, program.width, prod(lp.size for lp in loops), constants)
 
@@ -118,21 +168,54 @@ def _experts(program: WordProgram, read: int, write: int) -> CopyLoop:
 def _word_tables(
     words: tuple[OutputWord, ...], unit: int, width: int, more: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Words, slots and moves as the kernel reads them: bits that move by the same distance share a move."""
+    """Words, groups of slots, slots and moves as the kernel reads them.
+
+    Bits of a group that move by the same distance share a move.
+    """
     rows: list[tuple[int, ...]] = []
+    groups: list[tuple[int, ...]] = []
     slots: list[tuple[int, ...]] = []
     moves: list[tuple[int, int]] = []
+    fitting = max(1, width // unit)
     for word in words:
-        first_slot = len(slots)
-        for slot in word.slots:
-            masks: dict[int, int] = {}
-            for bit, to in slot.moves:
-                masks[to - bit] = masks.get(to - bit, 0) | 1 << to
-            ends = (len(moves), len(moves) + len(masks))
+        first_group = len(groups)
+        for first in range(0, len(word.slots), fitting):
+            together = word.slots[first : first + fitting]
+            order = _cheapest_order(together, 8 * unit, 8 * width)
+            masks = _masks(together, order)
+            ends = (len(slots), len(slots) + len(together), len(moves), len(moves) + len(masks))
+            groups.append(ends)
             moves += masks.items()
-            slots.append((slot.source // unit, slot.fill, slot.add, *ends, *slot.at, *more))
-        rows.append((word.target // width, word.invert, first_slot, len(slots), *word.at, *more))
-    return {"WORDS": tuple(rows), "SLOTS": tuple(slots), "MOVES": tuple(moves)}
+            slots += (
+                (slot.source // unit, slot.fill, slot.add, at, *slot.at, *more)
+                for at, slot in sorted(zip(order, together, strict=True), key=lambda item: item[0])
+            )
+        rows.append((word.target // width, word.invert, first_group, len(groups), *word.at, *more))
+    return {"WORDS": tuple(rows), "GROUPS": tuple(groups), "SLOTS": tuple(slots), "MOVES": tuple(moves)}
+
+
+def _masks(slots: Sequence[SourceByte], order: Sequence[int]) -> dict[int, int]:
+    """Bits of the word by the distance that they move, for slots that begin at bits `order` of a group."""
+    masks: dict[int, int] = {}
+    for slot, at in zip(slots, order, strict=True):
+        for bit, to in slot.moves:
+            masks[to - bit - at] = masks.get(to - bit - at, 0) | 1 << to
+    return masks
+
+
+def _cheapest_order(slots: Sequence[SourceByte], unit: int, width: int) -> tuple[int, ...]:
+    """The bit of a group of `width` bits at which each slot of `unit` bits is best put: for the fewest moves.
+
+    The best of all orders of up to four slots; of more, each slot in turn where it adds the fewest.
+    """
+    places = range(0, max(unit, width), unit)
+    if len(places) <= 4:
+        return min(permutations(places, len(slots)), key=lambda order: len(_masks(slots, order)))
+    order: tuple[int, ...] = ()
+    for done in range(1, len(slots) + 1):
+        free = [(*order, place) for place in places if place not in order]
+        order = min(free, key=lambda some: len(_masks(slots[:done], some)))
+    return order
 
 
 def _in_units(program: WordProgram, alignment: int) -> tuple[int, tuple[OutputWord, ...]]:

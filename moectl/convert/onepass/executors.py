@@ -25,13 +25,24 @@ EXECUTORS: Mapping[str, tuple[str, str]] = {"cpu": ("cpu_pass", "numba"), "cuda"
 
 
 def one_pass(
-    steps: tuple[Step, ...], source: Tensor, target: Tensor, canonical: TensorType, *, inverse: bool = False
+    steps: tuple[Step, ...],
+    source: Tensor,
+    target: Tensor,
+    canonical: TensorType,
+    *,
+    inverse: bool = False,
+    any_size: bool = False,
 ) -> bool:
     """True when `target` was filled from `source` by all `steps`, or with `inverse` by undoing them.
 
-    Otherwise `target` is untouched. `canonical` is the type of the canonical tensor.
+    Otherwise `target` is untouched, as when it is below `SMALLEST` without `any_size`. `canonical` is the
+    type of the canonical tensor.
     """
-    if not steps or target.numel() * target.element_size() < SMALLEST or source.device != target.device:
+    if (
+        not steps
+        or (target.numel() * target.element_size() < SMALLEST and not any_size)
+        or source.device != target.device
+    ):
         return False
     if not (source.is_contiguous() and target.is_contiguous()):
         return False

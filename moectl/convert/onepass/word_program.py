@@ -54,9 +54,11 @@ class OutputWord:
     invert: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WordProgram:
     """One expert of an output tensor: the words of `words` at every iteration of the loops.
+
+    A program equals only itself, so that caches find it without a look at all words.
 
     Attributes:
         width: bytes of a word: 1, 2, 4 or 8.

@@ -57,15 +57,20 @@ class Chain:
         """Stored dtype and shape of a canonical tensor of `shape` and `dtype`."""
         return self.trace(dtype, shape)[-1]
 
-    def apply(self, t: Tensor, out: Tensor | None = None) -> Tensor:
-        """The stored form of canonical `t`: contiguous, on the device of `t`, written to `out` if given."""
+    def apply(self, t: Tensor, out: Tensor | None = None, *, lean: bool = False) -> Tensor:
+        """The stored form of canonical `t`: contiguous, on the device of `t`, written to `out` if given.
+
+        With `lean` small tensors take no more memory than they must either, after code is compiled for them.
+        """
         target = _output(t, self.stored_type(*type_of(t)), out)
-        if one_pass(self.steps, t, target, type_of(t)):
+        if one_pass(self.steps, t, target, type_of(t), any_size=lean):
             return target
         return self._blocks(t, target, self._forward)
 
-    def undo(self, t: Tensor, dtype: str, shape: Shape, out: Tensor | None = None) -> Tensor:
-        """The canonical tensor of `shape` and `dtype` that is stored as `t`.
+    def undo(
+        self, t: Tensor, dtype: str, shape: Shape, out: Tensor | None = None, *, lean: bool = False
+    ) -> Tensor:
+        """The canonical tensor of `shape` and `dtype` that is stored as `t`; `lean` as in `apply`.
 
         Raises CheckpointError when `t` is not of the type in which such a tensor is stored.
         """
@@ -84,7 +89,7 @@ class Chain:
 
         canonical = TensorType(dtype, tuple(shape))
         target = _output(t, canonical, out)
-        if one_pass(self.steps, t, target, canonical, inverse=True):
+        if one_pass(self.steps, t, target, canonical, inverse=True, any_size=lean):
             return target
         return self._blocks(t, target, backward)
 

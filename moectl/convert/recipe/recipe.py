@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,8 @@ from ..steps.value_steps import (
     Statistics,
     Tensors,
     ValueStep,
+    apply_in_place,
+    undo_in_place,
     update_statistics,
     value_from_json,
     value_to_json,
@@ -70,29 +72,56 @@ class StoredOutput:
         dtype, shape = self.chain.stored_type(*self.steps(dtype, shape)[-1])
         return TensorType(dtype, shape[1:] if self.per_layer else shape)
 
-    def changed(self, batch: Tensors, statistics: Statistics) -> Tensor:
-        """Its role of a batch of experts after the value steps; CheckpointError if one refuses a number."""
-        t = batch[self.role]
+    def changed(
+        self, batch: Tensors, statistics: Statistics, *, lean: bool = False, spare: Collection[str] = ()
+    ) -> Tensor:
+        """Its role of a batch of experts after the value steps; CheckpointError if one refuses a number.
+
+        With `lean` steps that can change some rows at a time, and its role in place if it is in `spare`.
+        """
+        t, own = batch[self.role], self.role in spare
         for value in self.values:
-            t = value.apply(t, batch, statistics)
+            if lean and value.by_rows:
+                t = t if own else t.clone()
+                apply_in_place(value, t, batch, statistics)
+            else:
+                t = value.apply(t, batch, statistics)
+            own = own or value.by_rows
         return t
 
-    def apply(self, batch: Tensors, statistics: Statistics, out: Tensor | None = None) -> Tensor:
-        """The stored tensor of a batch of experts, written to `out` if given."""
-        t = self.changed(batch, statistics)
+    def apply(
+        self,
+        batch: Tensors,
+        statistics: Statistics,
+        out: Tensor | None = None,
+        *,
+        lean: bool = False,
+        spare: Collection[str] = (),
+    ) -> Tensor:
+        """The stored tensor of a batch of experts, written to `out` if given.
+
+        `lean` as in `Chain.apply` and `changed`, `spare` as in `changed`.
+        """
+        t = self.changed(batch, statistics, lean=lean, spare=spare)
         if self.per_layer:
             of_layer = self.chain.apply(t[:1])[0]
             return of_layer if out is None else out.copy_(of_layer)
         if self.chain.steps:
-            return self.chain.apply(t, out)
+            return self.chain.apply(t, out, lean=lean)
         return t if out is None else out.copy_(t)
 
-    def undo(self, stored: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
+    def undo(
+        self, stored: Tensor, dtype: str, shape: Shape, others: Tensors, *, lean: bool = False
+    ) -> Tensor:
         """The canonical role, of `shape` and `dtype`, of a batch of experts; only for `exact` outputs."""
         types = self.steps(dtype, shape)
-        t = self.chain.undo(stored, *types[-1]) if self.chain.steps else stored
+        t = self.chain.undo(stored, *types[-1], lean=lean) if self.chain.steps else stored
+        own = bool(self.chain.steps)
         for value, before in zip(reversed(self.values), reversed(types[:-1]), strict=True):
-            t = value.undo(t, *before, others)
+            if lean and own and value.by_rows:
+                undo_in_place(value, t, before.dtype, others)
+            else:
+                t = value.undo(t, *before, others)
         return t
 
     def to_json(self) -> dict[str, Any]:
@@ -207,18 +236,20 @@ class Recipe:
             new = frozenset(read for output in sources for read in output.reads)
         return found
 
-    def restore(self, stored: Tensors, experts: int, roles: Iterable[str] | None = None) -> dict[str, Tensor]:
+    def restore(
+        self, stored: Tensors, experts: int, roles: Iterable[str] | None = None, *, lean: bool = False
+    ) -> dict[str, Tensor]:
         """The canonical tensors of a batch of `experts` from its `stored` tensors.
 
         Those of `lossy` roles are the weights that replaced the original ones. With `roles`, only these and
-        the ones that they are restored with; `stored` need not have more.
+        the ones that they are restored with; `stored` need not have more. `lean` as in `Chain.apply`.
         """
         wanted = frozenset(self.shapes) if roles is None else self.restored_with(roles)
         canonical = {role: stored[self.side(role)] for role in self.kept if role in wanted}
         for role, name in self._restored_from.items():
             if role in wanted:
                 batch_type = self.shapes[role].with_first_axis(experts)
-                canonical[role] = self.outputs[name].undo(stored[name], *batch_type, canonical)
+                canonical[role] = self.outputs[name].undo(stored[name], *batch_type, canonical, lean=lean)
         return canonical
 
     def source_of(self, role: str) -> str:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from ...files.tensor_table import TensorType
 from ...lazy_torch import Tensor, torch
 from .transforms import Shape
-from .value_steps import ExactStep, SourceKept, Statistics, Tensors, named, need
+from .value_steps import ExactStep, RowByRow, SourceKept, Statistics, Tensors, named, need, some_rows
 
 _BIAS = 127
 """Exponent bias of E8M0."""
@@ -28,7 +28,7 @@ def _each_code(t: Tensor, bits: int, change: Tensor) -> Tensor:
 
 @named("distance_bytes")
 @dataclass(frozen=True)
-class DistanceBytes(ExactStep):
+class DistanceBytes(RowByRow):
     """8-bit codes u with zero point z as sign and distance: u - z for u >= z, else 255 - u.
 
     `zero` is the role with the zero points; without one, z is 128.
@@ -60,7 +60,7 @@ class DistanceBytes(ExactStep):
 
 @named("sign_magnitude")
 @dataclass(frozen=True)
-class SignMagnitude(ExactStep):
+class SignMagnitude(RowByRow):
     """Offset codes ``q + 2**(bits - 1)`` as sign and magnitude; refused where a q has no opposite."""
 
     bits: int
@@ -188,12 +188,16 @@ class FusedCodes(_OfFusedScales):
         return TensorType(dtype, shape)
 
     def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
-        scale = others[self.scale].to(torch.int16)
-        raised = (_smallest(scale, self.octaves) - scale).clamp(0, _SMALL).unsqueeze(-1).int()
+        every, result = others[self.scale], torch.empty_like(t)
+        least = _smallest(every, self.octaves)
         table = torch.tensor(_raised_codes(), dtype=torch.uint8, device=t.device).flatten()
-        grouped = t.reshape(*scale.shape, -1)
-        low, high = (table[(raised << 4) + code.int()] for code in (grouped & 15, grouped >> 4))
-        return (low | high << 4).reshape(t.shape)
+        for rows in some_rows(t):
+            scale = every[:, rows].to(torch.int16)
+            raised = (least - scale).clamp(0, _SMALL).unsqueeze(-1).int()
+            grouped = t[:, rows].reshape(*scale.shape, -1)
+            low, high = (table[(raised << 4) + code.int()] for code in (grouped & 15, grouped >> 4))
+            result[:, rows] = (low | high << 4).flatten(2)
+        return result
 
 
 _SMALL = 8

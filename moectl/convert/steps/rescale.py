@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ...files.tensor_table import TensorType
 from ...lazy_torch import Tensor, torch
 from .transforms import DTYPES, Shape
-from .value_steps import ExactStep, ExpertStatistic, SourceKept, Statistics, Tensors, named, need
+from .value_steps import ExactStep, ExpertStatistic, RowByRow, SourceKept, Statistics, Tensors, named, need
 
 E4M3_LARGEST = 448.0
 _INT16_UNIT = 4096
@@ -192,7 +192,7 @@ class Largest4096th(SourceKept):
 
 @named("distance_codes")
 @dataclass(frozen=True)
-class DistanceCodes(ExactStep):
+class DistanceCodes(RowByRow):
     """4-bit codes u with zero point z in sign-magnitude form: u - z for u >= z, else 15 - u.
 
     `zero` is the role with the zero points; without one, z is 8.
@@ -272,6 +272,10 @@ class S0E5M3(_RescaledByMaximum):
     def output_type(self, dtype: str, shape: Shape) -> TensorType:
         need(dtype == "U8", f"{self} needs E4M3 bytes, got {dtype}.")
         return TensorType(dtype, shape)
+
+    @property
+    def by_rows(self) -> bool:
+        return True
 
     def apply(self, t: Tensor, others: Tensors, statistics: Statistics) -> Tensor:
         scale = t.view(torch.float8_e4m3fn).float()

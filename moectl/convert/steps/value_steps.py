@@ -9,7 +9,7 @@ can be restored bit for bit; an `exact` step is undone instead. A step that repl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -46,9 +46,15 @@ class ExpertStatistic:
 
 Statistics = Mapping[ExpertStatistic, Tensor]
 
+
+def _largest_e4m3(t: Tensor) -> Tensor:
+    parts = torch.split(t.reshape(-1), 1 << 18)
+    return torch.stack([part.view(torch.float8_e4m3fn).float().amax() for part in parts]).amax()
+
+
 STATISTICS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "max": lambda t: t.amax(),
-    "max_e4m3": lambda t: t.view(torch.float8_e4m3fn).float().amax(),
+    "max_e4m3": lambda t: _largest_e4m3(t),
 }
 """Maxima over a batch of experts by kind: of the values, and of bytes that are E4M3 numbers, as float32."""
 
@@ -75,6 +81,10 @@ class ValueStep(Protocol):
     @property
     def lossy(self) -> bool:
         """True when it loses information and its input is not kept."""
+
+    @property
+    def by_rows(self) -> bool:
+        """True when a row of the result, of the input's type, follows from that row of all it reads."""
 
     def output_type(self, dtype: str, shape: Shape) -> TensorType:
         """The result's type for an input of `shape` and `dtype`; CheckpointError if it does not fit."""
@@ -105,6 +115,10 @@ class ExactStep:
     def lossy(self) -> bool:
         return False
 
+    @property
+    def by_rows(self) -> bool:
+        return False
+
     def output_type(self, dtype: str, shape: Shape) -> TensorType:
         return TensorType(dtype, shape)
 
@@ -118,6 +132,38 @@ class SourceKept(ExactStep):
 
     def undo(self, t: Tensor, dtype: str, shape: Shape, others: Tensors) -> Tensor:
         raise AssertionError(f"{self} has no inverse: its input is kept")
+
+
+class RowByRow(ExactStep):
+    """Defaults of steps that are `by_rows`."""
+
+    @property
+    def by_rows(self) -> bool:
+        return True
+
+
+ROWS_AT_ONCE = 32
+"""Into how many parts the rows of a tensor are divided that changes in place, if it has so many."""
+
+
+def apply_in_place(step: ValueStep, t: Tensor, others: Tensors, statistics: Statistics) -> None:
+    """Replaces `t` by what a step that is `by_rows` makes of it, some rows at a time to save memory."""
+    for rows in some_rows(t):
+        read = {role: others[role][:, rows] for role in step.reads}
+        t[:, rows] = step.apply(t[:, rows].contiguous(), read, statistics)
+
+
+def undo_in_place(step: ValueStep, t: Tensor, dtype: str, others: Tensors) -> None:
+    """Undoes `apply_in_place`."""
+    for rows in some_rows(t):
+        read, some = {role: others[role][:, rows] for role in step.reads}, t[:, rows].contiguous()
+        t[:, rows] = step.undo(some, dtype, tuple(some.shape), read)
+
+
+def some_rows(t: Tensor) -> Iterator[slice]:
+    """The rows of ``[experts, rows, ...]`` in parts."""
+    size = -(-t.shape[1] // ROWS_AT_ONCE)
+    return (slice(first, first + size) for first in range(0, t.shape[1], size))
 
 
 VALUE_STEPS: dict[str, type[ValueStep]] = {}

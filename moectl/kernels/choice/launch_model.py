@@ -64,7 +64,7 @@ class GemmWork(NamedTuple):
         bytes: weights and scales of the active experts.
         again: those that further token tiles of an expert read again.
         programs: (token tile, row tile) pairs, times the split.
-        tiles: 64x64 tiles of weights in one.
+        tiles: 64x64 tiles of weights that one computes, in whole steps.
         steps: of its loop.
         width: average tokens of a token tile.
         resident: programs per multiprocessor by shared memory.
@@ -208,12 +208,13 @@ def _gemm_work(
     n: int, k: int, nbytes: float, again: float, shape: GemmShape, tiles: float, width: float, idle: float
 ) -> GemmWork:
     columns, programs = -(-k // 64), -(-n // shape.rows) * shape.split
+    steps = math.ceil(columns / shape.split / shape.step)
     return GemmWork(
         nbytes,
         again,
         tiles * programs,
-        shape.rows / 64 * columns / shape.split,
-        math.ceil(columns / shape.split / shape.step),
+        shape.rows / 64 * steps * shape.step,
+        steps,
         width,
         shape.resident,
         shape.copied * columns / shape.split,

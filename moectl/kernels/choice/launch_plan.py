@@ -1,4 +1,8 @@
-"""Which launches a layer takes by the model of time: a few, each for a range of numbers of tokens."""
+"""Which launches a layer takes: a few, each for a range of numbers of tokens.
+
+They are chosen by the model of time, and by what was measured of this very layer where there are such rows:
+a row says which launch was the fastest, and the model how much longer others take.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ from ...problem.moe_problem import MoEProblem
 from .launch import Launch
 from .launch_model import GpuRates, fitted, load_of, seconds, work_of
 from .launch_shape import LaunchShape
-from .launch_table import TokenSpread
+from .launch_table import GpuModel, TokenSpread, own_rows
 from .mid_launches import MID_TILES
 from .prefill_launches import PREFILL_TILES
 from .stream_launches import STREAM_TILES
-from .tile_family import TileFamily
+from .tile_family import TileFamily, launch_of
 from .warpwise_launches import WARPWISE_TILES
 
 MODELLED: Mapping[str, TileFamily] = {
@@ -38,14 +42,25 @@ take the launch of this one."""
 SIZES = tuple(sorted({round(2 ** (half / 2)) for half in range(2 * int(math.log2(MOST_TOKENS)) + 1)}))
 """Numbers of tokens at which launches are compared, two for each power of two."""
 
-MOST_GEMM_BINARIES = 9
-"""Compiled GEMMs of a layer over all numbers of tokens. Sorts, plans and sums come in addition: about 14."""
+MOST_GEMM_BINARIES = 10
+"""Compiled GEMMs of a layer over all numbers of tokens. Lists of assignments and sums are two more."""
+
+MOST_IF_MEASURED = 14
+"""The same for a layer with measured launches: with fewer, some of the fastest would have to be left out."""
 
 SEVERITY = 2.0
 """How much more a large loss counts than several small ones: one launch far from the fastest is noticed."""
 
-WORTH = 0.004
+WORTH = 0.001
 """Mean gain of predicted time over all `SIZES` for which another launch is added."""
+
+UNMEASURED = 1.02
+"""Least ratio of another launch's time to that of the one that a row says was the fastest: the model may
+predict that the other takes as long or less, but it was not measured to."""
+
+SINGLE = 4.0
+"""How much losses at one token count: decoding a single sequence is what latency is judged by, and there a
+launch for two tokens that the model sees no difference in took 6% longer (gpt-oss on an H200)."""
 
 UNFITTED = 10.0
 """Loss of a launch where it was not fitted: beyond that of any that was."""
@@ -64,6 +79,23 @@ class CandidateLaunch(NamedTuple):
     shape: LaunchShape
     tokens_per_expert: tuple[float, float]
 
+    @staticmethod
+    def of(problem: MoEProblem, launch: Launch) -> CandidateLaunch | None:
+        """The candidate of a launch; None if its family is not one of `MODELLED`."""
+        family = MODELLED.get(launch.family)
+        if family is None or family.shape is None:
+            return None
+        return CandidateLaunch(launch, family.shape(problem, launch.tile), family.tokens_per_expert)
+
+    def suits(self, tokens: int, per_expert: float) -> bool:
+        """Whether it was fitted for `per_expert` tokens of active experts, at `tokens` in all.
+
+        At one token no expert has two: tiles of more than two compute columns for nothing then, and were up
+        to 20% slower than predicted.
+        """
+        fewest, most = self.tokens_per_expert
+        return fewest <= per_expert <= most and (tokens > 1 or max(self.shape.widths, default=0) <= 2)
+
     @property
     def binaries(self) -> frozenset[object]:
         """Its compiled GEMMs; those of equal shapes are one, which launches share."""
@@ -79,12 +111,10 @@ class Plan(NamedTuple):
     Attributes:
         most: largest number of tokens of each range, in ascending order.
         launches: the launch of each range, and of more tokens.
-        us: predicted microseconds at the last of `SIZES` of each range.
     """
 
     most: tuple[int, ...]
     launches: tuple[Launch, ...]
-    us: tuple[float, ...]
 
     def launch(self, tokens: int) -> Launch:
         """The launch for `tokens` tokens."""
@@ -93,51 +123,76 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=256)
 def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> Plan | None:
-    """The launches of a layer by the model of time; None if it does not know the GPU or the weight format."""
+    """The launches of a layer; None if the model of time does not know the GPU or the weight format."""
     if capability != FITTED_CAPABILITY:
         return None
-    candidates = []
+    candidates = {}
     for name, family in MODELLED.items():
-        if family.shape is None:
-            continue
         for tile in family.candidates(problem):
-            shape = family.shape(problem, tile)
-            if fitted(name, shape, problem.scheme.weight) and not family.fits(problem, tile):
-                candidates.append(CandidateLaunch(Launch(name, tile), shape, family.tokens_per_expert))
-    return plan(problem, gpu, candidates)
+            made = CandidateLaunch.of(problem, Launch(name, tile))
+            if made and fitted(name, made.shape, problem.scheme.weight) and not family.fits(problem, tile):
+                candidates[made.launch] = made
+    fastest = [_measured(problem, tokens, GpuModel(capability, gpu.sms)) for tokens in SIZES]
+    candidates |= {measured.launch: measured for measured in fastest if measured}
+    indices = {launch: index for index, launch in enumerate(candidates)}
+    return plan(problem, gpu, [*candidates.values()], [indices[it.launch] if it else None for it in fastest])
 
 
-def plan(problem: MoEProblem, gpu: GpuRates, candidates: Sequence[CandidateLaunch]) -> Plan | None:
+def _measured(problem: MoEProblem, tokens: int, gpu: GpuModel) -> CandidateLaunch | None:
+    """The launch that was measured for this very layer near `tokens` tokens and can run, if any."""
+    for row in own_rows(problem, tokens, gpu):
+        launch = launch_of(MODELLED, row.family, row.tile)
+        if launch and not MODELLED[row.family].fits(problem, launch.tile):
+            return CandidateLaunch.of(problem, launch)
+    return None
+
+
+def plan(
+    problem: MoEProblem,
+    gpu: GpuRates,
+    candidates: Sequence[CandidateLaunch],
+    measured: Sequence[int | None] = (None,) * len(SIZES),
+) -> Plan | None:
     """The launches of a layer; None if there is a number of tokens for which no candidate was fitted.
 
-    They are few, within `MOST_GEMM_BINARIES`: those whose fastest is nearest to the fastest of all
-    candidates, on average over `SIZES`. All candidates are of fitted families and formats.
+    They are few, within `MOST_GEMM_BINARIES` or `MOST_IF_MEASURED`: those whose fastest is nearest to the
+    fastest of all candidates, on average over `SIZES`.
+
+    Args:
+        candidates: those of unfitted families or formats are only taken where they are `measured`.
+        measured: for each of `SIZES` the candidate that was measured to be the fastest there, if any was.
     """
     us = _predicted(problem, gpu, candidates)
     fastest = [min(times, default=math.inf) for times in zip(*us, strict=True)]
     if not fastest or not all(map(math.isfinite, fastest)):
         return None
+    # What a measured launch takes by the model, since it is the model that compares the others with it.
+    reference = [
+        time if row is None or us[row][i] == math.inf else us[row][i]
+        for i, (time, row) in enumerate(zip(fastest, measured, strict=True))
+    ]
     # A loss for each candidate at each number of tokens.
     losses = [
         [
-            UNFITTED if time == math.inf else _loss(time / best)
-            for time, best in zip(times, fastest, strict=True)
+            _loss_beside(time / best, row, index) * (SINGLE if tokens == 1 else 1.0)
+            for tokens, time, best, row in zip(SIZES, times, reference, measured, strict=True)
         ]
-        for times in us
+        for index, times in enumerate(us)
     ]
-    chosen = _chosen(losses, [candidate.binaries for candidate in candidates])
-    times = list(zip(*(us[index] for index in chosen), strict=True))
-    best = [min(each) for each in times]
-    if not best or not all(map(math.isfinite, best)):
+    known = any(row is not None for row in measured)
+    most_gemms = MOST_IF_MEASURED if known else MOST_GEMM_BINARIES
+    chosen = _chosen(losses, [candidate.binaries for candidate in candidates], most_gemms)
+    least = [list(each) for each in zip(*(losses[index] for index in chosen), strict=True)]
+    if not least or max(map(min, least)) >= UNFITTED:
         return None
-    picks = [chosen[indexOf(each, least)] for each, least in zip(times, best, strict=True)]
+    picks = [chosen[indexOf(each, min(each))] for each in least]
     ends = [i for i, pick in enumerate(picks) if i + 1 == len(picks) or picks[i + 1] != pick]
     # Between two sizes the launch of the nearer one is taken.
     most = [
         SIZES[i] if i + 1 == len(SIZES) else max(SIZES[i], int(math.sqrt(SIZES[i] * SIZES[i + 1])))
         for i in ends
     ]
-    return Plan(tuple(most), tuple(candidates[picks[i]].launch for i in ends), tuple(best[i] for i in ends))
+    return Plan(tuple(most), tuple(candidates[picks[i]].launch for i in ends))
 
 
 def _predicted(
@@ -149,17 +204,27 @@ def _predicted(
     predicted = []
     for candidate in candidates:
         of = fitted(candidate.launch.family, candidate.shape, problem.scheme.weight)
-        assert of is not None
-        low, high = candidate.tokens_per_expert
+        if of is None:
+            predicted.append([math.inf] * len(SIZES))
+            continue
         predicted.append(
             [
                 1e6 * seconds(work_of(load, candidate.shape), gpu, of)
-                if low <= per_expert <= high
+                if candidate.suits(tokens, per_expert)
                 else math.inf
-                for load, per_expert in zip(loads, spread, strict=True)
+                for tokens, load, per_expert in zip(SIZES, loads, spread, strict=True)
             ]
         )
     return predicted
+
+
+def _loss_beside(ratio: float, measured: int | None, index: int) -> float:
+    """`_loss` of the candidate `index`, which takes `ratio` times as long as the reference by the model."""
+    if measured == index:
+        return 0.0
+    if ratio == math.inf:
+        return UNFITTED
+    return _loss(ratio if measured is None else max(ratio, UNMEASURED))
 
 
 def _loss(ratio: float) -> float:
@@ -172,18 +237,18 @@ Losses = Sequence[Sequence[float]]
 """Of each candidate, at each number of tokens."""
 
 
-def _chosen(losses: Losses, binaries: Sequence[frozenset[object]]) -> list[int]:
-    """Candidates whose least loss is small on average, within the limit.
+def _chosen(losses: Losses, binaries: Sequence[frozenset[object]], limit: int) -> list[int]:
+    """Candidates whose least loss is small on average, with at most `limit` binaries.
 
     They are added one after another, each the one that gains most, then exchanged while that gains more.
     """
     chosen: list[int] = []
-    while (added := _best_candidate(losses, chosen, binaries)) is not None:
+    while (added := _best_candidate(losses, chosen, binaries, limit)) is not None:
         chosen.append(added)
     for _ in range(len(chosen)):
         before = chosen.copy()
         for i, index in enumerate(chosen):
-            better = _best_candidate(losses, chosen[:i] + chosen[i + 1 :], binaries)
+            better = _best_candidate(losses, chosen[:i] + chosen[i + 1 :], binaries, limit)
             chosen[i] = index if better is None else better
         if chosen == before:
             break
@@ -191,7 +256,7 @@ def _chosen(losses: Losses, binaries: Sequence[frozenset[object]]) -> list[int]:
 
 
 def _best_candidate(
-    losses: Losses, chosen: Sequence[int], binaries: Sequence[frozenset[object]]
+    losses: Losses, chosen: Sequence[int], binaries: Sequence[frozenset[object]], limit: int
 ) -> int | None:
     """The candidate that gains most beside those `chosen`; None if none gains `WORTH` within the limit."""
     compiled = frozenset[object]().union(*(binaries[index] for index in chosen))
@@ -200,7 +265,7 @@ def _best_candidate(
         best = list(map(min, best, losses[index]))
     now = sum(best)
     gains = [
-        (now - sum(map(min, best, loss))) / len(best) if len(compiled | own) <= MOST_GEMM_BINARIES else 0.0
+        (now - sum(map(min, best, loss))) / len(best) if len(compiled | own) <= limit else 0.0
         for loss, own in zip(losses, binaries, strict=True)
     ]
     most = max(gains)

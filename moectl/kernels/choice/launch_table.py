@@ -1,10 +1,11 @@
 """The table of measured launches that ships with the package (``launches.json``), and its lookup.
 
-An entry is one layer on one GPU, measured by ``scripts/tune_kernels``; its rows are the fastest kernel family
-and tile at a number of tokens. They are used for that very layer (`own_rows`); others take what the model of
-time predicts (``launch_plan``). Where that does not know the format or the GPU, they take the nearest row of
-a GPU of the same capability (`nearest`), by weight format, sizes, number of active experts and tokens per
-expert. Launches that `moectl tune` measured for the same layer on the same machine come first (`tuned`).
+An entry is one layer on one GPU, measured by ``scripts/tune_kernels``; its rows are the fastest kernel
+family and tile at a number of tokens. A layer takes what the model of time predicts, and of its own rows
+(`own_rows`) as many as share few compiled kernels (``launch_plan``). Where the model does not know the
+format or the GPU, it takes its own rows, else the nearest row of a GPU of the same capability (`nearest`),
+by weight format, sizes, number of active experts and tokens per expert. Launches that `moectl tune`
+measured for the same layer on the same machine come first (`tuned`).
 """
 
 from __future__ import annotations

@@ -53,15 +53,13 @@ def shipped_launch(
     rates: GpuRates,
     runnable: Callable[[MeasuredLaunch], Launch | None],
 ) -> Launch | None:
-    """The launch that was measured for this very layer, else one by the model of time; None without either.
+    """A launch of the layer's plan, else the one that was measured for this very layer; None without either.
 
     `runnable` gives the launch of a measured row, or None if it cannot run.
     """
-    for row in own_rows(problem, tokens, gpu):
-        if launch := runnable(row):
-            return launch
-    plan = planned(problem, rates, gpu.capability)
-    return plan.launch(tokens) if plan else None
+    if plan := planned(problem, rates, gpu.capability):
+        return plan.launch(tokens)
+    return next(filter(None, map(runnable, own_rows(problem, tokens, gpu))), None)
 
 
 @lru_cache(maxsize=64)

@@ -178,6 +178,8 @@ PROMISING: tuple[tuple[int, int, StreamShape, StreamShape, int, int], ...] = (
     (1, 0, WIDE_DEEP, WIDE_TALL, 1, 0),
     (1, 0, TALL, WIDE_DEEP, 1, 0),
     (1, 0, WIDE_DEEP, DEEP_HALVES, 1, 0),
+    (1, 0, WIDE_DEEP, WIDE_DEEP, 4, 0),
+    (1, 0, DEEP_HALVES, WIDE_DEEP, 8, 0),
     (1, 0, DEEP_HALVES, TALL, 1, 0),
     (1, 0, QUARTERS, StreamShape(1, 4, 1, 4, 2), 1, 0),
     (1, 0, QUARTERS, WIDE, 1, 0),

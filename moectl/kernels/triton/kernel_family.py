@@ -235,8 +235,8 @@ def accept_scales(layers: Sequence[PreparedMoE], scales: Sequence[tuple[str, Ten
     `Runner.refit` of kernels that are chosen by the exponents of a layer's scales; waits for the GPU once
     for these. MXFP8 codes may be among `scales` (`Runner.refit_codes`): kernels for numbers keep no NaN.
     """
-    of_tiles = [p for p in layers if isinstance(p.derived.get(LAYER), KernelLayer)]
-    made: list[KernelLayer] = [p.derived[LAYER] for p in of_tiles]
+    derived = (prepared.derived.get(LAYER) for prepared in layers)
+    made = [layer for layer in derived if isinstance(layer, KernelLayer)]
     codes = [(role, t) for role, t in scales if f"{role}_scale" in MATRICES]
     if any(
         MATRICES[f"{role}_scale"](layer).numbers and not are_numbers(t) for layer in made for role, t in codes
@@ -256,14 +256,38 @@ def accept_scales(layers: Sequence[PreparedMoE], scales: Sequence[tuple[str, Ten
                     f"kernels were launched that are right for scales from 2^{allowed.start - 127} to below "
                     f"2^{allowed.stop - 127}, got 2^{found[0] - 127} to below 2^{found[1] - 126}"
                 )
-    for prepared in of_tiles:
-        for role, found in new:
-            layer: KernelLayer = prepared.derived[LAYER]
-            if found is not None and found[0] <= found[1]:
-                w13 = _wider(layer.w13, found) if role == "w13_scale" else layer.w13
-                w2 = _wider(layer.w2, found) if role == "w2_scale" else layer.w2
-                prepared.derived[LAYER] = KernelLayer(layer.problem, w13, w2)
+    remember_exponents(layers, {role: found for role, found in new if found is not None})
     return ""
+
+
+def exponents_accepted(layers: Sequence[PreparedMoE], role: str) -> range:
+    """The exponents of new scales `role` that `accept_scales` lets pass: `Runner.refit_exponents`."""
+    low, stop = 0, 256
+    for prepared in layers:
+        layer = prepared.derived.get(LAYER)
+        if isinstance(layer, KernelLayer) and role in MATRICES:
+            for allowed in MATRICES[role](layer).relied_on:
+                low, stop = max(low, allowed.start), min(stop, allowed.stop)
+    return range(low, stop)
+
+
+def remember_exponents(layers: Sequence[PreparedMoE], found: Mapping[str, tuple[int, int]]) -> None:
+    """Widens the ranges of exponents of `layers` by those of new scales, by role: `Runner.refit_found`.
+
+    Where the least is beyond the largest, there are none.
+    """
+    for prepared in layers:
+        layer = prepared.derived.get(LAYER)
+        if not isinstance(layer, KernelLayer):
+            continue
+        made = layer
+        for role, bounds in found.items():
+            if bounds[0] <= bounds[1]:
+                w13 = _wider(made.w13, bounds) if role == "w13_scale" else made.w13
+                w2 = _wider(made.w2, bounds) if role == "w2_scale" else made.w2
+                if w13 is not made.w13 or w2 is not made.w2:
+                    made = KernelLayer(made.problem, w13, w2)
+        prepared.derived[LAYER] = made
 
 
 MATRICES: Mapping[str, Callable[[KernelLayer], KernelMatrix]] = {

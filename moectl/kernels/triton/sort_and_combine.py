@@ -1,40 +1,43 @@
-"""The steps around a layer's GEMMs: sorting assignments by expert, and summing each token's expert outputs.
+"""The steps around a layer's GEMMs: lists of assignments by expert, and the sum of a token's expert outputs.
 
-Grids depend on sizes only, nothing is copied from the GPU, and sums have a fixed order.
+Grids depend on sizes only, nothing is copied from the GPU, and sums have a fixed order. A layer has one
+compiled form of each kernel for all numbers of tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
 from torch import Tensor
 
+from ..choice.launch import token_tiles
 from . import sort_and_combine_kernels as kernels
 from .kernel_family import ExpertOrder, KernelCall
 
 INTERPRETED = not isinstance(kernels._combine_kernel, triton.runtime.JITFunction)
 """True under ``TRITON_INTERPRET=1``: for tests, kernels run on the CPU, slowly."""
 
-SIZES = (64, 512, 2048)
-"""Sizes to which a number of assignments is rounded up: each is another kernel to compile."""
+FEW, MOST_READ = 2048, 1 << 19
+"""Maximum numbers of assignments that are listed in one launch, and of ids that its programs read, for each
+expert's reads all of them. More take three launches, and are counted in blocks."""
 
-FEW = SIZES[-1]
-"""Maximum number of assignments for which each expert's program reads all ids; more are counted in blocks."""
+CHUNK = 512
+"""Assignments that a program of few assignments reads at once."""
 
 BLOCK = 128
 """Assignments per block; they are ranked by comparing all pairs."""
 
+EXPERTS_AT_ONCE, BLOCKS_AT_ONCE = 8, 256
+"""Columns and rows of the counts that one program adds up at a time."""
+
 ROWS = 256
 """Rows of a batch that one program lists."""
 
-ZEROED = 16
-"""Tokens that one program looks at, to zero the output of those without an expert."""
-
-EXPERTS_AT_ONCE, BLOCKS_AT_ONCE = 8, 256
-"""Columns and rows of the counts that one program adds up at a time."""
+PAIRS = 512
+"""Pairs of columns of a token that one program reorders."""
 
 
 def launch_options() -> dict[str, Any]:
@@ -46,23 +49,185 @@ def launch_options() -> dict[str, Any]:
     return {"PDL": False}
 
 
+@dataclass(frozen=True)
+class TokenTiles:
+    """A call's assignments sorted by expert, and split into tiles of one expert each.
+
+    Attributes:
+        slots: the sorted assignments; only those of experts are written.
+        offsets: ``[experts + 1]``, the first position of each expert in `slots`.
+        tiles: ``[bound, 4]`` int32, expert by expert. Split evenly: expert, first position, tokens, 0. In
+            units of 16 tokens: expert, first position, end, units; those of an expert differ by one at most.
+        count: the number of tiles, and two zeros.
+    """
+
+    slots: Tensor
+    offsets: Tensor
+    tiles: Tensor
+    count: Tensor
+
+    @property
+    def bound(self) -> int:
+        """Upper bound on the number of tiles, which depends on sizes only."""
+        return len(self.tiles)
+
+
+def token_tiles_of(
+    call: KernelCall, experts: int, tokens: int, split: Literal["evenly", "in units"] = "evenly"
+) -> TokenTiles:
+    """Lists the tiles of a call, of up to `tokens` tokens each; for tiles in units a multiple of 16."""
+    slots, offsets = call.order or _new_order(call.ids, experts)
+    bound = token_tiles(call.assignments, experts, tokens)
+    # The counters' 16 bytes come first, so that the tiles are aligned.
+    lists = call.ids.new_empty(4 + 4 * bound + _scratch(call.assignments, experts))
+    count, tiles = lists[:3], lists[4 : 4 + 4 * bound].view(bound, 4)
+    wanted = _Wanted(
+        kernels.EVEN_TILES if split == "evenly" else kernels.UNIT_TILES, tokens, bound, tiles, count
+    )
+    _list(call.ids, slots, offsets, experts, wanted, lists[4 + 4 * bound :], call.order)
+    return TokenTiles(slots, offsets, tiles, count)
+
+
+def records_of(ids: Tensor, experts: int, tokens: int, order: ExpertOrder | None = None) -> Tensor:
+    """Records ``[records, 8 + tokens]`` int32 of the assignments `ids`, each up to `tokens` of one expert.
+
+    A record is (expert, assignments, 0, 5 unused, slots), in the order of experts, and slots ascend; unused
+    records have expert -1 and no assignments.
+
+    Args:
+        tokens: a power of two.
+        order: the sorted assignments, if they are known.
+    """
+    return _records(ids, experts, tokens, order, None)
+
+
+def records_and_reordered(
+    ids: Tensor, experts: int, tokens: int, x: Tensor, columns: int, order: ExpertOrder | None = None
+) -> tuple[Tensor, Tensor]:
+    """`records_of`, and 16-bit `x` padded to `columns` columns in the order of the kernels' `_order`.
+
+    `x` and `columns` are whole pairs of columns.
+    """
+    out = x.new_empty(len(x), columns)
+    return _records(ids, experts, tokens, order, (x, out)), out
+
+
+def _records(
+    ids: Tensor, experts: int, tokens: int, order: ExpertOrder | None, reorder: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    bound, words = token_tiles(ids.numel(), experts, tokens), 8 + tokens
+    size = triton.cdiv(bound * words, 4) * 4  # what follows is aligned
+    lists = ids.new_empty(size + _scratch(ids.numel(), experts))
+    records = lists[: bound * words].view(bound, words)
+    wanted = _Wanted(kernels.RECORDS, tokens, bound, records, records)
+    # The slots are in the records.
+    _list(ids, records, order[1] if order else records, experts, wanted, lists[size:], order, reorder)
+    return records
+
+
 def sort_by_expert(ids: Tensor, experts: int) -> ExpertOrder:
     """Slots ``[T]`` stably sorted by expert, and the offset of each expert's first slot, ``[experts + 1]``.
 
-    One launch for up to `FEW` assignments, three for more.
+    One launch for few assignments, three for more.
 
     Args:
         ids: ``[T]`` int32, flat; ids outside ``[0, experts)`` are skipped, so that only the first
             ``offsets[experts]`` slots are written.
     """
-    slots, offsets = ids.new_empty(ids.numel()), ids.new_empty(experts + 1)
-    (_sort_few if ids.numel() <= FEW else _sort_many)(ids, slots, offsets, experts)
+    slots, offsets = _new_order(ids, experts)
+    scratch = ids.new_empty(_scratch(ids.numel(), experts))
+    _list(ids, slots, offsets, experts, _Wanted(kernels.NOTHING, 1, 0, slots, slots), scratch)
     return slots, offsets
 
 
 def order_of(call: KernelCall, experts: int) -> ExpertOrder:
     """The call's `order` if it has one; otherwise its assignments are sorted."""
     return call.order or sort_by_expert(call.ids, experts)
+
+
+def _new_order(ids: Tensor, experts: int) -> ExpertOrder:
+    return ids.new_empty(ids.numel()), ids.new_empty(experts + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is cut from the order: the kernels' KIND, most tokens of a tile, and where tiles and COUNT go."""
+
+    kind: Any
+    tokens: int
+    bound: int
+    tiles: Tensor
+    count: Tensor
+
+
+def _few(assignments: int, experts: int) -> bool:
+    """Whether assignments are listed in one launch."""
+    return assignments <= FEW and assignments * experts <= MOST_READ
+
+
+def _scratch(assignments: int, experts: int) -> int:
+    """Words of the counts by block and expert.
+
+    They are part of the allocation that holds the lists: what runs beside the last launch must not get them.
+    """
+    return 4 if _few(assignments, experts) else (triton.cdiv(assignments, BLOCK) + 1) * experts
+
+
+def _list(
+    ids: Tensor,
+    listed: Tensor,
+    offsets: Tensor,
+    experts: int,
+    wanted: _Wanted,
+    scratch: Tensor,
+    order: ExpertOrder | None = None,
+    reorder: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Launches what lists `ids`; see `sort_and_combine_kernels._list_kernel`."""
+    t = ids.numel()
+    blocks = triton.cdiv(t, BLOCK)
+    jobs = [(kernels.GIVEN if order else kernels.FEW, experts)]
+    if order is None and not _few(t, experts):
+        jobs = [
+            (kernels.COUNTED, blocks),
+            (kernels.PLACED, triton.cdiv(experts, EXPERTS_AT_ONCE)),
+            (kernels.SCATTERED, blocks + experts),
+        ]
+    x, out, pieces = ids, ids, 0
+    if reorder is not None:
+        x, out = (tensor.view(torch.int32) for tensor in reorder)
+        pieces = len(x) * triton.cdiv(out.shape[1], PAIRS)
+    for number, (job, lists) in enumerate(jobs, 1):
+        last = pieces if number == len(jobs) else 0
+        kernels._list_kernel[(lists + last,)](
+            order[0] if order else ids,
+            scratch,
+            listed,
+            offsets,
+            wanted.tiles,
+            wanted.count,
+            x,
+            out,
+            t,
+            job.value,
+            blocks,
+            lists,
+            wanted.kind.value,
+            wanted.tokens,
+            wanted.tokens.bit_length() - 1,
+            wanted.bound,
+            out.shape[-1],
+            x.shape[-1],
+            E=experts,
+            EPAD=max(16, triton.next_power_of_2(experts)),
+            CHUNK=CHUNK,
+            BT=BLOCK,
+            BE=EXPERTS_AT_ONCE,
+            BB=BLOCKS_AT_ONCE,
+            BK=PAIRS,
+            num_warps=4,
+            **launch_options(),
+        )
 
 
 def order_of_counts(counts: Tensor, most: int) -> tuple[Tensor, Tensor, ExpertOrder]:
@@ -90,43 +255,11 @@ def order_of_counts(counts: Tensor, most: int) -> tuple[Tensor, Tensor, ExpertOr
     return ids, weights, (slots, offsets)
 
 
-def _sort_few(ids: Tensor, slots: Tensor, offsets: Tensor, experts: int) -> None:
-    t = ids.numel()
-    block = next(size for size in SIZES if t <= size)
-    warps = min(4, block // 64)
-    kernels._sort_few_kernel[(experts,)](
-        ids, slots, offsets, t, E=experts, BT=block, num_warps=warps, **launch_options()
-    )
+COLUMNS = 256
+"""Columns that a program of the sum, which is one warp, adds up at a time."""
 
-
-def _sort_many(ids: Tensor, slots: Tensor, offsets: Tensor, experts: int) -> None:
-    t = ids.numel()
-    blocks = triton.cdiv(t, BLOCK)
-    counts, totals = ids.new_empty(blocks, experts), ids.new_empty(experts)
-    options = {"E": experts, **launch_options()}
-    bins = max(16, triton.next_power_of_2(experts))
-    kernels._count_kernel[(blocks,)](ids, counts, t, BINS=bins, BT=BLOCK, num_warps=1, **options)
-    kernels._place_kernel[(triton.cdiv(experts, EXPERTS_AT_ONCE),)](
-        counts, totals, blocks, BE=EXPERTS_AT_ONCE, BB=BLOCKS_AT_ONCE, **options
-    )
-    kernels._scatter_kernel[(blocks,)](ids, counts, totals, slots, offsets, t, BINS=bins, BT=BLOCK, **options)
-
-
-@dataclass(frozen=True, slots=True)
-class CombineLaunch:
-    """A launch of the sum: tokens (`rows`), columns of the hidden size and warps per program."""
-
-    rows: int
-    columns: int
-    warps: int
-
-
-SUMS: tuple[tuple[float, CombineLaunch], ...] = (
-    (16, CombineLaunch(1, 256, 1)),
-    (64, CombineLaunch(1, 512, 4)),
-    (float("inf"), CombineLaunch(1, 2048, 8)),
-)
-"""(maximum tokens, launch); the first match is used. Measured on an H200."""
+PROGRAMS = 1 << 15
+"""Programs of the sum above which those of a token take several columns' turns each."""
 
 
 def finish(call: KernelCall, parts: Tensor, experts: int) -> None:
@@ -134,36 +267,37 @@ def finish(call: KernelCall, parts: Tensor, experts: int) -> None:
     if parts is not call.y:
         combine(parts, call.ids, call.y, experts)
     elif call.order is None:
-        tokens, hidden = call.y.shape
-        kernels._zero_skipped_kernel[(triton.cdiv(tokens, ZEROED),)](
-            call.ids, call.y, tokens, hidden, E=experts, ROWS=ZEROED, BH=1024, **launch_options()
-        )
+        _combine(parts, call.ids, call.y, experts, kernels.IN_PLACE)
 
 
-def combine(parts: Tensor, ids: Tensor, y: Tensor, experts: int, launch: CombineLaunch | None = None) -> None:
+def combine(parts: Tensor, ids: Tensor, y: Tensor, experts: int) -> None:
     """Writes `y` ``[tokens, hidden]``: the sum of each token's parts over its choices, then over K splits.
 
     Args:
-        parts: ``[splits, T, hidden]`` or ``[T, hidden]``; only slots of valid ids are read.
+        parts: ``[splits, T, hidden]`` fp32, or ``[T, hidden]`` in the dtype of `y`; only slots of valid ids
+            are read.
         ids: ``[T]`` int32, flat, top-k per token.
-        launch: replaces the one in `SUMS`, for tuning.
     """
+    _combine(parts, ids, y, experts, kernels.IN_FP32 if parts.dtype == torch.float32 else kernels.IN_16_BITS)
+
+
+def _combine(parts: Tensor, ids: Tensor, y: Tensor, experts: int, form: Any) -> None:
     tokens, hidden = y.shape
-    launch = launch or next(entry for max_tokens, entry in SUMS if tokens <= max_tokens)
-    grid = (triton.cdiv(tokens, launch.rows), triton.cdiv(hidden, launch.columns))
-    kernels._combine_kernel[grid](
-        parts,
+    top_k = ids.numel() // tokens
+    shared = min(triton.cdiv(hidden, COLUMNS), triton.cdiv(PROGRAMS, tokens))
+    kernels._combine_kernel[(tokens, shared)](
+        parts.view(y.dtype),
         y,
         ids,
         ids.numel(),
-        tokens,
         hidden,
+        form.value,
+        parts.numel() // (ids.numel() * hidden),
         E=experts,
-        TOP_K=ids.numel() // tokens,
-        SPLIT_K=parts.numel() // (ids.numel() * hidden),
-        ROWS=launch.rows,
-        BH=launch.columns,
+        TOP_K=top_k,
+        AT_ONCE=8 if top_k <= 4 else 16,
+        BH=COLUMNS,
         INTERP=INTERPRETED,
-        num_warps=launch.warps,
+        num_warps=1,
         **launch_options(),
     )

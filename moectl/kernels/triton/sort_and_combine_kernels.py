@@ -1,15 +1,34 @@
 # mypy: ignore-errors
-"""Device code around the GEMMs: sorting assignments by expert, and summing each token's expert outputs.
+"""Device code around the GEMMs: lists of assignments by expert, and sums of each token's expert outputs.
 
 `IDS` are flat, one per assignment (token, choice); a *slot* is an index into them. Ids outside ``[0, E)``
 are skipped. With `PDL` (programmatic dependent launch) a kernel starts while the previous one ends, and
-waits for it before it accesses memory.
+waits for it before it accesses memory. Everything that depends on the number of tokens is a run-time
+argument, so that a layer has one form of each kernel.
 """
 
 import triton
 import triton.language as tl
 
 from .mtile64_kernels import _nearest
+
+NOTHING = tl.constexpr(0)
+RECORDS = tl.constexpr(1)
+EVEN_TILES = tl.constexpr(2)
+UNIT_TILES = tl.constexpr(3)
+"""What is listed (`KIND`) besides the order of the assignments: see `_cut`."""
+
+FEW = tl.constexpr(0)
+GIVEN = tl.constexpr(1)
+COUNTED = tl.constexpr(2)
+PLACED = tl.constexpr(3)
+SCATTERED = tl.constexpr(4)
+"""What a launch of `_list_kernel` does (`JOB`)."""
+
+IN_16_BITS = tl.constexpr(0)
+IN_FP32 = tl.constexpr(1)
+IN_PLACE = tl.constexpr(2)
+"""What `_combine_kernel` adds (`FORM`)."""
 
 
 @triton.jit
@@ -20,19 +39,216 @@ def _await_inputs(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit(do_not_specialize=["T"])
-def _sort_few_kernel(IDS, SORTED, OFFSETS, T, E: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr):
-    """Slots stably sorted by expert, and offsets ``[E + 1]``; each expert's program reads all ids."""
-    _await_inputs(PDL)
+@triton.jit
+def _await_then_start_next(PDL: tl.constexpr):
+    """`_await_inputs` in the other order: what starts now may run beside this kernel on the same inputs."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _before(counts, e, WIDTH, EPAD: tl.constexpr):
+    """Assignments and tiles (of WIDTH assignments) of the experts before `e`, and assignments of `e`."""
+    experts = tl.arange(0, EPAD)
+    first = tl.sum(tl.where(experts < e, counts, 0), 0)
+    tile = tl.sum(tl.where(experts < e, (counts + WIDTH - 1) // WIDTH, 0), 0)
+    return first, tile, tl.sum(tl.where(experts == e, counts, 0), 0)
+
+
+@triton.jit
+def _store_offset(OFFSETS, e, first, count, KIND, E: tl.constexpr):
+    """OFFSETS ``[E + 1]`` of expert `e`, unless records are listed."""
+    if KIND != RECORDS:
+        tl.store(OFFSETS + e, first)
+        if e == E - 1:
+            tl.store(OFFSETS + E, first + count)
+
+
+@triton.jit
+def _place_of(rank, base, KIND, SHIFT):
+    """Where the assignment number `rank` of an expert is listed, whose first position or record is `base`."""
+    words = ((base + (rank >> SHIFT)) * (8 + (1 << SHIFT))) + 8 + (rank & ((1 << SHIFT) - 1))
+    return tl.where(KIND == RECORDS, words, base + rank)
+
+
+@triton.jit
+def _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E: tl.constexpr):
+    """Writes the tiles of expert `e`: at most WIDTH of its `count` assignments each, from tile `tile` on.
+
+    By KIND, for NOTHING no tiles:
+
+    - RECORDS ``[BOUND, 8 + WIDTH]``: (expert, assignments, 0, 5 unused, slots), slots where `_place_of` says.
+      Unused records have expert -1 and no assignments.
+    - EVEN_TILES ``[BOUND, 4]``: (expert, first position, assignments, 0), split evenly.
+    - UNIT_TILES ``[BOUND, 4]``: (expert, first position, end, units of 16), which differ by at most one unit.
+
+    COUNT ``[3]`` of tiles is their number, 0, 0. The last expert writes it, and unused records.
+    """
+    tiles = tl.where(KIND == NOTHING, 0, (count + WIDTH - 1) // WIDTH)
+    part = (count + tiles - 1) // tl.maximum(tiles, 1)
+    units = (count + 15) // 16
+    least = units // tl.maximum(tiles, 1)
+    wider = units - least * tiles
+    for begin in range(0, tiles, 32):
+        j = begin + tl.arange(0, 32)
+        mine = j < tiles
+        if KIND == RECORDS:
+            at = TILES + (tile + j).to(tl.int64) * (8 + WIDTH)
+            tl.store(at, e, mask=mine)
+            tl.store(at + 1, tl.minimum(count - j * WIDTH, WIDTH), mask=mine)
+            tl.store(at + 2, 0, mask=mine)
+        else:
+            at = TILES + (tile + j) * 4
+            start = tl.where(KIND == EVEN_TILES, j * part, 16 * (j * least + tl.minimum(j, wider)))
+            width = least + (j < wider).to(tl.int32)
+            size = tl.minimum(part, count - start)
+            end = first + tl.minimum(start + 16 * width, count)
+            tl.store(at, e, mask=mine)
+            tl.store(at + 1, first + start, mask=mine)
+            tl.store(at + 2, tl.where(KIND == EVEN_TILES, size, end), mask=mine)
+            tl.store(at + 3, tl.where(KIND == EVEN_TILES, 0, width), mask=mine)
+    if (e == E - 1) & (KIND != NOTHING):
+        if KIND == RECORDS:
+            for begin in range(tile + tiles, BOUND, 128):
+                spare = begin + tl.arange(0, 128)
+                at = TILES + spare.to(tl.int64) * (8 + WIDTH)
+                tl.store(at, -1, mask=spare < BOUND)
+                tl.store(at + 1, 0, mask=spare < BOUND)
+        else:
+            i = tl.arange(0, 4)
+            tl.store(COUNT + i, tl.where(i == 0, tile + tiles, 0), mask=i < 3)
+
+
+@triton.jit
+def _order(X, OUT, block, K, KX, BK: tl.constexpr):
+    """OUT ``[tokens, K]``: the columns of X in the order in which lanes read them, zeros from KX on.
+
+    X, OUT, K and KX are in pairs of 16-bit columns. Within 64 columns, position ``16 c + 8 k8 + 2 j + b``
+    holds column ``16 j + 2 c + 8 k8 + b``.
+    """
+    pieces = tl.cdiv(K, BK)
+    token = (block // pieces).to(tl.int64)
+    place = (block % pieces) * BK + tl.arange(0, BK)
+    pair = (place & ~31) | (place & 3) * 8 | ((place >> 3) & 3) | (place & 4)
+    x = tl.load(X + token * KX + pair, mask=pair < KX, other=0)
+    tl.store(OUT + token * K + place, x, mask=place < K)
+
+
+@triton.jit
+def _list_few(
+    IDS, LISTED, OFFSETS, TILES, COUNT, T, JOB, KIND, WIDTH, SHIFT, BOUND,
+    E: tl.constexpr, EPAD: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The jobs FEW and GIVEN of `_list_kernel`, for the expert with the number of the program."""
     e = tl.program_id(0)
-    t = tl.arange(0, BT)
-    ids = tl.load(IDS + t, mask=t < T, other=-1)
-    match = (ids == e).to(tl.int32)
-    base = tl.sum(((ids < e) & (ids >= 0)).to(tl.int32), 0)
-    tl.store(SORTED + base + tl.cumsum(match, 0) - 1, t, mask=ids == e)
-    tl.store(OFFSETS + e, base)
-    if e == E - 1:
-        tl.store(OFFSETS + E, base + tl.sum(match, 0))
+    experts = tl.arange(0, EPAD)
+    i = tl.arange(0, CHUNK)
+    if JOB == GIVEN:
+        ends = tl.load(OFFSETS + 1 + experts, mask=experts < E, other=0)
+        counts = ends - tl.load(OFFSETS + experts, mask=experts < E, other=0)
+    else:
+        counts = tl.zeros((EPAD,), dtype=tl.int32)
+        ids = tl.load(IDS + i, mask=i < T, other=-1)
+        for begin in range(0, T, CHUNK):
+            coming = begin + CHUNK + i
+            later = tl.load(IDS + coming, mask=coming < T, other=-1)
+            counts += tl.histogram(ids, EPAD, mask=(ids >= 0) & (ids < E))
+            ids = later
+    first, tile, count = _before(counts, e, WIDTH, EPAD)
+    base = tl.where(KIND == RECORDS, tile, first)
+    if JOB == GIVEN:
+        if KIND == RECORDS:
+            for begin in range(0, count, CHUNK):
+                rank = begin + i
+                slot = tl.load(IDS + first + rank, mask=rank < count, other=0)
+                tl.store(LISTED + _place_of(rank, base, KIND, SHIFT), slot, mask=rank < count)
+    else:
+        if count > 0:
+            seen = 0
+            for begin in range(0, T, CHUNK):
+                slot = begin + i
+                mine = tl.load(IDS + slot, mask=slot < T, other=-1) == e
+                rank = seen + tl.cumsum(mine.to(tl.int32), 0) - 1
+                tl.store(LISTED + _place_of(rank, base, KIND, SHIFT), slot, mask=mine)
+                seen += tl.sum(mine.to(tl.int32), 0)
+        _store_offset(OFFSETS, e, first, count, KIND, E)
+    _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E)
+
+
+@triton.jit
+def _list_many(
+    IDS, COUNTS, LISTED, OFFSETS, TILES, COUNT, T, JOB, BLOCKS, KIND, WIDTH, SHIFT, BOUND,
+    E: tl.constexpr, EPAD: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """The jobs COUNTED, PLACED and SCATTERED of `_list_kernel`."""
+    program = tl.program_id(0)
+    experts = tl.arange(0, EPAD)
+    i = tl.arange(0, BT)
+    t = program * BT + i
+    if JOB == COUNTED:
+        ids = tl.load(IDS + t, mask=t < T, other=-1)
+        counts = tl.histogram(ids, EPAD, mask=(ids >= 0) & (ids < E))
+        tl.store(COUNTS + program * E + experts, counts, mask=experts < E)
+    elif JOB == PLACED:
+        e = program * BE + tl.arange(0, BE)
+        b = tl.arange(0, BB)
+        total = tl.zeros((BE,), dtype=tl.int32)
+        for first_block in range(0, BLOCKS, BB):
+            at = COUNTS + (first_block + b)[:, None] * E + e[None, :]
+            inside = (first_block + b < BLOCKS)[:, None] & (e < E)[None, :]
+            counts = tl.load(at, mask=inside, other=0)
+            tl.store(at, total[None, :] + tl.cumsum(counts, 0) - counts, mask=inside)
+            total += tl.sum(counts, 0)
+        tl.store(COUNTS + BLOCKS * E + e, total, mask=e < E)
+    else:
+        totals = tl.load(COUNTS + BLOCKS * E + experts, mask=experts < E, other=0)
+        if program < BLOCKS:
+            ids = tl.load(IDS + t, mask=t < T, other=-1)
+            live = (ids >= 0) & (ids < E)
+            known = tl.where(live, ids, 0)
+            before = tl.load(COUNTS + program * E + known, mask=live, other=0)
+            sizes = tl.where(KIND == RECORDS, (totals + WIDTH - 1) >> SHIFT, totals)
+            base = tl.gather(tl.cumsum(sizes, 0) - sizes, known, 0)
+            earlier = (ids[:, None] == ids[None, :]) & (i[:, None] < i[None, :])
+            rank = before + tl.sum(earlier.to(tl.int32), 0)
+            tl.store(LISTED + _place_of(rank, base, KIND, SHIFT), t, mask=live)
+        else:
+            e = program - BLOCKS
+            first, tile, count = _before(totals, e, WIDTH, EPAD)
+            _store_offset(OFFSETS, e, first, count, KIND, E)
+            _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E)
+
+
+@triton.jit(do_not_specialize=["T", "JOB", "BLOCKS", "LISTS", "KIND", "WIDTH", "SHIFT", "BOUND", "K", "KX"])
+def _list_kernel(
+    IDS, COUNTS, LISTED, OFFSETS, TILES, COUNT, X, OUT,
+    T, JOB, BLOCKS, LISTS, KIND, WIDTH, SHIFT, BOUND, K, KX,
+    E: tl.constexpr, EPAD: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
+    BB: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Lists the assignments by expert, in the first LISTS programs; `_order` in the others.
+
+    LISTED gets the slots, stably sorted by expert, or is TILES for records; OFFSETS ``[E + 1]`` are written
+    unless records are; for what else KIND means see `_cut`. By JOB:
+
+    - FEW: a program for each expert, which reads all ids.
+    - GIVEN: the same if IDS are the sorted slots and OFFSETS theirs.
+    - COUNTED, PLACED, SCATTERED: any number of assignments, in three launches. COUNTS ``[BLOCKS + 1, E]``
+      become the number of assignments of each expert by block of BT, a program a block; then exclusive prefix
+      sums over blocks, and last the sums over all, a program for BE experts; then the lists are written, by a
+      program for each block and, after these, one for each expert.
+    """
+    _await_then_start_next(PDL)
+    if tl.program_id(0) >= LISTS:
+        _order(X, OUT, tl.program_id(0) - LISTS, K, KX, BK)
+    elif (JOB == FEW) | (JOB == GIVEN):
+        _list_few(IDS, LISTED, OFFSETS, TILES, COUNT, T, JOB, KIND, WIDTH, SHIFT, BOUND, E, EPAD, CHUNK)
+    else:
+        _list_many(
+            IDS, COUNTS, LISTED, OFFSETS, TILES, COUNT, T, JOB, BLOCKS, KIND, WIDTH, SHIFT, BOUND,
+            E, EPAD, BT, BE, BB,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["most"])
@@ -59,99 +275,68 @@ def _batch_kernel(
             tl.store(OFFSETS + E, before + count)
 
 
-@triton.jit(do_not_specialize=["T"])
-def _count_kernel(IDS, COUNTS, T, E: tl.constexpr, BINS: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr):
-    """COUNTS ``[blocks, E]``: number of assignments of each expert, by block."""
-    _await_inputs(PDL)
-    block = tl.program_id(0)
-    t = block * BT + tl.arange(0, BT)
-    ids = tl.load(IDS + t, mask=t < T, other=-1)
-    counts = tl.histogram(ids, BINS, mask=(ids >= 0) & (ids < E))
-    bins = tl.arange(0, BINS)
-    tl.store(COUNTS + block * E + bins, counts, mask=bins < E)
+@triton.jit
+def _sum_of_choices(PARTS, IDS, m, h, HIDDEN, E: tl.constexpr, TOP_K: tl.constexpr, BH: tl.constexpr):
+    """The sum of token m's parts, one of each choice, in columns h."""
+    acc = tl.zeros((BH,), dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        expert = tl.load(IDS + m * TOP_K + k)
+        valid = (expert >= 0) & (expert < E)
+        row = (m * TOP_K + k).to(tl.int64) * HIDDEN
+        acc += tl.load(PARTS + row + h, mask=(h < HIDDEN) & valid, other=0.0).to(tl.float32)
+    return acc
 
 
-@triton.jit(do_not_specialize=["BLOCKS"])
-def _place_kernel(
-    COUNTS, TOTALS, BLOCKS, E: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr
+@triton.jit
+def _sum_of_splits(
+    PARTS, IDS, m, h, T, HIDDEN, SPLITS,
+    E: tl.constexpr, TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """COUNTS become exclusive prefix sums over blocks; TOTALS ``[E]`` are the sums over all blocks."""
-    _await_inputs(PDL)
-    e = tl.program_id(0) * BE + tl.arange(0, BE)
-    b = tl.arange(0, BB)
-    total = tl.zeros((BE,), dtype=tl.int32)
-    for b0 in range(0, BLOCKS, BB):
-        at = COUNTS + (b0 + b)[:, None] * E + e[None, :]
-        inside = (b0 + b < BLOCKS)[:, None] & (e < E)[None, :]
-        counts = tl.load(at, mask=inside, other=0)
-        tl.store(at, total[None, :] + tl.cumsum(counts, 0) - counts, mask=inside)
-        total += tl.sum(counts, 0)
-    tl.store(TOTALS + e, total, mask=e < E)
+    """`_sum_of_choices` with SPLITS parts of each choice, which are added one after the other."""
+    acc = tl.zeros((BH,), dtype=tl.float32)
+    k = 0
+    part = 0
+    for begin in range(0, TOP_K * SPLITS, AT_ONCE):
+        for j in tl.static_range(AT_ONCE):
+            expert = tl.load(IDS + m * TOP_K + k, mask=begin + j < TOP_K * SPLITS, other=-1)
+            valid = (expert >= 0) & (expert < E)
+            row = (part * T.to(tl.int64) + m * TOP_K + k) * HIDDEN
+            acc += tl.load(PARTS + row + h, mask=(h < HIDDEN) & valid, other=0.0)
+            part += 1
+            k += (part == SPLITS).to(tl.int32)
+            part = tl.where(part == SPLITS, 0, part)
+    return acc
 
 
-@triton.jit(do_not_specialize=["T"])
-def _scatter_kernel(
-    IDS, BEFORE, TOTALS, SORTED, OFFSETS, T,
-    E: tl.constexpr, BINS: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """SORTED and OFFSETS from the block prefix sums, the totals and ranks within each block."""
-    _await_inputs(PDL)
-    block = tl.program_id(0)
-    i = tl.arange(0, BT)
-    t = block * BT + i
-    ids = tl.load(IDS + t, mask=t < T, other=-1)
-    live = (ids >= 0) & (ids < E)
-    known = tl.where(live, ids, 0)
-    before = tl.load(BEFORE + block * E + known, mask=live, other=0)
-    bins = tl.arange(0, BINS)
-    totals = tl.load(TOTALS + bins, mask=bins < E, other=0)
-    ends = tl.cumsum(totals, 0)
-    start = tl.gather(ends - totals, known, 0)
-    if block == 0:
-        tl.store(OFFSETS + bins, ends - totals, mask=bins < E)
-        tl.store(OFFSETS + bins + 1, ends, mask=bins == E - 1)
-    earlier = (ids[:, None] == ids[None, :]) & (i[:, None] < i[None, :])
-    rank = tl.sum(earlier.to(tl.int32), 0)
-    tl.store(SORTED + start + before + rank, t, mask=live)
-
-
-@triton.jit(do_not_specialize=["T", "TOKENS"])
+@triton.jit(do_not_specialize=["T", "FORM", "SPLITS"])
 def _combine_kernel(
-    Y, OUT, IDS, T, TOKENS, HIDDEN,
-    E: tl.constexpr, TOP_K: tl.constexpr, SPLIT_K: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr,
+    PARTS, OUT, IDS, T, HIDDEN, FORM, SPLITS,
+    E: tl.constexpr, TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, BH: tl.constexpr,
     PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """OUT ``[TOKENS, HIDDEN]``: sum of the parts of a token's valid assignments, in a fixed order."""
-    _await_inputs(PDL)
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    h = tl.program_id(1) * BH + tl.arange(0, BH)
-    inside = (m < TOKENS)[:, None] & (h < HIDDEN)[None, :]
-    acc = tl.zeros((ROWS, BH), dtype=tl.float32)
-    for k in tl.static_range(TOP_K):
-        slot = m * TOP_K + k
-        expert = tl.load(IDS + slot, mask=m < TOKENS, other=-1)
-        valid = (expert >= 0) & (expert < E)
-        for part in tl.static_range(SPLIT_K):
-            rows = (part * T.to(tl.int64) + slot) * HIDDEN
-            y = tl.load(Y + rows[:, None] + h[None, :], mask=inside & valid[:, None], other=0.0)
-            acc += y.to(tl.float32)
-    out = OUT + m.to(tl.int64)[:, None] * HIDDEN + h[None, :]
-    acc = _nearest(acc, OUT.dtype.element_ty, INTERP)
-    tl.store(out, acc.to(OUT.dtype.element_ty), mask=inside)
+    """OUT ``[tokens, HIDDEN]``: sum of the parts of a token's valid assignments, in a fixed order.
 
-
-@triton.jit(do_not_specialize=["TOKENS"])
-def _zero_skipped_kernel(
-    IDS, OUT, TOKENS, HIDDEN, E: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """Zeroes the rows of OUT ``[TOKENS, HIDDEN]`` whose only assignment is skipped."""
+    PARTS are ``[T, HIDDEN]`` IN_16_BITS, or ``[SPLITS, T, HIDDEN]`` IN_FP32, whatever the pointer's type.
+    With FORM IN_PLACE they are OUT, with a choice each, and what has no valid assignment is zeroed. Grid
+    (tokens, programs that share the columns).
+    """
     _await_inputs(PDL)
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    expert = tl.load(IDS + m, mask=m < TOKENS, other=0)
-    skipped = (expert < 0) | (expert >= E)
-    if tl.sum(skipped.to(tl.int32), 0) > 0:
-        for first in range(0, HIDDEN, BH):
-            h = first + tl.arange(0, BH)
-            out = OUT + m.to(tl.int64)[:, None] * HIDDEN + h[None, :]
-            zeros = tl.zeros((ROWS, BH), dtype=OUT.dtype.element_ty)
-            tl.store(out, zeros, mask=skipped[:, None] & (h < HIDDEN)[None, :])
+    m = tl.program_id(0)
+    parts32 = PARTS.to(tl.pointer_type(tl.float32), bitcast=True)
+    for first in range(tl.program_id(1) * BH, HIDDEN, tl.num_programs(1) * BH):
+        h = first + tl.arange(0, BH)
+        out = OUT + m.to(tl.int64) * HIDDEN + h
+        inside = h < HIDDEN
+        if FORM == IN_PLACE:
+            expert = tl.load(IDS + m)
+            skipped = (expert < 0) | (expert >= E)
+            tl.store(out, tl.zeros((BH,), dtype=OUT.dtype.element_ty), mask=inside & skipped)
+        else:
+            if FORM == IN_16_BITS:
+                acc = _sum_of_choices(PARTS, IDS, m, h, HIDDEN, E, TOP_K, BH)
+            elif SPLITS == 1:
+                acc = _sum_of_choices(parts32, IDS, m, h, HIDDEN, E, TOP_K, BH)
+            else:
+                acc = _sum_of_splits(parts32, IDS, m, h, T, HIDDEN, SPLITS, E, TOP_K, AT_ONCE, BH)
+            acc = _nearest(acc, OUT.dtype.element_ty, INTERP)
+            tl.store(out, acc.to(OUT.dtype.element_ty), mask=inside)

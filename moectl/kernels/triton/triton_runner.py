@@ -39,7 +39,15 @@ from .hopper.prefill import PREFILL_FAMILY
 from .hopper.stream import STREAM_FAMILY
 from .hopper.tma import TMA_FAMILY
 from .hopper.tma_tiles import tile_for
-from .kernel_family import KernelCall, KernelFamily, accept_scales, layer_of, multiprocessors
+from .kernel_family import (
+    KernelCall,
+    KernelFamily,
+    accept_scales,
+    exponents_accepted,
+    layer_of,
+    multiprocessors,
+    remember_exponents,
+)
 from .launches import launch_for
 from .portable import DECODE_FAMILY, GROUPED_FAMILY
 from .row_matrix import in_rows, token_format
@@ -126,9 +134,9 @@ def choose(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
 def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
     """A launch that does not depend on measurements of this machine.
 
-    In this order: the shipped one that was measured for this layer, one by the model of time, the nearest
-    shipped one of another layer, one by rules: those of `tma` for weights that it reads, and of the portable
-    kernels.
+    In this order: one of the layer's plan, by the model of time and the shipped ones that were measured for
+    this layer; without a plan, such a shipped one, the nearest of another layer, one by rules: those of `tma`
+    for weights that it reads, and of the portable kernels.
     """
     if device.type == "cuda" and tokens:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -315,6 +323,8 @@ RUNNER = Runner(
     masks_padding=True,
     workspace=_workspace,
     refit=accept_scales,
+    refit_exponents=exponents_accepted,
+    refit_found=remember_exponents,
     refit_codes=("mxfp8",),
     into=_compute_into,
 )

@@ -16,9 +16,8 @@ from ...problem.moe_problem import MoEProblem
 from ..choice.tile_family import scale_name
 from ..choice.warpwise_launches import WARPWISE_TILES, WarpwiseTile
 from . import warpwise_kernels as kernels
-from .expert_records import plan_and_order
 from .kernel_family import CODE_BASES, KernelCall, KernelFamily, KernelLayer, KernelMatrix, activation_numbers
-from .sort_and_combine import INTERPRETED, finish, launch_options
+from .sort_and_combine import INTERPRETED, finish, launch_options, records_and_reordered
 
 REGISTERS = 96
 """Registers per thread if they suffice, for 20 warps per SM. By default ptxas takes 80 and spills."""
@@ -92,7 +91,9 @@ def _run(layer: KernelLayer, call: KernelCall, tile: WarpwiseTile) -> None:
     first, second = arguments.gemm1(w13), arguments.gemm2(w2)
     records, x = call.ids, call.x
     if tile.planned:
-        records, x = plan_and_order(call.ids, problem.local_experts, tile.tokens, call.x, w13.k, call.order)
+        records, x = records_and_reordered(
+            call.ids, problem.local_experts, tile.tokens, call.x, w13.k, call.order
+        )
     h = call.x.new_empty(call.assignments, w2.k)
     parts = call.parts()
     programs, programs2 = (gemm["row_tiles"] * len(records) for gemm in (first, second))

@@ -75,7 +75,7 @@ def _streamed(
 
     The KW warps of a tile split the reduction; GROUP is the columns per scale, 0 for one scale per row. EVEN
     says that KW divides the tiles of a row and tokens are as wide. With WAIT, waits for the tokens. ORDERED
-    tokens are in the order of `expert_records_kernels._order`.
+    tokens are in the order of `sort_and_combine_kernels._order`.
     """
     G: tl.constexpr = 2 if GROUP == 32 else 1
     NW: tl.constexpr = V * KW
@@ -172,7 +172,7 @@ def _biased(v, rows, B, expert, N, BIAS: tl.constexpr):
 def _record(PLAN, p, BM: tl.constexpr, PLANNED: tl.constexpr):
     """(expert, slots [BM], live [BM]) of record `p`; an expert outside ``[0, E)`` means no work.
 
-    With PLANNED, PLAN has the records of `expert_records_kernels`; else it has ids, one record each.
+    With PLANNED, PLAN has the records of `sort_and_combine.records_of`; else it has ids, one record each.
     Loads bypass L1: the second GEMM reads before it waits, when L1 may still hold data of an earlier call.
     """
     n = tl.arange(0, BM)

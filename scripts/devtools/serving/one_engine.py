@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,32 +52,18 @@ PROFILED = 12
 def measure(checkpoint: str, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Starts an engine on `checkpoint` and measures it; yields the row of `report.table` as it grows."""
     import torch
-    from vllm import LLM
+    import vllm  # noqa: F401  # its import is not counted
 
     alone = arguments.get("tensor_parallel_size", 1) == 1
     row: dict[str, Any] = {"imported_s": time.perf_counter() - STARTED, "torch": torch.__version__}
     if alone:
         _time_loading(row)
     begin = time.perf_counter()
-    llm = LLM(
-        model=checkpoint,
-        skip_tokenizer_init=True,
-        max_model_len=CONTEXT,
-        max_num_seqs=max(BATCHES),
-        enable_prefix_caching=False,
-        seed=0,
-        **{
-            "dtype": "bfloat16",
-            "max_num_batched_tokens": 8192,
-            "gpu_memory_utilization": 0.8,
-            "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]},
-            **arguments,
-        },
-    )
+    llm = started(checkpoint, arguments)
     row["engine_s"] = time.perf_counter() - begin
     row["experts"] = llm.apply_model(expert_classes)[0]
     yield row
-    engine = _Engine(llm)
+    engine = Engine(llm)
     row["decode"] = {}
     for batch in BATCHES:
         row["decode"][str(batch)] = engine.decode_rate(batch)
@@ -85,8 +71,31 @@ def measure(checkpoint: str, arguments: dict[str, Any]) -> Iterator[dict[str, An
     row["prefill"] = engine.prefill_rate()
     row["answers"] = engine.answers()
     yield row
-    row["kernels"] = {str(batch): engine.kernel_times(batch) for batch in BATCHES} if alone else {}
+    row["kernels"], row["busy_us"] = {}, {}
+    for batch in BATCHES if alone else ():
+        row["kernels"][str(batch)], row["busy_us"][str(batch)] = engine.kernel_times(batch)
     yield row
+
+
+def started(checkpoint: str, arguments: dict[str, Any]) -> Any:
+    """vLLM's `LLM` on `checkpoint`; `arguments` come before what all measurements have in common."""
+    from vllm import LLM
+
+    return LLM(
+        model=checkpoint,
+        skip_tokenizer_init=True,
+        max_model_len=CONTEXT,
+        enable_prefix_caching=False,
+        seed=0,
+        **{
+            "dtype": "bfloat16",
+            "max_num_seqs": max(BATCHES),
+            "max_num_batched_tokens": 8192,
+            "gpu_memory_utilization": 0.8,
+            "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]},
+            **arguments,
+        },
+    )
 
 
 def _time_loading(row: dict[str, Any]) -> None:
@@ -127,7 +136,16 @@ def expert_classes(model: Any) -> list[str]:
     return sorted(names)
 
 
-class _Engine:
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of what the spans from start to end cover together."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+class Engine:
     """A started engine with the same sequence of random prompts in every process."""
 
     def __init__(self, llm: Any) -> None:
@@ -157,6 +175,11 @@ class _Engine:
             ],
         }
 
+    def answers_again(self) -> dict[str, Any]:
+        """`answers` to the prompts that a new engine's first call would get, whatever was asked before."""
+        self._generator.manual_seed(1)
+        return self.answers()
+
     def decode_rate(self, batch: int) -> float:
         """Tokens a second while `batch` sequences are decoded, without their prefill."""
         prompts = self._prompts(batch, PROMPT)
@@ -174,19 +197,26 @@ class _Engine:
         self._run(prompts, 1)
         return count * length / min(self._seconds(partial(self._run, prompts, 1)) for _ in range(3))
 
-    def kernel_times(self, batch: int) -> dict[str, float]:
-        """Microseconds on the GPU of each kernel per decoding step of `batch` sequences, longest first."""
+    def kernel_times(self, batch: int) -> tuple[dict[str, float], float]:
+        """Microseconds on the GPU per decoding step of `batch` sequences: of each kernel, longest first, and
+        those in which any ran. Kernels that overlap count whole in the former."""
         from torch.profiler import ProfilerActivity, profile
 
         prompts = self._prompts(batch, PROMPT)
         totals: list[Counter[str]] = []
+        busy: list[float] = []
         for length in (FEW, FEW + PROFILED):
             with profile(activities=[ProfilerActivity.CUDA]) as profiled:
                 self._run(prompts, length)
-            events = profiled.key_averages()
-            totals.append(Counter({event.key: event.self_device_time_total for event in events}))
+            events = [event for event in profiled.events() if event.device_type.name == "CUDA"]
+            total: Counter[str] = Counter()
+            for event in events:
+                total[event.name] += event.time_range.elapsed_us()
+            totals.append(total)
+            busy.append(covered((event.time_range.start, event.time_range.end) for event in events))
         steps = totals[1] - totals[0]
-        return {name: time / PROFILED for name, time in steps.most_common(60)}
+        each = {name: time / PROFILED for name, time in steps.most_common(60)}
+        return each, (busy[1] - busy[0]) / PROFILED
 
     def _prompts(self, count: int, length: int) -> list[dict[str, list[int]]]:
         import torch

@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 EXPERT_KERNELS = re.compile(
     r"moe|expert|marlin|humming|matmul_ogs|routing|topk|bitmatrix|expt_data|swiglu|_reduce_grouped|finalize"
     r"|_(gemm|gemm[12]|layer|batch|combine|copy_tokens|count|cut|items|order|place|prefill|route|scatter|schedule"
-    r"|sort_few|plan|plan_and_order|token_tiles)_kernel",
+    r"|list|sort_few|plan|plan_and_order|token_tiles)_kernel",
     re.IGNORECASE,
 )
 """Names of kernels of routed experts, from the router's choice to the sum of their outputs."""
@@ -68,6 +68,9 @@ def table(names: Sequence[str], rows: Sequence[Row]) -> str:
     for batch in BATCHES:
         shares = [experts_share(row, batch) for row in rows]
         lines.append((f"experts in a step of {batch} (%)", shares, False))
+    for batch in BATCHES:
+        busy = [row.get("busy_us", {}).get(str(batch)) for row in rows]
+        lines.append((f"GPU busy in a step of {batch} (us)", busy, True))
     for label, key in {
         "model loaded (s)": "model_s",
         "of that, experts laid out (s)": "process_s",

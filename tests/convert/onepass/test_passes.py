@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -344,9 +345,12 @@ def test_the_script_that_times_it(monkeypatch):
     assert "is missing: no vllm/" in rows[0].against and rows[0].ratio is None
 
 
-@pytest.mark.parametrize("name", ["marlin-mxfp4", "triton-hopper", "trtllm-mxfp4"])
-def test_compiled_for_a_gpu_that_is_not_here(name, tmp_path):
-    """Written 16 bytes at a time, and nothing kept on a stack."""
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("moectl-mtile64", 34), ("marlin-mxfp4", 18), ("triton-hopper", 56), ("trtllm-mxfp4", 20)],
+)
+def test_compiled_for_a_gpu_that_is_not_here(name, most, tmp_path):
+    """Written 16 bytes at a time, nothing kept on a stack, and few instructions for a word of 4 bytes."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -358,12 +362,13 @@ def test_compiled_for_a_gpu_that_is_not_here(name, tmp_path):
     program = compose(layout.chains(problem)["w13"].steps, TensorType("U8", (1, 5760, 1440)))
     launch = cuda_pass.plan(program, 8)
     kinds = {1: "*u8", 2: "*u16", 4: "*u32", 8: "*u64"}
-    signature = {"source": kinds[launch.unit], "target": kinds[launch.width]}
+    signature = {"source": kinds[launch.unit], "target": kinds[launch.width], "refused": "*i32"}
+    constants = launch.constants | {"PERMUTES": True}
     source = ASTSource(
         fn=_convert_kernel,
-        signature={**signature, **dict.fromkeys(launch.constants, "constexpr")},
-        constexprs=launch.constants,
-        attrs={(at,): [["tt.divisibility", 16]] for at in range(2)},
+        signature={**signature, **dict.fromkeys(constants, "constexpr")},
+        constexprs=constants,
+        attrs={(at,): [["tt.divisibility", 16]] for at in range(3)},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
     assert "st.global.v4.b32" in compiled.asm["ptx"]
@@ -372,3 +377,7 @@ def test_compiled_for_a_gpu_that_is_not_here(name, tmp_path):
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     usage = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True)
     assert "STACK:0" in usage.stdout
+    code = subprocess.run([tool, "--dump-sass", file], capture_output=True, text=True, check=True).stdout
+    instructions = len(re.findall(r"^ +/\*[0-9a-f]{4}\*/", code, re.MULTILINE))
+    words = launch.constants["TILE"] * len(launch.constants["WORDS"]) // (32 * compiled.metadata.num_warps)
+    assert launch.width == 4 and 0 < instructions <= most * words, instructions / words

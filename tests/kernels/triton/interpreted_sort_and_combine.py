@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from moectl.kernels.triton.sort_and_combine import INTERPRETED, CombineLaunch
+from moectl.kernels.triton.sort_and_combine import INTERPRETED
 from support import kernel_cases, routing_cases
 from support.sampling import every_nth
 
@@ -27,7 +27,7 @@ def test_sorts(way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     routing_cases.sorts(way, name, 600, 11, "cpu", monkeypatch)
 
 
-@pytest.mark.parametrize(("assignments", "experts"), [(1, 1), (7, 40), (256, 3), (257, 64), (513, 127)])
+@pytest.mark.parametrize(("assignments", "experts"), routing_cases.ODD_SIZES)
 @pytest.mark.parametrize("way", routing_cases.WAYS)
 def test_sorts_any_size(way: str, assignments: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     routing_cases.sorts(way, "skipped", assignments, experts, "cpu", monkeypatch)
@@ -38,30 +38,53 @@ def test_sums_counts_of_more_blocks_than_fit_at_once(monkeypatch: pytest.MonkeyP
     routing_cases.sorts("many", "skipped", 1300, 5, "cpu", monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "launch", [None, CombineLaunch(1, 64, 4), CombineLaunch(2, 128, 4), CombineLaunch(4, 32, 1)]
-)
-@pytest.mark.parametrize(
-    ("tokens", "top_k", "hidden", "splits"), [(1, 1, 96, 1), (5, 4, 200, 2), (3, 22, 64, 4)]
-)
-def test_sums(tokens: int, top_k: int, hidden: int, splits: int, launch: CombineLaunch | None) -> None:
-    routing_cases.sums(tokens, top_k, hidden, splits, launch, "cpu")
+@pytest.mark.parametrize("splits", [0, 1, 2, 3, 4, 9])
+@pytest.mark.parametrize(("tokens", "top_k", "hidden"), [(1, 1, 96), (5, 4, 600), (3, 22, 64), (2, 8, 256)])
+def test_sums(tokens: int, top_k: int, hidden: int, splits: int) -> None:
+    routing_cases.sums(tokens, top_k, hidden, splits, "cpu")
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [0, 1, 3])
 def test_sums_in_half_precision(splits: int) -> None:
-    routing_cases.sums(3, 4, 96, splits, None, "cpu", torch.float16)
+    routing_cases.sums(3, 4, 96, splits, "cpu", torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("way", "sizes", "name"),
-    every_nth(
-        product(routing_cases.WAYS, [(16, 128, 8), (200, 32, 8), (300, 5, 16)], routing_cases.ROUTINGS), 3
+@pytest.mark.parametrize("splits", [0, 2])
+def test_a_program_sums_several_columns(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moectl.kernels.triton.sort_and_combine.PROGRAMS", 4)
+    routing_cases.sums(3, 2, 1300, splits, "cpu")
+
+
+LISTED = every_nth(
+    product(
+        (*routing_cases.WAYS, "given"),
+        [(16, 128, 8), (200, 32, 8), (300, 5, 16), (513, 127, 2), (2049, 9, 1)],
+        routing_cases.ROUTINGS,
     ),
+    3,
 )
+
+
+@pytest.mark.parametrize(("way", "sizes", "name"), LISTED)
 def test_plans(way: str, sizes: tuple[int, int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assignments, experts, tokens = sizes
     routing_cases.plans(way, name, assignments, experts, tokens, "cpu", monkeypatch)
+
+
+@pytest.mark.parametrize(("way", "sizes", "name"), LISTED)
+def test_splits_into_tiles(
+    way: str, sizes: tuple[int, int, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assignments, experts, tokens = sizes
+    routing_cases.tiles(way, name, assignments, experts, 16 * tokens, "cpu", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("assignments", "name"), [(20_000, "skipped"), (20_000, "one expert"), (9_999, "random")]
+)
+def test_lists_many_assignments(assignments: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    routing_cases.tiles("", name, assignments, 48, 144, "cpu", monkeypatch)
+    routing_cases.plans("", name, assignments, 48, 16, "cpu", monkeypatch)
 
 
 @pytest.mark.parametrize("name", routing_cases.ROUTINGS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moectl.kernels.triton.sort_and_combine import SUMS, combine, sort_by_expert
+from moectl.kernels.triton.sort_and_combine import combine, sort_by_expert
 from support import kernel_cases, routing_cases
 
 pytestmark = pytest.mark.gpu
@@ -26,15 +26,16 @@ def test_sorts(name: str, assignments: int, experts: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", routing_cases.ROUTINGS)
-@pytest.mark.parametrize("way", routing_cases.WAYS)
+@pytest.mark.parametrize("way", [*routing_cases.WAYS, "given"])
 @pytest.mark.parametrize(
     ("assignments", "experts", "tokens"),
-    [(16, 128, 8), (512, 384, 8), (300, 5, 16), (2048, 128, 4), (264, 1024, 8)],
+    [(16, 128, 8), (512, 384, 8), (300, 5, 16), (2048, 128, 4), (264, 1024, 8), (20_000, 48, 16)],
 )
-def test_plans(
+def test_plans_and_tiles(
     assignments: int, experts: int, tokens: int, way: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     routing_cases.plans(way, name, assignments, experts, tokens, "cuda", monkeypatch)
+    routing_cases.tiles(way, name, assignments, experts, 16 * tokens, "cuda", monkeypatch)
 
 
 @pytest.mark.parametrize("name", routing_cases.ROUTINGS)
@@ -54,13 +55,12 @@ def test_sorts_the_same_way_every_time() -> None:
         assert torch.equal(ends, offsets) and torch.equal(again[:valid], slots[:valid])
 
 
-@pytest.mark.parametrize("launch", [None, *(launch for _, launch in SUMS)])
 @pytest.mark.parametrize(
     ("tokens", "top_k", "hidden", "splits"),
-    [(1, 4, 2880, 4), (64, 8, 7168, 1), (513, 22, 96, 1), (1000, 1, 704, 2)],
+    [(1, 4, 2880, 4), (64, 8, 7168, 1), (513, 22, 96, 0), (1000, 1, 704, 2), (9000, 8, 2048, 0)],
 )
-def test_sums(tokens: int, top_k: int, hidden: int, splits: int, launch: object) -> None:
-    routing_cases.sums(tokens, top_k, hidden, splits, launch, "cuda")  # type: ignore[arg-type]
+def test_sums(tokens: int, top_k: int, hidden: int, splits: int) -> None:
+    routing_cases.sums(tokens, top_k, hidden, splits, "cuda")
 
 
 def test_follows_what_comes_before_it_in_the_stream() -> None:

@@ -14,6 +14,7 @@ from devtools.inspection.published_kernels import MODELS, layer_without_weights
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from moectl.convert.rank_slice import RankSlice, shard_of
 from moectl.environment import find_device
 from moectl.errors import UsageError
 from moectl.kernels.registry import runner_for
@@ -34,8 +35,10 @@ from moectl.kernels.triton.layer_binaries import (
 )
 from moectl.kernels.triton.offline_gpu import OfflineGpu, standing_in
 from moectl.kernels.triton.triton_runner import launch_on, run_into
+from moectl.layer.compile_ahead import CompileRequest
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.published_layers import model_problem
 from moectl.problem.schemes import MXFP4, Scheme, int_format
 from support.sampling import every_nth
 
@@ -62,10 +65,44 @@ def test_numbers_of_tokens_share_binaries(name: str, gpu: OfflineGpu) -> None:
     problem = UNTUNED.get(name) or layer_without_weights(name).problem
     binaries = needed(problem, gpu)
     products = [binary for binary in binaries if any(part in binary.name for part in GEMMS)]
-    # The products are as many as the tiles that were measured to be the fastest; the rest is sorts and sums.
+    # The products are as many as the tiles that were measured to be the fastest; the rest is lists, sums, and
+    # codes of FP8 tokens.
     assert 6 <= len(products) <= 24, products
-    assert len(binaries) - len(products) <= 17, binaries
+    assert len(binaries) - len(products) <= 8, binaries
     assert len({binary.key for binary in binaries}) == len(binaries)
+
+
+def rank(problem: MoEProblem, tp: int = 1, ep: int = 1) -> MoEProblem:
+    return RankSlice(problem, shard_of(0, tp_size=tp, ep_size=ep)).problem
+
+
+BOUNDED = {
+    "gpt-oss-20b": model_problem("gpt-oss-20b"),
+    "gpt-oss-120b tp8": rank(model_problem("gpt-oss-120b"), tp=8),
+    "kimi-k2 ep8 int4-g32": rank(model_problem("kimi-k2"), ep=8),
+    "qwen3-30b int4-g128": model_problem("qwen3-30b"),
+    "mixtral int4-g128": model_problem("mixtral-8x7b", "int4-g128"),
+    "deepseek-v3 tp8 nvfp4": rank(model_problem("deepseek-v3", "nvfp4"), tp=8),
+    "one expert a token": UNTUNED["one expert a token"],
+}
+"""Layers with launches of their own in the table, and without."""
+
+MOST_BINARIES, MOST_IF_MEASURED = 12, 16
+"""Binaries of a layer in 4 bits on SM90, whatever the number of tokens; and of one with rows in the table."""
+
+MEASURED = "gpt-oss-20b", "qwen3-30b int4-g128", "deepseek-v3 tp8 nvfp4"
+"""Those of `BOUNDED` that have rows."""
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_layer_in_4_bits_has_few_binaries_for_all_numbers_of_tokens(name: str) -> None:
+    request = CompileRequest(BOUNDED[name], "moectl", H200)
+    with standing_in(H200):
+        binaries = request.binaries()
+    assert request.tokens == 16384
+    assert len(binaries) <= (MOST_IF_MEASURED if name in MEASURED else MOST_BINARIES), binaries
+    small = [binary.name for binary in binaries if not any(part in binary.name for part in GEMMS)]
+    assert sorted(small) == ["_combine_kernel", "_list_kernel"]
 
 
 @pytest.mark.parametrize("backend", OWN)

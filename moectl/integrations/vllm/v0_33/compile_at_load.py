@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.logger import init_logger
 
 from ....kernels.prepared_layer import PreparedMoE
 from ....problem.moe_problem import MoEProblem
 from ....run.layer_variants import problem_in_dtype
+from .log import logger_of
 
 if TYPE_CHECKING:
     from ....layer.background_compile import KernelLoad
 
-logger = init_logger(__name__)
+logger = logger_of(__name__)
 
 
 def begin(problem: MoEProblem, dtype: str, backend: str, device: torch.device) -> KernelLoad | None:

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from vllm.logger import init_logger
-
 from ....errors import NoBackend
 from ...engine_names import SWITCH
 from .. import METHOD
 from ..limits import CALLS, sentence
+from .log import logger_of
 
-logger = init_logger(__name__)
+logger = logger_of(__name__)
 
 HANDED_OVER = "LLM.reload_weights(weights_iterator=...)"
 KERNELS_FORMAT = "LLM.reload_weights(is_checkpoint_format=False)"

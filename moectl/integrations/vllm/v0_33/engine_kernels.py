@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -27,8 +26,9 @@ from ....problem.schemes import A16, FP8_BLOCK, Scheme, WeightFormat
 from ...model_experts import DTYPES, ModelExperts, default_device
 from .deployment import check_map, shard_of
 from .engine_parameters import ParameterNames, Place, in_humming, register, wrapped
+from .log import logger_of
 
-logger = init_logger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(frozen=True)

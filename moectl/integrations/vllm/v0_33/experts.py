@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEConfig
@@ -26,11 +25,12 @@ from .. import OWN_KERNELS
 from .compile_at_load import begin, take
 from .deployment import check_map, dummy, refuse, shard_of
 from .engine_kernels import KERNELS, engine_method
+from .log import logger_of
 
 if TYPE_CHECKING:
     from ....layer.background_compile import KernelLoad
 
-logger = init_logger(__name__)
+logger = logger_of(__name__)
 
 
 def experts_method(

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
-from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization import (
     QUANTIZATION_METHODS,
     QuantizationMethods,
@@ -17,8 +16,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from ...engine_names import kernels_asked
 from .. import METHOD
+from .log import logger_of
 
-logger = init_logger(__name__)
+logger = logger_of(__name__)
 
 
 class MoectlQuantization(QuantizationConfig):

@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....problem.schemes import FULL
-from ...choice.launch import token_tiles
 from ...choice.mid_launches import MID_TILES, WIDTHS, MidTile, registers
 from ..kernel_family import (
     KernelCall,
@@ -21,11 +20,9 @@ from ..kernel_family import (
     activation_numbers,
     multiprocessors,
 )
-from ..sort_and_combine import finish, order_of
-from ..token_codes import LiveRows
+from ..sort_and_combine import TokenTiles, finish, token_tiles_of
 from . import mid_kernels as kernels
 from . import mid_loader as ring
-from .few_token_tiles import MOST, few_tiles
 from .gemm_spec import GemmSpec, operand, spec_fields
 
 LARGEST_UNIT = 32
@@ -96,50 +93,8 @@ def _variant(layer: KernelLayer, stage: int, assignments: int, tile: MidTile) ->
     )
 
 
-@dataclass(frozen=True)
-class MidSchedule:
-    """A call's assignments sorted by expert, split into at most `bound` token tiles.
-
-    Attributes:
-        slots: the sorted assignments.
-        tiles: ``[bound, 4]``: expert, first position in `slots`, tokens, 0.
-        count: the first number is that of tiles.
-        live: the positions in `slots`.
-    """
-
-    slots: Tensor
-    tiles: Tensor
-    count: Tensor
-    bound: int
-    live: LiveRows
-
-
-def schedule(call: KernelCall, experts: int, tokens: int, one_launch: bool = False) -> MidSchedule:
-    """Sorts a call's assignments by expert and splits them into tiles of up to `tokens`.
-
-    With `one_launch` a single program does it, where the assignments are few.
-    """
-    bound = token_tiles(call.assignments, experts, tokens)
-    if one_launch and call.order is None and call.assignments <= MOST:
-        slots, tiles, count = few_tiles(call.ids, experts, tokens, bound)
-        return MidSchedule(slots, tiles, count, bound, LiveRows("sorted", count, 1))
-    slots, offsets = order_of(call, experts)
-    tiles, count = call.ids.new_empty(bound, 4), call.ids.new_empty(1)
-    kernels._token_tiles_kernel[(triton.cdiv(bound, 16),)](
-        offsets,
-        tiles,
-        count,
-        tokens,
-        E=experts,
-        EPAD=triton.next_power_of_2(experts),
-        BLOCK=16,
-        launch_pdl=True,
-    )
-    return MidSchedule(slots, tiles, count, bound, LiveRows("sorted", offsets, experts))
-
-
 def gemm(
-    layer: KernelLayer, stage: int, call: KernelCall, plan: MidSchedule, x: Tensor, y: Tensor, tile: MidTile
+    layer: KernelLayer, stage: int, call: KernelCall, plan: TokenTiles, x: Tensor, y: Tensor, tile: MidTile
 ) -> None:
     """Computes one GEMM into `y`: stage 1 activations by sorted position, stage 2 partial results by slot.
 
@@ -194,7 +149,7 @@ def _words_descriptor(words: Tensor, variant: MidVariant) -> TensorDescriptor:
 
 def _run(layer: KernelLayer, call: KernelCall, tile: MidTile) -> None:
     p, t = layer.problem, call.assignments
-    plan = schedule(call, p.local_experts, tile.tokens)
+    plan = token_tiles_of(call, p.local_experts, tile.tokens)
     h = call.x.new_empty(t, p.dims.intermediate)
     parts = call.parts()
     gemm(layer, 1, call, plan, call.x, h, tile)

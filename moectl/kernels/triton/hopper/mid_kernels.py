@@ -13,7 +13,6 @@ A tile has as many token columns as its tokens need: one of ``HOW.widths``, each
 `HOW` is a `mid.MidVariant`, which has all compile-time parameters.
 """
 
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,38 +41,6 @@ from .mid_loader import (
     _words_layout,
 )
 from .mixed_width_wgmma import joined, joint_finished, joint_issued, joint_operand, joint_zeros
-
-
-@triton.jit(do_not_specialize=["TOKENS"])
-def _token_tiles_kernel(
-    OFFSETS, TILES, COUNT, TOKENS, E: tl.constexpr, EPAD: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Writes TILES ``[bound, 4]``, (expert, first position, tokens, 0) for each tile, and their COUNT.
-
-    An expert's tokens are split evenly into tiles of at most TOKENS.
-    """
-    tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
-    i = tl.arange(0, EPAD)
-    low = tl.load(OFFSETS + i, mask=i < E, other=0)
-    high = tl.load(OFFSETS + i + 1, mask=i < E, other=0)
-    tiles = (high - low + TOKENS - 1) // TOKENS
-    part = (high - low + tiles - 1) // tl.maximum(tiles, 1)
-    ends = tl.cumsum(tiles, 0)
-    total = tl.sum(tiles, 0)
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), 1)
-    mine = i[None, :] == expert[:, None]
-    part = tl.sum(tl.where(mine, part[None, :], 0), 1)
-    first = tl.sum(tl.where(mine, low[None, :], 0), 1)
-    first += (t - tl.sum(tl.where(mine, (ends - tiles)[None, :], 0), 1)) * part
-    tokens = tl.minimum(tl.sum(tl.where(mine, high[None, :], 0), 1) - first, part)
-    live = t < total
-    tl.store(TILES + t * 4, expert, mask=live)
-    tl.store(TILES + t * 4 + 1, first, mask=live)
-    tl.store(TILES + t * 4 + 2, tokens, mask=live)
-    if tl.program_id(0) == 0:
-        tl.store(COUNT, total)
 
 
 @gluon.constexpr_function

@@ -1,6 +1,6 @@
 """Kernel family `prefill`: grouped GEMMs for SM90 from about 40 tokens per expert; host code.
 
-Steps: sort by expert, split into token tiles, first GEMM with activation, second GEMM, sum.
+Steps: sort by expert and split into token tiles, first GEMM with activation, second GEMM, sum.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
-from ...choice.launch import token_tiles
 from ...choice.prefill_launches import (
     PREFILL_TILES,
     REGISTERS,
@@ -21,10 +20,9 @@ from ...choice.prefill_launches import (
     tokens_beyond_128,
 )
 from ..kernel_family import KernelCall, KernelFamily, KernelLayer, activation_numbers, multiprocessors
-from ..sort_and_combine import finish, launch_options, order_of
+from ..sort_and_combine import TokenTiles, finish, token_tiles_of
 from . import prefill_kernels as kernels
 from .gemm_spec import GemmSpec, operand, spec_fields
-from .prefill_tiles import _schedule_kernel
 
 
 @dataclass(frozen=True)
@@ -80,44 +78,11 @@ def _variant(layer: KernelLayer, stage: int, tile: PrefillTile) -> PrefillVarian
     )
 
 
-@dataclass(frozen=True)
-class PrefillSchedule:
-    """A call's assignments sorted by expert, split into token tiles.
-
-    Attributes:
-        slots: the sorted assignments.
-        tiles: ``[bound, 4]``: expert, first and end position, width in units.
-        count: ``[3]``: number of tiles, then for each GEMM the counter from which programs take further
-            tiles.
-        bound: upper bound on the number of tiles.
-    """
-
-    slots: Tensor
-    tiles: Tensor
-    count: Tensor
-    bound: int
-
-
-def split(offsets: Tensor, assignments: int, experts: int, tile: PrefillTile) -> tuple[Tensor, Tensor, int]:
-    """`tiles`, `count` and `bound` of a `PrefillSchedule`; `offsets`: the first position of each expert."""
-    bound = token_tiles(assignments, experts, UNIT * tile.tokens_x16)
-    tiles, count = offsets.new_empty(bound, 4), offsets.new_empty(3)
-    padded = triton.next_power_of_2(experts)
-    _schedule_kernel[(1,)](offsets, tiles, count, tile.tokens_x16, E=experts, EPAD=padded, **launch_options())
-    return tiles, count, bound
-
-
-def schedule(call: KernelCall, experts: int, tile: PrefillTile) -> PrefillSchedule:
-    """Sorts a call's assignments by expert and splits them into tiles."""
-    slots, offsets = order_of(call, experts)
-    return PrefillSchedule(slots, *split(offsets, call.assignments, experts, tile))
-
-
 def gemm(
     layer: KernelLayer,
     stage: int,
     call: KernelCall,
-    plan: PrefillSchedule,
+    plan: TokenTiles,
     x: Tensor,
     y: Tensor,
     tile: PrefillTile,
@@ -160,7 +125,7 @@ def gemm(
 def run(layer: KernelLayer, call: KernelCall, tile: PrefillTile) -> None:
     """Fills ``call.y``; see `KernelFamily.run`."""
     p, t = layer.problem, call.assignments
-    plan = schedule(call, p.local_experts, tile)
+    plan = token_tiles_of(call, p.local_experts, UNIT * tile.tokens_x16, "in units")
     h = call.x.new_empty(t, p.dims.intermediate)
     y = call.parts()
     gemm(layer, 1, call, plan, call.x, h, tile)

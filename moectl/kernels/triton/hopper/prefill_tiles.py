@@ -1,46 +1,12 @@
 # mypy: ignore-errors
-"""Device code of the kernel family `prefill`: splitting tokens into tiles, and register layouts of a tile.
+"""Device code of the kernel family `prefill`: order of tiles, and register layouts of one.
 
 The width of a token tile is a multiple of 16 tokens (a unit). A width that is not a power of two has two
 accumulators, wide and narrow, that share the dequantized weights.
 """
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-
-@triton.jit(do_not_specialize=["MOST"])
-def _schedule_kernel(OFFSETS, TILES, COUNT, MOST, E: tl.constexpr, EPAD: tl.constexpr, PDL: tl.constexpr):
-    """Writes token tiles ``[COUNT[0], 4]``, (expert, first, end, units), expert by expert; one program.
-
-    An expert's tokens are split into the fewest tiles of at most `MOST` units of 16 tokens, whose widths
-    differ by at most one unit. COUNT[1:3] are set to 0.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    i = tl.arange(0, EPAD)
-    low = tl.load(OFFSETS + i, mask=i < E, other=0)
-    high = tl.load(OFFSETS + i + 1, mask=i < E, other=0)
-    units = (high - low + 15) // 16
-    tiles = (units + MOST - 1) // MOST
-    before = tl.cumsum(tiles, 0) - tiles
-    tl.store(COUNT, tl.sum(tiles, 0))
-    tl.store(COUNT + 1, 0)
-    tl.store(COUNT + 2, 0)
-    least = units // tl.maximum(tiles, 1)
-    wider = units - least * tiles
-    for j in range(tl.max(tiles, 0)):
-        at = TILES + (before + j) * 4
-        start = low + 16 * (j * least + tl.minimum(j, wider))
-        width = least + (j < wider).to(tl.int32)
-        mine = j < tiles
-        tl.store(at, i, mask=mine)
-        tl.store(at + 1, start, mask=mine)
-        tl.store(at + 2, tl.minimum(start + 16 * width, high), mask=mine)
-        tl.store(at + 3, width, mask=mine)
 
 
 @gluon.jit

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ....problem.moe_problem import MoEProblem
 from ...choice.stream_launches import STREAM_TILES, StreamShape, StreamTile
-from ..expert_records import plan
 from ..kernel_family import KernelCall, KernelFamily, KernelLayer, KernelMatrix, activation_numbers
-from ..sort_and_combine import combine
+from ..sort_and_combine import combine, records_of
 from . import stream_kernels as kernels
 from . import stream_layer_kernels as layer_kernels
 
@@ -120,7 +119,9 @@ def run(layer: KernelLayer, call: KernelCall, tile: StreamTile) -> None:
     """Fills ``call.y``; see `KernelFamily.run`."""
     problem, t = layer.problem, call.assignments
     dims, act = problem.dims, problem.activation
-    records = plan(call.ids, problem.local_experts, tile.tokens, call.order) if tile.planned else call.ids
+    records = (
+        records_of(call.ids, problem.local_experts, tile.tokens, call.order) if tile.planned else call.ids
+    )
     common = {"IDS": call.ids, "PLAN": records, "WEIGHTS": call.weights, "T": t}
     h = call.x.new_empty(t, dims.intermediate)
     parts = call.x.new_empty(tile.split, t, dims.hidden, dtype=torch.float32)

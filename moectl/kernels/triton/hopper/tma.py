@@ -13,10 +13,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....problem.moe_problem import MoEProblem
 from ..kernel_family import KernelCall, KernelFamily, activation_numbers, multiprocessors
 from ..row_matrix import RowLayer, RowMatrix, token_format
-from ..sort_and_combine import finish
+from ..sort_and_combine import TokenTiles, finish, token_tiles_of
 from ..token_codes import ALL_ROWS, LiveRows, quantize_rows, scale_kind
 from . import tma_kernels as kernels
-from .mid import MidSchedule, schedule
 from .tma_tiles import (
     LINE,
     WIDTHS,
@@ -85,7 +84,7 @@ class TmaVariant:
         return 0
 
 
-def _variant(layer: RowLayer, stage: int, plan: MidSchedule, tile: TmaTile) -> TmaVariant:
+def _variant(layer: RowLayer, stage: int, plan: TokenTiles, tile: TmaTile) -> TmaVariant:
     p, act = layer.problem, layer.problem.activation
     m = layer.w13 if stage == 1 else layer.w2
     form, promoted, scales = token_format(p), is_promoted(p, tile), weight_scales(p)
@@ -149,7 +148,7 @@ def gemm(
     layer: RowLayer,
     stage: int,
     call: KernelCall,
-    plan: MidSchedule,
+    plan: TokenTiles,
     x: Tensor,
     scales: Tensor | None,
     y: Tensor,
@@ -192,24 +191,26 @@ def gemm(
     )
 
 
-def one_token(call: KernelCall, experts: int) -> MidSchedule | None:
+def one_token(call: KernelCall) -> TokenTiles | None:
     """The schedule of a call of one token, whose ids are its tiles: there is nothing to sort. Else None."""
     if len(call.x) != 1 or call.order is not None:
         return None
-    return MidSchedule(call.ids, call.ids, call.ids, call.assignments, LiveRows("slots", call.ids, experts))
+    return TokenTiles(call.ids, call.ids, call.ids, call.ids)
 
 
 def _run(layer: RowLayer, call: KernelCall, tile: TmaTile) -> None:
     p, t = layer.problem, call.assignments
-    planned = one_token(call, p.local_experts)
-    plan = planned or schedule(call, p.local_experts, tile.tokens, one_launch=True)
+    planned = one_token(call)
+    plan = planned or token_tiles_of(call, p.local_experts, tile.tokens)
+    by_slot = LiveRows("slots", call.ids, p.local_experts)
     # Rows of a batch that hold no token may hold anything.
-    filled = ALL_ROWS if call.order is None else LiveRows("slots", call.ids, p.local_experts)
+    filled = ALL_ROWS if call.order is None else by_slot
     x, scales = _quantized(p, call.x, layer.w13, filled, beside=planned is None)
     h = call.x.new_empty(t, p.dims.intermediate)
     parts = call.parts()
     gemm(layer, 1, call, plan, x, scales, h, tile)
-    h, scales = _quantized(p, h, layer.w2, plan.live)
+    live = by_slot if planned else LiveRows("sorted", plan.offsets, p.local_experts)
+    h, scales = _quantized(p, h, layer.w2, live)
     gemm(layer, 2, call, plan, h, scales, parts, tile)
     finish(call, parts, p.local_experts)
 
