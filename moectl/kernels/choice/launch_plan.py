@@ -59,8 +59,12 @@ UNMEASURED = 1.02
 predict that the other takes as long or less, but it was not measured to."""
 
 SINGLE = 4.0
-"""How much losses at one token count: decoding a single sequence is what latency is judged by, and there a
-launch for two tokens that the model sees no difference in took 6% longer (gpt-oss on an H200)."""
+"""How much losses at one token count where it was measured: decoding a single sequence is what latency is judged
+by, and there a launch for two tokens that the model sees no difference in took 6% longer (gpt-oss on an H200)."""
+
+FEW, WITH_FEW = 1.5, 1.03
+"""Tiles of families that were made for several tokens of an expert count as this much slower below so many: few
+launches were measured there, and they are chosen only where they are predicted to be clearly faster."""
 
 UNFITTED = 10.0
 """Loss of a launch where it was not fitted: beyond that of any that was."""
@@ -95,6 +99,10 @@ class CandidateLaunch(NamedTuple):
         """
         fewest, most = self.tokens_per_expert
         return fewest <= per_expert <= most and (tokens > 1 or max(self.shape.widths, default=0) <= 2)
+
+    def caution(self, per_expert: float) -> float:
+        """By what its predicted time is multiplied, at `per_expert` tokens of active experts."""
+        return WITH_FEW if per_expert < FEW and self.tokens_per_expert[0] >= 1 else 1.0
 
     @property
     def binaries(self) -> frozenset[object]:
@@ -174,7 +182,7 @@ def plan(
     # A loss for each candidate at each number of tokens.
     losses = [
         [
-            _loss_beside(time / best, row, index) * (SINGLE if tokens == 1 else 1.0)
+            _loss_beside(time / best, row, index) * (1.0 if tokens > 1 or row is None else SINGLE)
             for tokens, time, best, row in zip(SIZES, times, reference, measured, strict=True)
         ]
         for index, times in enumerate(us)
@@ -209,7 +217,7 @@ def _predicted(
             continue
         predicted.append(
             [
-                1e6 * seconds(work_of(load, candidate.shape), gpu, of)
+                1e6 * seconds(work_of(load, candidate.shape), gpu, of) * candidate.caution(per_expert)
                 if candidate.suits(tokens, per_expert)
                 else math.inf
                 for tokens, load, per_expert in zip(SIZES, loads, spread, strict=True)
