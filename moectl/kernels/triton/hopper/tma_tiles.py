@@ -84,7 +84,10 @@ def registers(tile: TmaTile, promoted: bool = False, *, blocks: bool = False) ->
     """
     at_first, groups = launch_registers(tile), _loader_groups(tile)
     # Loaders have the addresses of tokens in registers; workers need the more of them, the wider sums are.
-    spare = {112: 56, 128: 64 if blocks else 56}.get(tile.tokens, 72) if promoted else 72
+    if promoted:
+        spare = {112: 56, 128: 64 if blocks else 56}.get(tile.tokens, 72)
+    else:
+        spare = 80 if tile.tokens > 192 else 72
     tokens = min(at_first, 64 if groups > 1 else spare)
     weights = tokens if groups == 1 else 40  # in one warpgroup all have the same number
     of_loaders = tokens + (groups - 1) * weights
