@@ -37,7 +37,8 @@ from .expert_batches import CHOSEN_FOR, compute_batch, layer_one_each, one_each
 from .hopper.mid import MID_FAMILY
 from .hopper.prefill import PREFILL_FAMILY
 from .hopper.stream import STREAM_FAMILY
-from .hopper.tma import TMA_FAMILY, tile_for
+from .hopper.tma import TMA_FAMILY
+from .hopper.tma_tiles import tile_for
 from .kernel_family import (
     KernelCall,
     KernelFamily,

@@ -226,18 +226,21 @@ def _copied_tokens(COPIES, first, tokens, k, full, into, stage, HOW: gl.constexp
 
 
 @gluon.jit
-def _row_scales(S, expert, nt, N, blocks, HOW: gl.constexpr):
-    """Where the two scales of a row tile's first columns are, and whether they exist."""
+def _scale_places(expert, nt, N, blocks, HOW: gl.constexpr):
+    """Where the two scales of a row tile's first columns are, and whether they exist.
+
+    Places have 32 bits, half the registers of pointers: an expert's block of 16384 weights has one scale.
+    """
     row = nt * (64 * HOW.workers * HOW.blocks_m)
     other = row + 8 if two_scales(HOW) else row + 64 * HOW.blocks_m * (HOW.workers - 1)
     at, there = scale_rows(row, N, HOW)
     other_at, other_there = scale_rows(other, N, HOW)
-    base = S + expert.to(gl.int64) * (scale_count(N, HOW) * blocks)
+    base = expert * (scale_count(N, HOW) * blocks)
     return base + at * blocks, there, base + other_at * blocks, other_there
 
 
 @gluon.jit
-def _scales_ahead(of_rows, of_tokens, known, k, blocks, HOW: gl.constexpr):
+def _scales_ahead(S, of_rows, XS, of_tokens, known, k, blocks, HOW: gl.constexpr):
     """For each piece of a stage the scales of the tokens and the two of the rows; their products are left for
     later, as they would wait for the loads."""
     DEPTH: gl.constexpr = HOW.depth
@@ -246,9 +249,9 @@ def _scales_ahead(of_rows, of_tokens, known, k, blocks, HOW: gl.constexpr):
     for d in gl.static_range(DEPTH):
         column = k * DEPTH + d
         inside = column < blocks
-        loaded += (gl.load(of_tokens + column, mask=known & inside, other=0.0),)
-        loaded += (gl.load(at + column, mask=there & inside, other=0.0),)
-        loaded += (gl.load(other_at + column, mask=other_there & inside, other=0.0),)
+        loaded += (gl.load(XS + (of_tokens + column), mask=known & inside, other=0.0),)
+        loaded += (gl.load(S + (at + column), mask=there & inside, other=0.0),)
+        loaded += (gl.load(S + (other_at + column), mask=other_there & inside, other=0.0),)
     return loaded
 
 
@@ -279,9 +282,9 @@ def token_loader(work, HOW: gl.constexpr):
         if in_blocks(HOW):
             place = gl.arange(0, NOTES, layout=LINE)
             known = place < tokens
-            of_tokens = XS + token_rows(SORTED, first, place, known, HOW) * blocks
-            of_rows = _row_scales(S, expert, nt, N, blocks, HOW)
-            coming = _scales_ahead(of_rows, of_tokens, known, 0, blocks, HOW)
+            of_tokens = token_rows(SORTED, first, place, known, HOW) * blocks
+            of_rows = _scale_places(expert, nt, N, blocks, HOW)
+            coming = _scales_ahead(S, of_rows, XS, of_tokens, known, 0, blocks, HOW)
         base = X
         if HOW.stage == 2:
             base = X + first.to(gl.int64) * KX
@@ -292,7 +295,7 @@ def token_loader(work, HOW: gl.constexpr):
         for k in range(gl.where(tokens > 0, steps, 0)):
             now = coming
             if in_blocks(HOW):
-                coming = _scales_ahead(of_rows, of_tokens, known, k + 1, blocks, HOW)
+                coming = _scales_ahead(S, of_rows, XS, of_tokens, known, k + 1, blocks, HOW)
             mbarrier.wait(empty.index(stage), phase)
             if in_blocks(HOW):
                 for d in gl.static_range(DEPTH):

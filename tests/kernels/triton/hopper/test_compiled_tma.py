@@ -12,7 +12,8 @@ from devtools.inspection.shipped_kernels import inspect
 
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.prepared_layer import PreparedMoE
-from moectl.kernels.triton.hopper.tma import TMA_FAMILY, WIDTHS, TmaTile, shared_bytes
+from moectl.kernels.triton.hopper.tma import TMA_FAMILY
+from moectl.kernels.triton.hopper.tma_tiles import WIDTHS, TmaTile, shared_bytes
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Activation
 from moectl.problem.schemes import FP8_ACT_TENSOR, FP8_ACT_TOKEN, FP8_CHANNEL, FP8_TENSOR, Scheme
@@ -49,21 +50,23 @@ def products_have_all_widths(ptx: str, layer: PreparedMoE, tile: TmaTile) -> Non
 
 
 def operands_lie_where_products_read(ptx: str, tile: TmaTile) -> None:
-    """Rows from the start of shared memory on, by boxes of TMA, then tokens, by copies of 16 bytes."""
+    """Rows from the start of shared memory on, in boxes of TMA, then tokens, in boxes or 16 bytes at once."""
     code = Ptx(ptx)
     piece, columns = 128 * tile.rows, 128 * tile.tokens
     first = tile.stages * tile.depth * piece
     boxes = {code.place(register) for register in BOXES.findall(ptx)}
-    assert {place.origin for place in boxes} == {piece * d for d in range(tile.depth)}
-    assert all(place.strides == {tile.depth * piece} for place in boxes)
+    of_rows = {place for place in boxes if place.origin < first}
+    assert {place.origin for place in of_rows} == {piece * d for d in range(tile.depth)}
+    assert all(place.strides == {tile.depth * piece} for place in of_rows)
     read = {code.place(register).origin for register in ROWS.findall(ptx)}
     own = 128 * 64 * tile.blocks_m
     assert min(read) == 0 and all(origin < tile.depth * piece and origin % 8192 == 0 for origin in read)
     assert {origin // own * own % piece for origin in read} == {own * me for me in range(tile.workers)}
     read = {code.place(register).origin for register in TOKENS.findall(ptx)}
     assert min(read) == first and all((origin - first) % columns == 0 for origin in read)
-    copies = {code.place(register).origin for register in COPIES.findall(ptx)}
-    assert first <= min(copies) < max(copies) < first + tile.depth * columns
+    copies = {code.place(register) for register in COPIES.findall(ptx)} | boxes - of_rows
+    places = {place.origin for place in copies}
+    assert first == min(places) and max(places) < first + tile.depth * columns
 
 
 def stores_are_wide(ptx: str) -> None:

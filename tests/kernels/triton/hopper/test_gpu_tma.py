@@ -12,7 +12,8 @@ from moectl.kernels.choice.launch import Launch
 from moectl.kernels.layer_inputs import LayerInputs, make_inputs
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.tolerance import Tolerance, check
-from moectl.kernels.triton.hopper.tma import TMA_FAMILY, TmaTile
+from moectl.kernels.triton.hopper.tma import TMA_FAMILY
+from moectl.kernels.triton.hopper.tma_tiles import TmaTile
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.layer.experts import ExpertLayer
 from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Dims, MoEProblem
@@ -35,6 +36,7 @@ def name_of(tile: TmaTile) -> str:
 W8A8 = (
     "block",
     "block, E8M0 scales",
+    "block, UE8M0 tokens",
     "channel and token",
     "tensor, static",
     "tensor, dynamic",

@@ -9,16 +9,14 @@ import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from devtools.inspection.published_kernels import IN_ROWS, layer_without_weights
 
-from moectl.kernels.triton.hopper.tma import (
+from moectl.kernels.triton.hopper.tma import TMA_FAMILY, rows_descriptor, tokens_descriptor
+from moectl.kernels.triton.hopper.tma_tiles import (
     PROMISING,
     RULES,
-    TMA_FAMILY,
     TmaTile,
     launch_registers,
     registers,
-    rows_descriptor,
     tile_for,
-    tokens_descriptor,
 )
 from moectl.kernels.triton.row_matrix import RowMatrix
 from moectl.kernels.triton.triton_runner import choose_shipped
@@ -44,10 +42,10 @@ def test_few_tokens_take_narrow_tiles_and_many_wide_ones() -> None:
     assert widths == sorted(widths) and widths[0] == 8 and widths[-1] == 128
 
 
-@pytest.mark.parametrize("promoted", [False, True])
+@pytest.mark.parametrize(("promoted", "blocks"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("tile", PROMISING, ids=str)
-def test_threads_of_a_multiprocessor_share_its_registers(tile: TmaTile, promoted: bool) -> None:
-    working, loading, copying = registers(tile, promoted)
+def test_threads_of_a_multiprocessor_share_its_registers(tile: TmaTile, promoted: bool, blocks: bool) -> None:
+    working, loading, copying = registers(tile, promoted, blocks=blocks)
     at_first = launch_registers(tile)
     apart = tile.loaders == 4  # then the weight loader is in a warpgroup of its own
     groups = tile.workers + (2 if apart else 1)
