@@ -59,12 +59,13 @@ UNMEASURED = 1.02
 predict that the other takes as long or less, but it was not measured to."""
 
 SINGLE = 4.0
-"""How much losses at one token count where it was measured: decoding a single sequence is what latency is judged
-by, and there a launch for two tokens that the model sees no difference in took 6% longer (gpt-oss on an H200)."""
+"""How much losses at one token count where it was measured: decoding a single sequence is what latency is
+judged by, and there a launch for two tokens that the model sees no difference in took 6% longer (gpt-oss on
+an H200)."""
 
 FEW, WITH_FEW = 1.5, 1.03
-"""Tiles of families that were made for several tokens of an expert count as this much slower below so many: few
-launches were measured there, and they are chosen only where they are predicted to be clearly faster."""
+"""Tiles of families that were made for several tokens of an expert count as this much slower below so many:
+few launches were measured there, and they are chosen only where they are predicted to be clearly faster."""
 
 UNFITTED = 10.0
 """Loss of a launch where it was not fitted: beyond that of any that was."""
