@@ -69,7 +69,7 @@ def test_each_different_layer_of_a_rank_is_compiled(requests, tmp_path):
         7,
         False,
         90,
-    ) and 8 <= kernels <= 12
+    ) and 8 <= kernels <= 16
     assert (sliced.problem.local_experts, sliced.problem.dims.intermediate) == (128, 1440)
     assert (sliced.gpu.arch, sliced.batched) == (120, True)
     # Whole blocks of 32 channels: 12 for seven of eight ranks, 6 for the last.
@@ -168,7 +168,7 @@ def test_a_conversion_compiles_the_kernels_of_what_it_wrote(requests, tiny_gpt_o
     done = moectl("convert", tiny_gpt_oss, tmp_path / "whole", *WARM, "--json").document
     assert [(made["arch"], made["tokens"]) for made in done["warmed"]] == [("sm90", 16384), ("sm120", 16384)]
     (layer,) = done["warmed"][0]["layers"]
-    assert layer["layers"] == "0-1" and layer["compiled"] == layer["kernels"] - 1 > 10
+    assert layer["layers"] == "0-1" and layer["compiled"] == layer["kernels"] - 1 > 8
     assert [request.gpu.arch for request, *_ in requests] == [90, 120]
     # What `moectl warm` compiles for the directory.
     converted = requests.copy()
