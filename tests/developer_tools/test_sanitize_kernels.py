@@ -165,7 +165,7 @@ def test_races_between_ordered_accesses_are_told_by_their_source(script: ModuleT
     file = script.ROOT / "moectl" / "kernels" / "triton" / "hopper" / "mid_kernels.py"
     lines = file.read_text().splitlines()
     kernel = next(i for i, text in enumerate(lines, 1) if text.startswith("def _grouped_gemm_kernel"))
-    other = next(i for i, text in enumerate(lines, 1) if ".store(" in text)
+    other = next(i for i, text in enumerate(lines, 1) if "mbarrier.wait(" in text)
     race = "Error: Race reported between Read access at _k+0x2c0 in mid_kernels.py:{} and Write access at "
     race += "_k+0x80 in mid_kernels.py:{} [8 hazards]"
     assert "compiler" in script.ordered(race.format(kernel, other))

@@ -32,7 +32,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     [
         ("tune_kernels", ("--models", "gpt-5"), "no model is called 'gpt-5'; choose from gpt-oss-120b"),
         ("tune_kernels", ("--families", "mid,large"), "no family is called 'large'; choose from decode"),
-        ("tune_kernels", ("--shard", "3/3"), "expected I/N, I from 0 to N - 1, got '3/3'"),
+        ("tune_kernels", ("--best", "0"), "argument --best: expected a positive integer"),
         ("bench_peers", ("--models", "gpt-5"), "no model is called 'gpt-5'"),
         ("bench_first_call", ("--columns", "moectl,sonic"), "no column is called 'sonic'"),
         (
