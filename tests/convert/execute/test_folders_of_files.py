@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -56,11 +57,12 @@ def public(gpt_oss: Path) -> Path:
 
 
 def modes(folder: Path) -> Mapping[str, set[str]]:
-    """The permissions of all files and folders from `folder` downwards."""
+    """The permissions of all files and folders from `folder` downwards; others may be renamed meanwhile."""
     found: dict[str, set[str]] = {"files": set(), "folders": set()}
     for path in (folder, *folder.rglob("*")):
-        status = path.lstat()
-        found["folders" if path.is_dir() else "files"].add(oct(stat.S_IMODE(status.st_mode)))
+        with suppress(FileNotFoundError):
+            mode = path.lstat().st_mode
+            found["folders" if stat.S_ISDIR(mode) else "files"].add(oct(stat.S_IMODE(mode)))
     return found
 
 
