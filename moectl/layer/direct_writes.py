@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -64,6 +65,11 @@ class DirectWrites:
         self._live = roles.live
         self._jobs: dict[tuple[str, int, int, int], _Job | None] = {}
         self._guard: Guard | None = None
+
+    @cached_property
+    def _never(self) -> Tensor:
+        """What passes ask for that nothing can refuse."""
+        return torch.zeros(1, dtype=torch.int32, device=self._live.device)
 
     @cached_property
     def _outputs(self) -> Mapping[str, tuple[str, StoredOutput]]:
@@ -130,8 +136,9 @@ class DirectWrites:
             if job.start is None:
                 copies.append((job.target, source))
             else:
-                job.start(source, job.target, guard.refused if guard else None)
+                job.start(source, job.target, self._never if guard is None else guard.refused)
         if guard is not None:
+            guard.read()
             bounds = guard.wait()
             if bounds is None:
                 return False
@@ -141,7 +148,10 @@ class DirectWrites:
         return True
 
     def _examine(self, scales: Sequence[tuple[str, Tensor]], holders: Sequence[PreparedMoE]) -> Guard:
-        if self._guard is None or self._guard.most < len(scales):
+        if self._guard is not None and self._guard.most < len(scales):
+            self._guard.close()
+            self._guard = None
+        if self._guard is None:
             self._guard = Guard(self._live.device, max(LEAST_CHECKS, len(scales)))
         checks = {}
         for role in dict.fromkeys(role for role, _ in scales):
@@ -182,6 +192,9 @@ class DirectWrites:
             start = None if program is None else starter(program, write.data[slice(*span)], target)
             if start is None:
                 return None
+            # Compiled now, by a pass that writes nothing: later one may fail only before any has begun.
+            with torch.cuda.device(target.device) if target.is_cuda else nullcontext():
+                start(write.data[slice(*span)], target, torch.ones_like(self._never))
         checked = self._runner.judges(live.problem, write.role)
         return _Job(write.role, *span, target, start, checked)
 

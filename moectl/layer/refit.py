@@ -150,7 +150,8 @@ class LayerRefit:
 
     def _reaching(self, name: str, t: Tensor, experts: Span, rows: Span, columns: Span) -> SliceWrite | None:
         """The write, or None if this rank holds none of it; what follows from all but numbers is kept."""
-        key = name, t.shape, t.dtype, experts, rows, columns
+        spans = (tuple(span) if isinstance(span, list) else span for span in (experts, rows, columns))
+        key = name, t.shape, t.dtype, *spans
         form, reaches = self._forms.get(key, (None, False))
         if form is not None:
             return form.given(t) if reaches else None

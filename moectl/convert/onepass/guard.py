@@ -31,8 +31,8 @@ class NumberCheck:
 
 
 def _examine(t: Tensor, found: Tensor, at: int, check: NumberCheck) -> None:
-    count, programs = t.numel(), -(-t.numel() // BLOCK)
     numbers = t.view(-1).view(torch.uint8 if check.mask <= 0xFF else torch.int16)
+    count, programs = numbers.numel(), -(-numbers.numel() // BLOCK)
     key = t.device, numbers.dtype, numbers.data_ptr() % 16, check.mask, count >= MAX_INDEX
     arguments = numbers, found, count, at, check.least, check.stop
     form = _COMPILED.get(key)
@@ -60,9 +60,13 @@ class Guard:
         self.refused = self._found[:1]
         self._host = torch.empty(1 + 2 * most, dtype=torch.int32, pin_memory=self._on_gpu)
         self._sent: Any = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self._read: Any = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
 
     def examine(self, tensors: Sequence[tuple[Tensor, NumberCheck]]) -> None:
         """Queues the examination of contiguous numbers of 8 or 16 bits, and the copy of what it finds."""
+        if self._read is not None:
+            # Passes of the update before, perhaps on another stream, still ask whether that one is refused.
+            torch.cuda.current_stream().wait_event(self._read)
         self._found.zero_()
         self._examined = len(tensors)
         for i, (t, check) in enumerate(tensors):
@@ -70,6 +74,16 @@ class Guard:
         self._host.copy_(self._found, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
+
+    def read(self) -> None:
+        """Says that the last pass that asks for `refused` is queued on the current stream."""
+        if self._read is not None:
+            self._read.record()
+
+    def close(self) -> None:
+        """Waits until no pass asks for `refused` any more."""
+        if self._read is not None:
+            self._read.synchronize()
 
     def wait(self) -> list[tuple[int, int]] | None:
         """The least number above 0 and the largest of each tensor; None if one is refused.

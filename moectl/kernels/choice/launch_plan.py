@@ -148,7 +148,12 @@ def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> 
 
 
 def _measured(problem: MoEProblem, tokens: int, gpu: GpuModel) -> CandidateLaunch | None:
-    """The launch that was measured for this very layer near `tokens` tokens and can run, if any."""
+    """The launch that was measured for this very layer near `tokens` tokens and can run, if any.
+
+    Rows are of whole layers: a rank's share of the experts gets fewer assignments than a layer of so many.
+    """
+    if problem.local_experts != problem.experts:
+        return None
     for row in own_rows(problem, tokens, gpu):
         launch = launch_of(MODELLED, row.family, row.tile)
         if launch and not MODELLED[row.family].fits(problem, launch.tile):
