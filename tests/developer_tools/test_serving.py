@@ -236,9 +236,8 @@ def test_an_engine_that_stops_or_answers_otherwise_is_a_finding(tmp_path, monkey
 
     def stand_in(command, **options):
         if "convert" in command:
-            (Path(command[5]) / "READY").parent.mkdir()
-            (Path(command[5]) / "READY").touch()
-            return None
+            Path(command[5]).mkdir()
+            return subprocess.CompletedProcess(command, 1 if command[4] == "broken" else 0)
         starts.append((command[3], options["env"]["CUDA_VISIBLE_DEVICES"]))
         return run([sys.executable, "-c", STAND_IN, *command[3:]], **options)
 
@@ -253,9 +252,15 @@ def test_an_engine_that_stops_or_answers_otherwise_is_a_finding(tmp_path, monkey
     assert "own-marlin: exit status 3" in out and "own-humming" in out
     assert "awake: 0 of 1 greedy tokens equal" in out and "2.00 GiB of the GPU were free" in out
     assert {gpu for _, gpu in starts} == {"4", "5"} and len(starts) == 6
-    monkeypatch.setattr(sys, "argv", ["check_vllm", "ck", "--to", "humming", "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(sys, "argv", ["check_vllm", "ck", "--to", "humming", "--out", str(tmp_path / "new")])
     assert main() == 0
-    monkeypatch.setattr(sys, "argv", ["check_vllm", "ck", "--to", "nothing"])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
+    for wrong, said in (
+        (["ck", "--to", "nothing"], "nothing is no layout"),
+        (["ck", "--to", "humming", "--out", str(tmp_path / "new")], "is there already"),
+        (["broken", "--to", "humming", "--out", str(tmp_path / "other")], "cannot be converted to humming"),
+        (["ck", "--jobs", "0"], "argument --jobs"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["check_vllm", *wrong])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 2 and said in capsys.readouterr().err

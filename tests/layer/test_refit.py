@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,23 +85,6 @@ def check_dense(case: RefitCase) -> None:
 def test_many_slices() -> None:
     for _ in refit_cases.run_cases(100_000, seed=3):
         pass
-
-
-def test_whole_experts_are_written_by_guarded_passes() -> None:
-    """Triton's interpreter has to be chosen before Triton is imported."""
-    cases = Path(__file__).with_name("interpreted_refit.py")
-    root = cases.parents[2]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    environment.pop("PYTEST_ADDOPTS", None)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(cases)],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
 def test_the_script_says_what_it_compared(capsys: pytest.CaptureFixture[str]) -> None:
