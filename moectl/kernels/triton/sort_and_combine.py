@@ -72,18 +72,24 @@ class TokenTiles:
         return len(self.tiles)
 
 
-def token_tiles_of(
-    call: KernelCall, experts: int, tokens: int, split: Literal["evenly", "in units"] = "evenly"
-) -> TokenTiles:
+Split = Literal["evenly", "in units", "all but the last full"]
+"""How an expert's tokens are split into tiles; in units of 16, of which each tile has as many, or one more."""
+
+_TILES: dict[Split, Any] = {
+    "evenly": kernels.EVEN_TILES,
+    "in units": kernels.UNIT_TILES,
+    "all but the last full": kernels.FULL_TILES,
+}
+
+
+def token_tiles_of(call: KernelCall, experts: int, tokens: int, split: Split = "evenly") -> TokenTiles:
     """Lists the tiles of a call, of up to `tokens` tokens each; for tiles in units a multiple of 16."""
     slots, offsets = call.order or _new_order(call.ids, experts)
     bound = token_tiles(call.assignments, experts, tokens)
     # The counters' 16 bytes come first, so that the tiles are aligned.
     lists = call.ids.new_empty(4 + 4 * bound + _scratch(call.assignments, experts))
     count, tiles = lists[:3], lists[4 : 4 + 4 * bound].view(bound, 4)
-    wanted = _Wanted(
-        kernels.EVEN_TILES if split == "evenly" else kernels.UNIT_TILES, tokens, bound, tiles, count
-    )
+    wanted = _Wanted(_TILES[split], tokens, bound, tiles, count)
     _list(call.ids, slots, offsets, experts, wanted, lists[4 + 4 * bound :], call.order)
     return TokenTiles(slots, offsets, tiles, count)
 

@@ -16,6 +16,7 @@ NOTHING = tl.constexpr(0)
 RECORDS = tl.constexpr(1)
 EVEN_TILES = tl.constexpr(2)
 UNIT_TILES = tl.constexpr(3)
+FULL_TILES = tl.constexpr(4)
 """What is listed (`KIND`) besides the order of the assignments: see `_cut`."""
 
 FEW = tl.constexpr(0)
@@ -81,12 +82,13 @@ def _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E: tl.constexp
     - RECORDS ``[BOUND, 8 + WIDTH]``: (expert, assignments, 0, 5 unused, slots), slots where `_place_of` says.
       Unused records have expert -1 and no assignments.
     - EVEN_TILES ``[BOUND, 4]``: (expert, first position, assignments, 0), split evenly.
+    - FULL_TILES: the same, of WIDTH assignments each but for the last.
     - UNIT_TILES ``[BOUND, 4]``: (expert, first position, end, units of 16), which differ by at most one unit.
 
     COUNT ``[3]`` of tiles is their number, 0, 0. The last expert writes it, and unused records.
     """
     tiles = tl.where(KIND == NOTHING, 0, (count + WIDTH - 1) // WIDTH)
-    part = (count + tiles - 1) // tl.maximum(tiles, 1)
+    part = tl.where(KIND == FULL_TILES, WIDTH, (count + tiles - 1) // tl.maximum(tiles, 1))
     units = (count + 15) // 16
     least = units // tl.maximum(tiles, 1)
     wider = units - least * tiles
@@ -100,14 +102,14 @@ def _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E: tl.constexp
             tl.store(at + 2, 0, mask=mine)
         else:
             at = TILES + (tile + j) * 4
-            start = tl.where(KIND == EVEN_TILES, j * part, 16 * (j * least + tl.minimum(j, wider)))
+            start = tl.where(KIND != UNIT_TILES, j * part, 16 * (j * least + tl.minimum(j, wider)))
             width = least + (j < wider).to(tl.int32)
             size = tl.minimum(part, count - start)
             end = first + tl.minimum(start + 16 * width, count)
             tl.store(at, e, mask=mine)
             tl.store(at + 1, first + start, mask=mine)
-            tl.store(at + 2, tl.where(KIND == EVEN_TILES, size, end), mask=mine)
-            tl.store(at + 3, tl.where(KIND == EVEN_TILES, 0, width), mask=mine)
+            tl.store(at + 2, tl.where(KIND != UNIT_TILES, size, end), mask=mine)
+            tl.store(at + 3, tl.where(KIND != UNIT_TILES, 0, width), mask=mine)
     if (e == E - 1) & (KIND != NOTHING):
         if KIND == RECORDS:
             for begin in range(tile + tiles, BOUND, 128):

@@ -51,6 +51,13 @@ def activate_rows(acc, alpha, limit, TOKENS: gl.constexpr, ACT: gl.constexpr):
 
 
 @gluon.jit
+def activate_columns(acc, alpha, limit, ACT: gl.constexpr):
+    """`activate` of 64 tokens by 64 columns, as [64, 32]; each 16 columns have 8 gates, then 8 ups."""
+    gate, up = gl.split(acc.reshape([64, 4, 2, 8]).permute((0, 1, 3, 2)))
+    return activate(gate, up, alpha, limit, ACT).reshape([64, 32])
+
+
+@gluon.jit
 def activate_one(x, ACT: gl.constexpr):
     """activation(x) in fp32, for experts without a gate."""
     gl.static_assert(ACT == "relu2", "unknown activation of experts without a gate")

@@ -13,12 +13,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....problem.moe_problem import MoEProblem
 from ..kernel_family import KernelCall, KernelFamily, activation_numbers, multiprocessors
 from ..row_matrix import RowLayer, RowMatrix, token_format
-from ..sort_and_combine import TokenTiles, finish, token_tiles_of
+from ..sort_and_combine import Split, TokenTiles, finish, token_tiles_of
 from ..token_codes import ALL_ROWS, LiveRows, quantize_rows, scale_kind
 from . import tma_kernels as kernels
 from .tma_tiles import (
     LINE,
-    WIDTHS,
     TmaTile,
     candidates,
     is_promoted,
@@ -48,6 +47,7 @@ class TmaVariant:
         wide: whether offsets (slots times columns) need more than 32 bits.
         copied: whether TMA copies the tokens, which lie one after the other; otherwise they are gathered.
         promoted: whether sums of 128 columns are added outside of the tensor cores.
+        turned: whether tokens are the rows of products.
         registers: registers per thread of a worker, of a token loader, and of the weight loader.
     """
 
@@ -71,6 +71,7 @@ class TmaVariant:
     loaders: int
     copied: bool
     promoted: bool
+    turned: bool
     registers: tuple[int, int, int]
 
     @property
@@ -101,7 +102,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, tile: TmaTile) -> Tm
         wide=len(plan.slots) * p.dims.hidden * 2 >= 2**31,
         activation=act.name,
         gated=act.gated,
-        widths=WIDTHS[tile.tokens],
+        widths=tile.widths,
         workers=tile.workers,
         blocks_m=tile.blocks_m,
         stages=tile.stages,
@@ -109,6 +110,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, tile: TmaTile) -> Tm
         loaders=tile.loaders,
         copied=_copied(stage, tile),
         promoted=promoted,
+        turned=bool(tile.turned),
         registers=registers(tile, promoted, blocks=scales == "block"),
     )
 
@@ -201,7 +203,9 @@ def one_token(call: KernelCall) -> TokenTiles | None:
 def _run(layer: RowLayer, call: KernelCall, tile: TmaTile) -> None:
     p, t = layer.problem, call.assignments
     planned = one_token(call)
-    plan = planned or token_tiles_of(call, p.local_experts, tile.tokens)
+    # Turned products have 64 tokens, of which some may be none.
+    split: Split = "all but the last full" if tile.turned else "evenly"
+    plan = planned or token_tiles_of(call, p.local_experts, tile.tokens, split)
     by_slot = LiveRows("slots", call.ids, p.local_experts)
     # Rows of a batch that hold no token may hold anything.
     filled = ALL_ROWS if call.order is None else by_slot

@@ -31,6 +31,7 @@ from .tma_epilogue import (
     _scaled_at_end,
     _slots_ahead,
     _store_block,
+    _store_turned,
     _weights_ahead,
 )
 from .tma_loader import (
@@ -97,6 +98,32 @@ def _two_at_once(WIDTH, HOW):
     return WIDTH // 2 * (HOW.blocks_m + 2) + 56 <= HOW.registers[0]
 
 
+@gluon.constexpr_function
+def columns_of(WIDTH, HOW):
+    """Columns of a product of a tile of WIDTH tokens: its tokens, or weight rows if products are turned."""
+    return 128 if HOW.turned else WIDTH
+
+
+@gluon.constexpr_function
+def blocks_of(WIDTH, HOW):
+    """Products of a worker for each piece: of its row blocks, or if turned for every 128 weight rows."""
+    return WIDTH // 64 if HOW.turned else HOW.blocks_m
+
+
+@gluon.constexpr_function
+def first_row(BLOCK, WIDTH, ME, HOW):
+    """The first weight row of a worker's product number BLOCK."""
+    if HOW.turned:
+        return 128 * (BLOCK if WIDTH == 128 else ME)
+    return 64 * (ME * HOW.blocks_m + BLOCK)
+
+
+@gluon.constexpr_function
+def first_token(WIDTH, ME, HOW):
+    """The first token of a worker's products: turned, workers share out more than 64 tokens."""
+    return 64 * ME if HOW.turned and WIDTH == 128 else 0
+
+
 @gluon.jit
 def _piece_issued(
     stage, TURN: gl.constexpr, LEAD: gl.constexpr, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
@@ -105,13 +132,19 @@ def _piece_issued(
     first of them can be awaited alone."""
     PIECE: gl.constexpr = piece_bytes(HOW)
     TOKENS: gl.constexpr = token_bytes(HOW)
-    BLOCK: gl.constexpr = ME * HOW.blocks_m + TURN % HOW.blocks_m
-    ROWS: gl.constexpr = TURN // HOW.blocks_m * PIECE + BLOCK * 64 * 128
-    FIRST: gl.constexpr = HOW.stages * HOW.depth * PIECE + TURN // HOW.blocks_m * TOKENS
+    BLOCKS: gl.constexpr = blocks_of(WIDTH, HOW)
+    PART: gl.constexpr = TURN // BLOCKS
+    ROWS: gl.constexpr = PART * PIECE + first_row(TURN % BLOCKS, WIDTH, ME, HOW) * 128
+    FIRST: gl.constexpr = HOW.stages * HOW.depth * PIECE + PART * TOKENS + first_token(WIDTH, ME, HOW) * 128
     KIND: gl.constexpr = HOW.kind
+    COLUMNS: gl.constexpr = columns_of(WIDTH, HOW)
     rows = stage * (HOW.depth * PIECE) + ROWS
     tokens = stage * (HOW.depth * TOKENS) + FIRST
-    return step_issued(rows, tokens, (), WIDTH, 1, 1, PIECE, TOKENS, KIND, True, LEAD)
+    if HOW.turned:
+        made = step_issued(tokens, rows, (), COLUMNS, 1, 1, PIECE, TOKENS, KIND, True, LEAD)
+    else:
+        made = step_issued(rows, tokens, (), COLUMNS, 1, 1, PIECE, TOKENS, KIND, True, LEAD)
+    return made
 
 
 @gluon.jit
@@ -119,13 +152,27 @@ def _added(
     acc, part, scales, stage, TURN: gl.constexpr, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
     """The accumulators plus the sums of turn TURN, times the scales of its rows and tokens."""
-    UNITS: gl.constexpr = units_of(WIDTH)
-    UNIT: gl.constexpr = unit_of(WIDTH)
-    BLOCK: gl.constexpr = TURN % HOW.blocks_m
+    UNITS: gl.constexpr = units_of(columns_of(WIDTH, HOW))
+    UNIT: gl.constexpr = unit_of(columns_of(WIDTH, HOW))
+    BLOCKS: gl.constexpr = blocks_of(WIDTH, HOW)
+    BLOCK: gl.constexpr = TURN % BLOCKS
     M: gl.constexpr = _mma(UNIT)
     made = ()
-    if in_blocks(HOW):
-        place = (stage * HOW.depth + TURN // HOW.blocks_m) * 2
+    place = (stage * HOW.depth + TURN // BLOCKS) * 2
+    if HOW.turned:
+        TOKEN: gl.constexpr = first_token(WIDTH, ME, HOW)
+        if two_scales(HOW):
+            gates = scales.index(place).slice(TOKEN, 64).load(gl.SliceLayout(1, M))
+            ups = scales.index(place + 1).slice(TOKEN, 64).load(gl.SliceLayout(1, M))
+            up = gl.arange(0, UNIT, layout=gl.SliceLayout(0, M)) // 8 % 2 == 1
+            factor = gl.where(gl.expand_dims(up, 0), gl.expand_dims(ups, 1), gl.expand_dims(gates, 1))
+        else:
+            HALF: gl.constexpr = first_row(BLOCK, WIDTH, ME, HOW) // 128
+            of_tokens = scales.index(place + HALF).slice(TOKEN, 64)
+            factor = gl.expand_dims(of_tokens.load(gl.SliceLayout(1, M)), 1)
+        for i in gl.static_range(UNITS):
+            made += (acc[BLOCK * UNITS + i] + part[i] * factor,)
+    elif in_blocks(HOW):
         for i in gl.static_range(UNITS):
             if two_scales(HOW):
                 gates = scales.index(place).slice(i * UNIT, UNIT).load(gl.SliceLayout(0, M))
@@ -167,12 +214,13 @@ def _promoted_product(
     while the tensor cores idle: they take turns. A turn ends when the first product is done, so that those of
     the other worker are there before the tensor cores idle.
     """
-    BLOCKS: gl.constexpr = HOW.blocks_m
+    BLOCKS: gl.constexpr = blocks_of(WIDTH, HOW)
+    COLUMNS: gl.constexpr = columns_of(WIDTH, HOW)
     TURNS: gl.constexpr = HOW.depth * BLOCKS
-    TWO: gl.constexpr = TURNS > 1 and _two_at_once(WIDTH, HOW)
-    ALTERNATE: gl.constexpr = HOW.workers == 2 and not TWO and WIDTH >= 64
+    TWO: gl.constexpr = TURNS > 1 and _two_at_once(COLUMNS, HOW)
+    ALTERNATE: gl.constexpr = HOW.workers == 2 and not TWO and COLUMNS >= 64
     _rows, _tokens, scales, full, empty = ring
-    acc = step_zeros(WIDTH, BLOCKS)
+    acc = step_zeros(COLUMNS, BLOCKS)
     for _ in range(steps):
         _await(full, stage, phase, HOW)
         if ALTERNATE:
@@ -181,12 +229,12 @@ def _promoted_product(
         for turn in gl.static_range(TURNS):
             if TWO and turn + 1 < TURNS:
                 coming = _piece_issued(stage, turn + 1, False, WIDTH, ME, HOW)
-                part = steps_finished(part, 1, WIDTH, 1)
+                part = steps_finished(part, 1, COLUMNS, 1)
             else:
                 if ALTERNATE:
                     await_all_but_last()
                     _turn("arrive", 1 - ME)
-                part = steps_finished(part, 0, WIDTH, 1)
+                part = steps_finished(part, 0, COLUMNS, 1)
             acc = _added(acc, part, scales, stage, turn, WIDTH, ME, HOW)
             if turn + 1 < TURNS:
                 if ALTERNATE:
@@ -231,9 +279,10 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
         block = (nt * HOW.workers + ME) * HOW.blocks_m
         biases = ()
         factors = ()
-        for b in gl.static_range(BLOCKS):
-            biases += (_biases(B, expert, block + b, N, HOW),)
-            factors += (_row_scales(S, expert, block + b, N, HOW),)
+        if not HOW.turned:
+            for b in gl.static_range(BLOCKS):
+                biases += (_biases(B, expert, block + b, N, HOW),)
+                factors += (_row_scales(S, expert, block + b, N, HOW),)
         for i in gl.static_range(WIDTHS):
             if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
                 if HOW.promoted:
@@ -242,8 +291,15 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                     acc, stage, phase = _product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
                 # The first GEMM's tokens are complete by now, and with them their scales.
                 _note_scales(own[2], XS, first, tokens, HOW)
-                for b in gl.static_range(BLOCKS):
-                    if (block + b) * 64 < N:
+                for b in gl.static_range(blocks_of(_width(i, HOW), HOW)):
+                    if HOW.turned:
+                        row = nt * (64 * HOW.workers * HOW.blocks_m) + first_row(b, _width(i, HOW), ME, HOW)
+                        if row < N:
+                            _store_turned(
+                                acc, own, Y, B, expert, row, first, tokens, N, NX, alpha, limit,
+                                b, first_token(_width(i, HOW), ME, HOW), HOW,
+                            )  # fmt: skip
+                    elif (block + b) * 64 < N:
                         _store_block(
                             acc, own, Y, factors[b], biases[b], block + b, first, tokens, NX, alpha, limit,
                             b, _width(i, HOW), HOW,

@@ -28,6 +28,9 @@ WIDTHS: dict[int, tuple[int, ...]] = {
 }
 """Most tokens of a tile -> the widths in token columns for which its kernel has branches."""
 
+TURNED_WIDTHS = (64, 128)
+"""The same for tiles whose tokens are the rows of products, of which each has 64."""
+
 LINE = 128
 """Bytes of each row in a piece of the ring."""
 
@@ -47,6 +50,10 @@ class TmaTile:
         group_m: token tiles that sweep all weight rows together, to reuse weights in L2.
         fast_sums: 1 if sums of FP8 products stay in the tensor cores, which add with fewer bits than fp32, to
             the end; 0 if sums of 128 columns are added in fp32. Scales in blocks need the latter.
+        turned: 1 if tokens are the rows of products and weight rows their columns. A thread then has two
+            tokens, whose scales stay in registers while it adds up a sum of 128 columns; otherwise it loads
+            those of a quarter of the tile's tokens for each sum. For scales in blocks, 128 tokens and 256
+            weight rows: a worker has 64 tokens, or if there are no more than that, half of the weight rows.
     """
 
     tokens: int
@@ -58,6 +65,12 @@ class TmaTile:
     programs: int = 1
     group_m: int = 1
     fast_sums: int = 0
+    turned: int = 0
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of tokens for which the kernel has branches."""
+        return TURNED_WIDTHS if self.turned else WIDTHS[self.tokens]
 
     @property
     def rows(self) -> int:
@@ -129,6 +142,8 @@ def refusal(problem: MoEProblem, tile: TmaTile) -> str:
         return f"{tile} needs two stages: one to fill while another is read"
     if tile.fast_sums and weight_scales(problem) not in ("channel", "tensor"):
         return f"{tile} leaves sums in the tensor cores to the end; {problem.scheme} does not allow that"
+    if tile.turned and (tile.tokens, tile.rows, tile.workers, weight_scales(problem)) != (128, 256, 2, "block"):
+        return f"{tile} is for scales in blocks, with two workers, 128 tokens and 256 weight rows"
     promoted = int(is_promoted(problem, tile))  # sums that are not added yet, and scales
     blocks = weight_scales(problem) == "block"
     sums = tile.tokens * (tile.blocks_m + promoted) // 2 + 12 * promoted * tile.blocks_m
@@ -192,6 +207,7 @@ PROMISING: tuple[TmaTile, ...] = (
     _tile(64, 2, 1),
     _tile(96, 2, 1, loaders=4),
     _tile(112, 2, 2, group_m=4),
+    _tile(128, 2, 2, group_m=4, turned=1),
     _tile(160, 2, 1, loaders=4),
     _tile(96, 2, 2, group_m=4, fast_sums=1),
     _tile(96, 2, 2, loaders=4, group_m=4, fast_sums=1),
