@@ -12,6 +12,7 @@ from moectl.kernels.triton import sort_and_combine
 from moectl.kernels.triton.kernel_family import ExpertOrder, KernelCall
 from moectl.kernels.triton.marlin import list_items
 from moectl.kernels.triton.sort_and_combine import (
+    Split,
     combine,
     finish,
     records_and_reordered,
@@ -120,29 +121,31 @@ def tiles(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tiles of both kinds are those of the sorted assignments, split evenly or in units of 16."""
+    """Tiles of each kind are those of the sorted assignments, split evenly, in units of 16, or filled."""
     take(way, monkeypatch)
     ids = ids_of(name, assignments, experts, device)
     order, ends = expected_order(ids, experts)
     given = given_order(ids, experts) if way == "given" else None
     empty = torch.empty(0)
     call = KernelCall(empty, ids, empty, empty, given)
-    even, units = (token_tiles_of(call, experts, tokens, split) for split in ("evenly", "in units"))
-    for made in (even, units):
+    kinds: tuple[Split, ...] = ("evenly", "in units", "all but the last full")
+    even, units, full = (token_tiles_of(call, experts, tokens, split) for split in kinds)
+    for made in (even, units, full):
         assert torch.equal(made.offsets.cpu(), ends)
         assert torch.equal(made.slots.cpu()[: len(order)], order)
-    expected, in_units = [], []
+    expected, in_units, filled = [], [], []
     for expert, (low, high) in enumerate(pairwise(ends.tolist())):
         parts = -(-(high - low) // tokens)
         part = -(-(high - low) // max(parts, 1))
         expected += [[expert, low + i * part, min(part, high - low - i * part), 0] for i in range(parts)]
+        filled += [[expert, at, min(tokens, high - at), 0] for at in range(low, high, tokens)]
         least, wider = divmod(-(-(high - low) // 16), max(parts, 1))
         first = low
         for i in range(parts):
             width = least + (i < wider)
             in_units.append([expert, first, min(first + 16 * width, high), width])
             first += 16 * width
-    for made, wanted in ((even, expected), (units, in_units)):
+    for made, wanted in ((even, expected), (units, in_units), (full, filled)):
         assert made.count.tolist() == [len(wanted), 0, 0]
         assert made.tiles[: len(wanted)].tolist() == wanted and len(wanted) <= made.bound
 

@@ -111,7 +111,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, tile: TmaTile) -> Tm
         copied=_copied(stage, tile),
         promoted=promoted,
         turned=bool(tile.turned),
-        registers=registers(tile, promoted, blocks=scales == "block"),
+        registers=registers(tile, promoted, blocks=scales == "block", stage=stage),
     )
 
 

@@ -118,20 +118,21 @@ def _store_block(
 
 @gluon.constexpr_function
 def _turned_rows(HOW):
-    """Weight rows that are stored at a time, of turned products: 32 columns of the output."""
-    return 64 if HOW.stage == 1 and HOW.gated else 32
+    """Weight rows of turned products that are stored at a time."""
+    return 64 if HOW.stage == 2 or HOW.gated else 32
 
 
 @gluon.jit
 def _store_turned(
-    acc, notes, Y, B, expert, row, first, tokens, N, NX, alpha, limit,
+    acc, notes, Y, row, first, tokens, NX, alpha, limit,
     OF: gl.constexpr, AT: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Stores product OF of turned accumulators: tokens from AT on by weight rows from `row` on."""
     ROWS: gl.constexpr = _turned_rows(HOW)
     ACT: gl.constexpr = HOW.activation
     M: gl.constexpr = _mma(ROWS)
-    R: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    COLUMNS: gl.constexpr = 32 if HOW.stage == 1 else 64
+    R: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     slots, weights = notes[0].slice(AT, 64), notes[1].slice(AT, 64)
     place = AT + gl.arange(0, 64, layout=gl.SliceLayout(1, R))
     to = first + place
@@ -141,21 +142,13 @@ def _store_turned(
     for i in gl.static_range(128 // ROWS):
         part = joined(acc, OF * 8 + i * (ROWS // 16), ROWS // 16)
         at = row + i * ROWS
-        if HOW.weighted:
-            weight = gl.expand_dims(weights.load(gl.SliceLayout(1, M)), 1)
-        if HOW.weighted and HOW.stage == 1:
-            part = part * weight
-        if HOW.bias:
-            pair, half, there = stored_rows(at + gl.arange(0, ROWS, layout=gl.SliceLayout(0, M)), N, HOW)
-            source = expert.to(gl.int64) * N + pair + half * (N // 2)
-            part = part + gl.expand_dims(gl.load(B + source, mask=there, other=0.0).to(gl.float32), 0)
         if HOW.stage == 1:
             part = activate_columns(part, alpha, limit, ACT) if HOW.gated else activate_one(part, ACT)
             at = at // 2 if HOW.gated else at
         elif HOW.weighted:
-            part = part * weight
+            part = part * gl.expand_dims(weights.load(gl.SliceLayout(1, M)), 1)
         result = gl.convert_layout(part.to(Y.dtype.element_ty), R)
-        column = at + gl.arange(0, 32, layout=gl.SliceLayout(0, R))
+        column = at + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, R))
         live = gl.expand_dims(place < tokens, 1) & gl.expand_dims(column < NX, 0)
         gl.store(gl.expand_dims(to, 1) + gl.expand_dims(column, 0), result, mask=live)
 

@@ -296,7 +296,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                         row = nt * (64 * HOW.workers * HOW.blocks_m) + first_row(b, _width(i, HOW), ME, HOW)
                         if row < N:
                             _store_turned(
-                                acc, own, Y, B, expert, row, first, tokens, N, NX, alpha, limit,
+                                acc, own, Y, row, first, tokens, NX, alpha, limit,
                                 b, first_token(_width(i, HOW), ME, HOW), HOW,
                             )  # fmt: skip
                     elif (block + b) * 64 < N:

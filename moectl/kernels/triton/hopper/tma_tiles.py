@@ -54,6 +54,7 @@ class TmaTile:
             tokens, whose scales stay in registers while it adds up a sum of 128 columns; otherwise it loads
             those of a quarter of the tile's tokens for each sum. For scales in blocks, 128 tokens and 256
             weight rows: a worker has 64 tokens, or if there are no more than that, half of the weight rows.
+            Not for biases or router weights that multiply tokens: ptxas spills those kernels' registers.
     """
 
     tokens: int
@@ -89,15 +90,20 @@ def launch_registers(tile: TmaTile) -> int:
     return min(168, 65536 // (128 * groups * tile.programs) // 8 * 8)
 
 
-def registers(tile: TmaTile, promoted: bool = False, *, blocks: bool = False) -> tuple[int, int, int]:
+def registers(
+    tile: TmaTile, promoted: bool = False, *, blocks: bool = False, stage: int = 1
+) -> tuple[int, int, int]:
     """Registers per thread of a worker, of a token loader, and of the weight loader.
 
     `promoted` sums of FP8 products, which are not added yet, take registers of a worker; scales in `blocks`
-    take those of a loader.
+    take those of a loader. The workers of turned tiles get fewer in the first GEMM: with more, ptxas keeps
+    two sums at a time, for which there are not enough.
     """
     at_first, groups = launch_registers(tile), _loader_groups(tile)
     # Loaders have the addresses of tokens in registers; workers need the more of them, the wider sums are.
-    if promoted:
+    if tile.turned:
+        spare = 88 if stage == 1 else 56
+    elif promoted:
         spare = {112: 56, 128: 64 if blocks else 56}.get(tile.tokens, 72)
     else:
         spare = 80 if tile.tokens > 192 else 72
@@ -127,8 +133,9 @@ def shared_bytes(problem: MoEProblem, tile: TmaTile) -> int:
     scales = weight_scales(problem)
     in_piece = 2 * notes if scales == "block" else 0
     by_token = notes * (2 if scales in ("none", "block") else 3)
+    staging = 8192 if tile.turned else 2048
     stage = tile.depth * (LINE * (tile.rows + tile.tokens) + in_piece) + 16
-    return int(tile.stages * stage + tile.workers * (by_token + 2048) + 512)
+    return int(tile.stages * stage + tile.workers * (by_token + staging) + 512)
 
 
 def refusal(problem: MoEProblem, tile: TmaTile) -> str:
@@ -142,11 +149,20 @@ def refusal(problem: MoEProblem, tile: TmaTile) -> str:
         return f"{tile} needs two stages: one to fill while another is read"
     if tile.fast_sums and weight_scales(problem) not in ("channel", "tensor"):
         return f"{tile} leaves sums in the tensor cores to the end; {problem.scheme} does not allow that"
-    if tile.turned and (tile.tokens, tile.rows, tile.workers, weight_scales(problem)) != (128, 256, 2, "block"):
+    if tile.turned and (tile.tokens, tile.rows, tile.workers, weight_scales(problem)) != (
+        128,
+        256,
+        2,
+        "block",
+    ):
         return f"{tile} is for scales in blocks, with two workers, 128 tokens and 256 weight rows"
+    if tile.turned and (problem.bias or problem.routing.weight_on_input):
+        return f"{tile} adds no biases, and multiplies by the router's weights last"
     promoted = int(is_promoted(problem, tile))  # sums that are not added yet, and scales
     blocks = weight_scales(problem) == "block"
-    sums = tile.tokens * (tile.blocks_m + promoted) // 2 + 12 * promoted * tile.blocks_m
+    sums = (
+        tile.tokens * (tile.blocks_m + promoted) // 2 + (4 if tile.turned else 12) * promoted * tile.blocks_m
+    )
     if sums + (0 if promoted else 16) > registers(tile, bool(promoted), blocks=blocks)[0]:
         return f"the accumulators of {tile} do not fit in the registers of its workers"
     shared = tile.programs * shared_bytes(problem, tile)
@@ -192,12 +208,13 @@ RULES: dict[str, tuple[tuple[float, TmaTile], ...]] = {
     "fp8": (
         *_FEW_FP8,
         (200, _tile(160, 2, 1, loaders=4, group_m=4)),
+        (math.inf, _tile(128, 2, 2, group_m=4, turned=1)),
         (math.inf, _tile(128, 2, 2, group_m=4)),
     ),
     "fp8 at end": (*_FEW_FP8, (math.inf, _tile(128, 2, 2, group_m=4, fast_sums=1))),
 }
 """Weight format, and whether FP8 weights are scaled at the end (by row or tensor) -> (most tokens per expert,
-tile): what runs if nothing was measured. All but the stages."""
+tile): the first that fits runs if nothing was measured. All but the stages."""
 
 PROMISING: tuple[TmaTile, ...] = (
     *dict.fromkeys(tile for rules in RULES.values() for _, tile in rules),
@@ -207,7 +224,6 @@ PROMISING: tuple[TmaTile, ...] = (
     _tile(64, 2, 1),
     _tile(96, 2, 1, loaders=4),
     _tile(112, 2, 2, group_m=4),
-    _tile(128, 2, 2, group_m=4, turned=1),
     _tile(160, 2, 1, loaders=4),
     _tile(96, 2, 2, group_m=4, fast_sums=1),
     _tile(96, 2, 2, loaders=4, group_m=4, fast_sums=1),
@@ -235,7 +251,8 @@ def tile_for(problem: MoEProblem, tokens_per_expert: float) -> TmaTile | None:
     """The tile of `RULES` for a number of tokens per active expert; None if it does not fit the layer."""
     weight = problem.scheme.weight.name
     rules = RULES["fp8 at end"] if weight_scales(problem) in ("channel", "tensor") else RULES.get(weight, ())
-    return next((_with_stages(problem, tile) for most, tile in rules if tokens_per_expert <= most), None)
+    fitting = (_with_stages(problem, tile) for most, tile in rules if tokens_per_expert <= most)
+    return next(filter(None, fitting), None)
 
 
 def suits(tile: TmaTile, tokens_per_expert: float) -> bool:

@@ -13,7 +13,7 @@ from devtools.inspection.shipped_kernels import inspect
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.triton.hopper.tma import TMA_FAMILY
-from moectl.kernels.triton.hopper.tma_tiles import WIDTHS, TmaTile, shared_bytes
+from moectl.kernels.triton.hopper.tma_tiles import TmaTile, shared_bytes
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Activation
 from moectl.problem.schemes import FP8_ACT_TENSOR, FP8_ACT_TOKEN, FP8_CHANNEL, FP8_TENSOR, Scheme
@@ -46,11 +46,15 @@ def products_have_all_widths(ptx: str, layer: PreparedMoE, tile: TmaTile) -> Non
     kind = {"bf16": "bf16", "fp16": "f16"}[layer.problem.dtype]
     types = "k32.f32.e4m3.e4m3" if fp8 else f"k16.f32.{kind}.{kind}"
     found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(k\S+)", ptx))
-    assert found == {(str(width), types) for width in WIDTHS[tile.tokens]}
+    widths = {128} if tile.turned else tile.widths
+    assert found == {(str(width), types) for width in widths}
 
 
 def operands_lie_where_products_read(ptx: str, tile: TmaTile) -> None:
-    """Rows from the start of shared memory on, in boxes of TMA, then tokens, in boxes or 16 bytes at once."""
+    """Rows from the start of shared memory on, in boxes of TMA, then tokens, in boxes or 16 bytes at once.
+
+    Turned products read tokens as their first operand.
+    """
     code = Ptx(ptx)
     piece, columns = 128 * tile.rows, 128 * tile.tokens
     first = tile.stages * tile.depth * piece
@@ -58,12 +62,14 @@ def operands_lie_where_products_read(ptx: str, tile: TmaTile) -> None:
     of_rows = {place for place in boxes if place.origin < first}
     assert {place.origin for place in of_rows} == {piece * d for d in range(tile.depth)}
     assert all(place.strides == {tile.depth * piece} for place in of_rows)
-    read = {code.place(register).origin for register in ROWS.findall(ptx)}
+    operands = (TOKENS, ROWS) if tile.turned else (ROWS, TOKENS)
+    rows, tokens = ({code.place(name).origin for name in it.findall(ptx)} for it in operands)
     own = 128 * 64 * tile.blocks_m
-    assert min(read) == 0 and all(origin < tile.depth * piece and origin % 8192 == 0 for origin in read)
-    assert {origin // own * own % piece for origin in read} == {own * me for me in range(tile.workers)}
-    read = {code.place(register).origin for register in TOKENS.findall(ptx)}
-    assert min(read) == first and all((origin - first) % columns == 0 for origin in read)
+    assert min(rows) == 0 and all(origin < tile.depth * piece and origin % 8192 == 0 for origin in rows)
+    assert {origin // own * own % piece for origin in rows} == {own * me for me in range(tile.workers)}
+    block = 128 * 64 if tile.turned else columns
+    assert min(tokens) == first and all((origin - first) % block == 0 for origin in tokens)
+    assert not tile.turned or {origin - first for origin in tokens} == {0, block}
     copies = {code.place(register) for register in COPIES.findall(ptx)} | boxes - of_rows
     places = {place.origin for place in copies}
     assert first == min(places) and max(places) < first + tile.depth * columns

@@ -31,9 +31,16 @@ def test_layers_have_tiles_for_all_widths_and_rules(problem: MoEProblem) -> None
     tiles = TMA_FAMILY.candidates(problem)
     assert {tile.tokens for tile in tiles} >= {8, 16, 32, 64, 96, 160}
     assert all(not TMA_FAMILY.fits(problem, tile) and tile.stages >= 3 for tile in tiles)
-    for most, tile in RULES[problem.scheme.weight.name]:
+    rules = RULES[problem.scheme.weight.name]
+    for most, tile in {most: tile for most, tile in reversed(rules)}.items():
         chosen = tile_for(problem, most)
         assert chosen in tiles and chosen == replace(tile, stages=chosen.stages)
+
+
+def test_layers_that_a_tile_does_not_fit_take_the_next_rule() -> None:
+    for problem, turned in ((QWEN_FP8, 1), (replace(QWEN_FP8, bias=True), 0)):
+        chosen = tile_for(problem, 1000)
+        assert chosen and (chosen.tokens, chosen.turned) == (128, turned)
 
 
 def test_few_tokens_take_narrow_tiles_and_many_wide_ones() -> None:
@@ -72,6 +79,9 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (QWEN, replace(tile, stages=40), "shared memory"),
         (QWEN, replace(tile, tokens=256, blocks_m=2), "registers"),
         (QWEN_FP8, replace(tile, tokens=256), "registers"),
+        (QWEN, TmaTile(128, 2, 2, 4, turned=1), "scales in blocks"),
+        (QWEN_FP8, TmaTile(64, 2, 2, 4, turned=1), "128 tokens"),
+        (replace(QWEN_FP8, bias=True), TmaTile(128, 2, 2, 4, turned=1), "no biases"),
         (replace(QWEN, dims=Dims(200, 96)), tile, "hidden size is 200"),
         (replace(QWEN, dims=Dims(224, 72)), tile, "intermediate size is 72"),
         (replace(QWEN, scheme=Scheme(NVFP4)), tile, "nvfp4"),
