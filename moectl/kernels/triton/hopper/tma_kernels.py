@@ -56,22 +56,26 @@ def _product(ring, stage, phase, steps, WIDTH: gl.constexpr, ME: gl.constexpr, H
     """
     PIECE: gl.constexpr = piece_bytes(HOW)
     TOKENS: gl.constexpr = token_bytes(HOW)
-    OWN: gl.constexpr = ME * HOW.blocks_m * 64 * 128
-    FIRST: gl.constexpr = HOW.stages * HOW.depth * PIECE
-    BLOCKS: gl.constexpr = HOW.blocks_m
+    OWN: gl.constexpr = first_row(0, WIDTH, ME, HOW) * 128
+    FIRST: gl.constexpr = HOW.stages * HOW.depth * PIECE + first_token(WIDTH, ME, HOW) * 128
+    BLOCKS: gl.constexpr = blocks_of(WIDTH, HOW)
+    COLUMNS: gl.constexpr = columns_of(WIDTH, HOW)
     DEPTH: gl.constexpr = HOW.depth
     KIND: gl.constexpr = HOW.kind
     _rows, _tokens, _scales, full, empty = ring
-    acc = step_zeros(WIDTH, BLOCKS)
+    acc = step_zeros(COLUMNS, BLOCKS)
     for step in range(steps):
         _await(full, stage, phase, HOW)
         rows = stage * (DEPTH * PIECE) + OWN
         tokens = stage * (DEPTH * TOKENS) + FIRST
-        acc = step_issued(rows, tokens, acc, WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, False)
+        if HOW.turned:
+            acc = step_issued(tokens, rows, acc, COLUMNS, BLOCKS, DEPTH, TOKENS, PIECE, KIND, False)
+        else:
+            acc = step_issued(rows, tokens, acc, COLUMNS, BLOCKS, DEPTH, PIECE, TOKENS, KIND, False)
         await_all_but_last()
         mbarrier.arrive(empty.index(_before(stage, HOW)), count=1, pred=step > 0)
         stage, phase = _next(stage, phase, HOW)
-    acc = steps_finished(acc, 0, WIDTH, BLOCKS)
+    acc = steps_finished(acc, 0, COLUMNS, BLOCKS)
     mbarrier.arrive(empty.index(_before(stage, HOW)), count=1)
     return acc, stage, phase
 
@@ -101,18 +105,23 @@ def _two_at_once(WIDTH, HOW):
 @gluon.constexpr_function
 def columns_of(WIDTH, HOW):
     """Columns of a product of a tile of WIDTH tokens: its tokens, or weight rows if products are turned."""
-    return 128 if HOW.turned else WIDTH
+    if HOW.turned:
+        return 128 if HOW.promoted else 2 * WIDTH
+    return WIDTH
 
 
 @gluon.constexpr_function
 def blocks_of(WIDTH, HOW):
-    """Products of a worker for each piece: of its row blocks, or if turned for every 128 weight rows."""
-    return WIDTH // 64 if HOW.turned else HOW.blocks_m
+    """Products of a worker for each piece: of its row blocks; turned, of all its weight rows or each 128."""
+    if HOW.turned:
+        return WIDTH // 64 if HOW.promoted else 1
+    return HOW.blocks_m
 
 
 @gluon.constexpr_function
 def first_row(BLOCK, WIDTH, ME, HOW):
-    """The first weight row of a worker's product number BLOCK."""
+    """The first weight row of a worker's product number BLOCK. Turned, workers share out weight rows if there
+    are no more than 64 tokens, otherwise the tokens."""
     if HOW.turned:
         return 128 * (BLOCK if WIDTH == 128 else ME)
     return 64 * (ME * HOW.blocks_m + BLOCK)
@@ -120,7 +129,7 @@ def first_row(BLOCK, WIDTH, ME, HOW):
 
 @gluon.constexpr_function
 def first_token(WIDTH, ME, HOW):
-    """The first token of a worker's products: turned, workers share out more than 64 tokens."""
+    """The first token of a worker's products."""
     return 64 * ME if HOW.turned and WIDTH == 128 else 0
 
 
@@ -297,7 +306,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                         if row < N:
                             _store_turned(
                                 acc, own, Y, row, first, tokens, NX, alpha, limit,
-                                b, first_token(_width(i, HOW), ME, HOW), HOW,
+                                b, columns_of(_width(i, HOW), HOW), first_token(_width(i, HOW), ME, HOW), HOW,
                             )  # fmt: skip
                     elif (block + b) * 64 < N:
                         _store_block(

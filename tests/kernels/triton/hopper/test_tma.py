@@ -21,9 +21,10 @@ from moectl.kernels.triton.hopper.tma_tiles import (
 from moectl.kernels.triton.row_matrix import RowMatrix
 from moectl.kernels.triton.triton_runner import choose_shipped
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem
-from moectl.problem.schemes import FP8_BLOCK, NVFP4, Scheme
+from moectl.problem.schemes import FP8_ACT_TOKEN, FP8_BLOCK, FP8_CHANNEL, NVFP4, Scheme
 
 QWEN, QWEN_FP8 = (layer_without_weights(model).problem for model in IN_ROWS)
+QWEN_CHANNEL = replace(QWEN, scheme=Scheme(FP8_CHANNEL, FP8_ACT_TOKEN))
 
 
 @pytest.mark.parametrize("problem", [QWEN, QWEN_FP8], ids=IN_ROWS)
@@ -79,7 +80,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (QWEN, replace(tile, stages=40), "shared memory"),
         (QWEN, replace(tile, tokens=256, blocks_m=2), "registers"),
         (QWEN_FP8, replace(tile, tokens=256), "registers"),
-        (QWEN, TmaTile(128, 2, 2, 4, turned=1), "scales in blocks"),
+        (QWEN_CHANNEL, TmaTile(128, 2, 2, 4, fast_sums=1, turned=1), "scales in blocks"),
         (QWEN_FP8, TmaTile(64, 2, 2, 4, turned=1), "128 tokens"),
         (replace(QWEN_FP8, bias=True), TmaTile(128, 2, 2, 4, turned=1), "no biases"),
         (replace(QWEN, dims=Dims(200, 96)), tile, "hidden size is 200"),
