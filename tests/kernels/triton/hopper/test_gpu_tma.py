@@ -88,10 +88,13 @@ def nearness(problem: MoEProblem, launch: Launch) -> Tolerance:
     """`tight`; sums of 14 bits bring more numbers of `h` to another step of bf16, then to another code.
 
     By an emulation of such sums on a CPU, results are then up to 1.1e-2 (RMS) and 0.15 (largest) from
-    `expected_of` on these layers.
+    `expected_of` on these layers. Where scales of tokens are powers of two, one rounding of the largest of a
+    block's 128 numbers of `h` doubles its scale, and all of them take other codes: the largest was 0.18.
     """
     near = tight(problem)
-    return replace(near, max=0.35, rms=2e-2) if launch.tile.fast_sums else near
+    if launch.tile.fast_sums:
+        return replace(near, max=0.35, rms=2e-2)
+    return replace(near, max=0.35) if problem.scheme.act.scale_dtype else near
 
 
 LAYER = RowCase("plain", "", (512, 384), spread=(8, 2), dtype="bf16")

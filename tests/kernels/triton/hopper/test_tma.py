@@ -33,7 +33,7 @@ def test_layers_have_tiles_for_all_widths_and_rules(problem: MoEProblem) -> None
     assert {tile.tokens for tile in tiles} >= {8, 16, 32, 64, 96, 160}
     assert all(not TMA_FAMILY.fits(problem, tile) and tile.stages >= 3 for tile in tiles)
     rules = RULES[problem.scheme.weight.name]
-    for most, tile in {most: tile for most, tile in reversed(rules)}.items():
+    for most, tile in dict(reversed(rules)).items():
         chosen = tile_for(problem, most)
         assert chosen in tiles and chosen == replace(tile, stages=chosen.stages)
 
