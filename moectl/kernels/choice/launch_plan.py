@@ -22,6 +22,7 @@ from .mid_launches import MID_TILES
 from .prefill_launches import PREFILL_TILES
 from .stream_launches import STREAM_TILES
 from .tile_family import TileFamily, launch_of
+from .tma_launches import TMA_TILES
 from .warpwise_launches import WARPWISE_TILES
 
 MODELLED: Mapping[str, TileFamily] = {
@@ -29,6 +30,7 @@ MODELLED: Mapping[str, TileFamily] = {
     "mid": MID_TILES,
     "prefill": PREFILL_TILES,
     "warpwise": WARPWISE_TILES,
+    "tma": TMA_TILES,
 }
 """The kernel families that the model of time knows, by `Launch.family`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from ...dtypes import MODEL_DTYPES
@@ -39,9 +39,16 @@ class TileFamily:
 
 
 def launch_of(families: Mapping[str, TileFamily], name: str, tile: Mapping[str, int]) -> Launch | None:
-    """The launch of a row; None if `families` has no such family, or its tile has other fields."""
+    """The launch of a row; None if `families` has no such family, or its tile has other fields.
+
+    A field that the row lacks, as it was written before there was one, has its default.
+    """
     family = families.get(name)
-    if family is None or set(tile) != {field.name for field in fields(family.tile)}:
+    if family is None:
+        return None
+    known = fields(family.tile)
+    needed = {field.name for field in known if field.default is MISSING}
+    if not needed <= set(tile) <= {field.name for field in known}:
         return None
     return Launch(name, family.tile(**tile))
 

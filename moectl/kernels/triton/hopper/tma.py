@@ -10,24 +10,23 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ....capabilities.own_kernels import token_format
 from ....problem.moe_problem import MoEProblem
+from ...choice.tma_launches import (
+    LINE,
+    TMA_TILES,
+    WIDTHS,
+    TmaTile,
+    is_promoted,
+    launch_registers,
+    registers,
+    weight_scales,
+)
 from ..kernel_family import KernelCall, KernelFamily, activation_numbers, multiprocessors
-from ..row_matrix import RowLayer, RowMatrix, token_format
+from ..row_matrix import RowLayer, RowMatrix
 from ..sort_and_combine import TokenTiles, finish, token_tiles_of
 from ..token_codes import ALL_ROWS, LiveRows, quantize_rows, scale_kind
 from . import tma_kernels as kernels
-from .tma_tiles import (
-    LINE,
-    WIDTHS,
-    TmaTile,
-    candidates,
-    is_promoted,
-    launch_registers,
-    refusal,
-    registers,
-    suits,
-    weight_scales,
-)
 
 _ROWS = gl.NVMMASharedLayout(128, 8, 5)
 _TOKENS = gl.NVMMASharedLayout(128, 8, 2)
@@ -226,11 +225,4 @@ def _quantized(
     return made.codes, made.scales
 
 
-TMA_FAMILY = KernelFamily(
-    tile=TmaTile,
-    run=_run,
-    fits=refusal,
-    capability=((9, 0), (9, 0)),
-    candidates=candidates,
-    suits=suits,
-)
+TMA_FAMILY = KernelFamily.of(TMA_TILES, _run)
