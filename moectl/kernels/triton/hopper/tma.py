@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....capabilities.own_kernels import token_format
 from ....problem.moe_problem import MoEProblem
+from ...choice.launch_plan import MOST_TOKENS
 from ...choice.tma_launches import (
     LINE,
     TMA_TILES,
@@ -44,7 +45,7 @@ class TmaVariant:
         weighted: whether the router's weights are applied in this GEMM.
         experts: the number of experts if tiles are a single token's ids, otherwise 0.
         even: whether every stage of the ring ends within the tokens' columns.
-        wide: whether offsets (slots times columns) need more than 32 bits.
+        wide: whether offsets (slots times columns) need more than 32 bits, at up to `MOST_TOKENS` tokens.
         copied: whether TMA copies the tokens, which lie one after the other; otherwise they are gathered.
         promoted: whether sums of 128 columns are added outside of the tensor cores.
         registers: registers per thread of a worker, of a token loader, and of the weight loader.
@@ -97,7 +98,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, tile: TmaTile) -> Tm
         top_k=p.top_k,
         experts=p.local_experts if plan.tiles.ndim == 1 else 0,
         even=_row_bytes(m) % (LINE * tile.depth) == 0,
-        wide=len(plan.slots) * p.dims.hidden * 2 >= 2**31,
+        wide=max(len(plan.slots), MOST_TOKENS * p.top_k) * p.dims.hidden * 2 >= 2**31,
         activation=act.name,
         gated=act.gated,
         widths=WIDTHS[tile.tokens],
