@@ -245,11 +245,21 @@ def launch_shape(problem: MoEProblem, tile: TmaTile) -> LaunchShape:
     )
 
 
+def small_binaries(problem: MoEProblem) -> int:
+    """Kernels beside the GEMMs: lists, sums, and those that quantize what enters either GEMM; scales of
+    whole tensors of tokens take a kernel more each."""
+    form = token_format(problem)
+    if form is None:
+        return 2
+    return 6 if form.dynamic and form.block == (FULL, FULL) else 4
+
+
 TMA_TILES = TileFamily(
     TmaTile,
     refusal,
     capability=((9, 0), (9, 0)),
     candidates=candidates,
     suits=suits,
+    small_binaries=small_binaries,
     shape=launch_shape,
 )
