@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..problem.moe_problem import MoEProblem
 from ..problem.schemes import (
     A16,
     BF16,
@@ -15,6 +16,7 @@ from ..problem.schemes import (
     MXFP4,
     MXFP8,
     NVFP4,
+    ActFormat,
 )
 from .kernel_support import KernelSupport, WeightSupport, integers
 
@@ -43,6 +45,15 @@ TRITON = KernelSupport(
     ungated=UNGATED,
     scales=frozenset(("E8M0", "BF16", "F16")),
 )
+
+
+def token_format(problem: MoEProblem) -> ActFormat | None:
+    """The format to which the kernels of `TRITON` quantize what enters each GEMM of a layer; None for 16-bit
+    tokens."""
+    act = TRITON.act_of(problem.scheme)
+    return act if act is not None and act.bits == 8 else None
+
+
 TRITON_MARLIN = KernelSupport(
     (WeightSupport(integers(4), "marlin-int4"),),
     gated=GATED,

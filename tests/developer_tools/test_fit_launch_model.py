@@ -32,7 +32,7 @@ def test_a_fit_writes_every_coefficient_and_chooses_better_the_longer_it_runs(tm
     assert "left out" not in printed
     document = json.loads(out.read_text())
     for values in document["families"].values():
-        assert set(values) == {*LAUNCH, *GEMM}
+        assert set(values) == {*LAUNCH, *GEMM} - {"listing"}  # which their `fixed` includes
     for formats in document["formats"].values():
         assert all(set(values) <= set(BY_FORMAT) for values in formats.values())
     brief = _fit(str(survey), "--steps", "1")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moectl.kernels.triton import sort_and_combine
+from moectl.kernels.choice import launch
 from moectl.kernels.triton.kernel_family import ExpertOrder, KernelCall
 from moectl.kernels.triton.marlin import list_items
 from moectl.kernels.triton.sort_and_combine import (
@@ -33,7 +33,7 @@ ROUTINGS = ("random", "skipped", "one expert", "none")
 def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists assignments in one launch, or in several; any other way stays as it is."""
     for limit in ("FEW", "MOST_READ") if way in WAYS else ():
-        monkeypatch.setattr(sort_and_combine, limit, WAYS[way])
+        monkeypatch.setattr(launch, limit, WAYS[way])
 
 
 def ids_of(routing_name: str, assignments: int, experts: int, device: str) -> Tensor:

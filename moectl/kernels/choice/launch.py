@@ -24,6 +24,16 @@ def tile_words(tile: Any) -> str:
     return " ".join(f"{name}={value}" for name, value, default in values if value != default)
 
 
+FEW, MOST_READ = 2048, 1 << 19
+"""Maximum numbers of assignments that are listed in one launch, and of ids that its programs read, for each
+expert's reads all of them. More take three launches, and are counted in blocks."""
+
+
+def list_launches(assignments: int, experts: int) -> int:
+    """Launches that list `assignments` by expert."""
+    return 1 if assignments <= FEW and assignments * experts <= MOST_READ else 3
+
+
 def token_tiles(assignments: int, experts: int, tokens: int) -> int:
     """Upper bound on the tiles of `tokens` tokens that `assignments` need, for any routing.
 

@@ -17,9 +17,9 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from ...problem.moe_problem import MoEProblem
-from ...problem.schemes import WeightFormat
+from ...problem.schemes import FULL, WeightFormat
 from .expert_load import ExpertLoad
-from .launch import token_tiles
+from .launch import list_launches, token_tiles
 from .launch_shape import GemmShape, LaunchShape
 
 FILE = "launch_model.json"
@@ -89,11 +89,13 @@ class LaunchWork(NamedTuple):
     Attributes:
         gemms: the first and the second GEMM.
         rows: bytes of rows between and after the GEMMs.
+        lists: launches that list the assignments, if they are counted.
         persistent: `LaunchShape.persistent`.
     """
 
     gemms: tuple[GemmWork, GemmWork]
     rows: Quantity
+    lists: Quantity
     persistent: Quantity
 
 
@@ -121,6 +123,7 @@ class LaunchCoefficients(NamedTuple):
     Attributes:
         gemms: those of the first and of the second GEMM.
         fixed: seconds of all small kernels.
+        listing: seconds of a launch that lists assignments, if they are counted.
         resident: programs per multiprocessor by registers.
         combine: bytes per second of the final sum.
         sharpness: how sharply the longest time wins.
@@ -132,6 +135,7 @@ class LaunchCoefficients(NamedTuple):
 
     gemms: tuple[GemmCoefficients, GemmCoefficients]
     fixed: Quantity
+    listing: Quantity
     resident: Quantity
     combine: Quantity
     sharpness: Quantity
@@ -200,8 +204,12 @@ def work_of(load: LayerLoad, shape: LaunchShape) -> LaunchWork:
         for (n, k, nbytes), gemm in zip(load.matrices, shape.gemms, strict=True)
     )
     sizes = problem.dims.hidden + problem.dims.intermediate
-    rows = assignments * problem.local_experts / problem.experts * 4 * sizes
-    return LaunchWork((first, second), rows, shape.persistent)
+    local_share = assignments * problem.local_experts / problem.experts
+    rows = local_share * 4 * sizes
+    if shape.codes:  # two bytes are read and one is written
+        rows += 3 * (load.tokens * problem.dims.hidden + local_share * problem.dims.intermediate)
+    lists = list_launches(assignments, problem.local_experts) if shape.lists and load.tokens > 1 else 0
+    return LaunchWork((first, second), rows, lists, shape.persistent)
 
 
 def _gemm_work(
@@ -225,7 +233,7 @@ def _gemm_work(
 def seconds(work: LaunchWork, gpu: GpuRates, of: LaunchCoefficients, by: Arithmetic = NUMBERS) -> Quantity:
     """Seconds of the layer under a launch on a GPU."""
     sms, bandwidth, matrix = gpu
-    total = of.fixed + work.rows / of.combine
+    total = of.fixed + of.listing * work.lists + work.rows / of.combine
     sharpness, rounding = 1.5 + of.sharpness, of.rounding / (1 + of.rounding)
     stays = work.persistent > 0
     for gemm, its in zip(work.gemms, of.gemms, strict=True):
@@ -249,40 +257,64 @@ class Coefficients:
     """Natural logarithms of coefficients: of families, and what is added for a shape's name and a format.
 
     Attributes:
-        families: family -> coefficient -> value.
+        families: family (`fitted_family`) -> coefficient -> value. A family without `listing` counts the
+            launches that list assignments as `fixed`.
         shapes: name of a `GemmShape` or `LaunchShape` -> coefficient -> value to add.
         formats: family -> weight format -> coefficient -> value to add.
-        errors: name of a GPU that was measured -> median relative error of the predicted times of its
+        errors: family -> name of a GPU that was measured -> median relative error of the predicted times of
             fast launches, of layers that were left out of the fit.
     """
 
     families: Mapping[str, Mapping[str, float]]
     shapes: Mapping[str, Mapping[str, float]]
     formats: Mapping[str, Mapping[str, Mapping[str, float]]]
-    errors: Mapping[str, float]
+    errors: Mapping[str, Mapping[str, float]]
 
     def format_for(self, family: str, weight: WeightFormat) -> str:
-        """The fitted format that stands for a layer's: itself, or another group of its codes; else empty."""
-        fitted = self.formats.get(family, {})
+        """The fitted format that stands for a layer's: itself, or another group of its codes; else empty.
+
+        One scale for a tensor is as much work as one for each row.
+        """
+        fitted = self.formats.get(fitted_family(family, weight.name), {})
         if str(weight) in fitted:
             return str(weight)
+        if weight.block == (FULL, FULL):
+            return next((name for name in fitted if name == f"{weight.name} per channel"), "")
         alike = [name for name in fitted if name.startswith(f"{weight.name} group ")]
         group = weight.group if weight.group > 0 else 128
         return min(alike, key=lambda name: abs(math.log2(int(name.split()[2]) / group)), default="")
 
+    def error(self, family: str, weight: WeightFormat, gpu: str) -> float | None:
+        """The median error of a family's times on a GPU; None if it was not measured there."""
+        return self.errors.get(fitted_family(family, weight.name), {}).get(gpu)
+
     def of(self, family: str, shape: LaunchShape, weight: str) -> LaunchCoefficients:
         """The coefficients of a launch, for a fitted weight format."""
-        own, by_format = self.families[family], self.formats[family][weight]
+        fitted = fitted_family(family, weight.partition(" ")[0])
+        own, by_format = self.families[fitted], self.formats[fitted][weight]
 
         def values(names: tuple[str, ...], part: str) -> list[float]:
             added = self.shapes.get(part, {})
             return [
-                math.exp(own[name] + added.get(name, 0.0) + (by_format[name] if name in BY_FORMAT else 0.0))
+                math.exp(
+                    own.get(name, -math.inf)
+                    + added.get(name, 0.0)
+                    + (by_format[name] if name in BY_FORMAT else 0.0)
+                )
                 for name in names
             ]
 
         first, second = (GemmCoefficients(*values(GEMM, gemm.name)) for gemm in shape.gemms)
         return LaunchCoefficients((first, second), *values(LAUNCH, shape.name))
+
+
+def fitted_family(family: str, weight: str) -> str:
+    """The name of a kernel family's coefficients for weights of a format, such as ``tma fp8``.
+
+    Families that decode weights run nearly the same instructions for all formats, `tma` products of another
+    rate.
+    """
+    return f"{family} {weight}" if family == "tma" else family
 
 
 @cache

@@ -22,6 +22,7 @@ from .mid_launches import MID_TILES
 from .prefill_launches import PREFILL_TILES
 from .stream_launches import STREAM_TILES
 from .tile_family import TileFamily, launch_of
+from .tma_launches import TMA_TILES
 from .warpwise_launches import WARPWISE_TILES
 
 MODELLED: Mapping[str, TileFamily] = {
@@ -29,6 +30,7 @@ MODELLED: Mapping[str, TileFamily] = {
     "mid": MID_TILES,
     "prefill": PREFILL_TILES,
     "warpwise": WARPWISE_TILES,
+    "tma": TMA_TILES,
 }
 """The kernel families that the model of time knows, by `Launch.family`."""
 
@@ -42,10 +44,11 @@ take the launch of this one."""
 SIZES = tuple(sorted({round(2 ** (half / 2)) for half in range(2 * int(math.log2(MOST_TOKENS)) + 1)}))
 """Numbers of tokens at which launches are compared, two for each power of two."""
 
-MOST_GEMM_BINARIES = 9
-"""Compiled GEMMs of a layer over all numbers of tokens. Lists of assignments and sums are three more."""
+MOST_BINARIES = 12
+"""Compiled kernels of a layer over all numbers of tokens: GEMMs, and the small ones around them
+(`TileFamily.small_binaries`)."""
 
-MOST_IF_MEASURED = 13
+MOST_IF_MEASURED = 16
 """The same for a layer with measured launches: with fewer, some of the fastest would have to be left out."""
 
 SEVERITY = 2.0
@@ -78,28 +81,38 @@ class CandidateLaunch(NamedTuple):
         launch: the launch.
         shape: what the model of time knows of it.
         tokens_per_expert: where it was fitted: lowest and highest average of active experts.
+        single: whether its kernels are compiled for one token, or for more; None if that is the same.
     """
 
     launch: Launch
     shape: LaunchShape
     tokens_per_expert: tuple[float, float]
+    single: bool | None = None
 
     @staticmethod
-    def of(problem: MoEProblem, launch: Launch) -> CandidateLaunch | None:
-        """The candidate of a launch; None if its family is not one of `MODELLED`."""
+    def each_of(problem: MoEProblem, launch: Launch) -> list[CandidateLaunch]:
+        """The candidates of a launch, by what is compiled of it; none if its family is not in `MODELLED`."""
         family = MODELLED.get(launch.family)
         if family is None or family.shape is None:
-            return None
-        return CandidateLaunch(launch, family.shape(problem, launch.tile), family.tokens_per_expert)
+            return []
+        shape = family.shape(problem, launch.tile)
+        forms = (True, False) if shape.lists else (None,)
+        return [CandidateLaunch(launch, shape, family.tokens_per_expert, single) for single in forms]
 
     def suits(self, tokens: int, per_expert: float) -> bool:
         """Whether it was fitted for `per_expert` tokens of active experts, at `tokens` in all.
 
-        At one token no expert has two: tiles of more than two compute columns for nothing then, and were up
-        to 20% slower than predicted.
+        At one token no expert has two: tiles of more than two, where they are not compiled for that, compute
+        columns for nothing, and were up to 20% slower than predicted.
         """
         fewest, most = self.tokens_per_expert
-        return fewest <= per_expert <= most and (tokens > 1 or max(self.shape.widths, default=0) <= 2)
+        if not fewest <= per_expert <= most:
+            return False
+        if self.single is None:
+            return tokens > 1 or max(self.shape.widths, default=0) <= 2
+        return self.single == (tokens == 1) and MODELLED[self.launch.family].suits(
+            self.launch.tile, per_expert
+        )
 
     def caution(self, per_expert: float) -> float:
         """By what its predicted time is multiplied, at `per_expert` tokens of active experts."""
@@ -111,7 +124,7 @@ class CandidateLaunch(NamedTuple):
         family, name = self.launch.family, self.shape.name
         if getattr(self.launch.tile, "fused", 0):
             return frozenset([(family, name, self.shape.gemms)])
-        return frozenset((family, name, *indexed) for indexed in enumerate(self.shape.gemms))
+        return frozenset((family, name, self.single, *indexed) for indexed in enumerate(self.shape.gemms))
 
 
 class Plan(NamedTuple):
@@ -136,15 +149,18 @@ def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> 
     if capability != FITTED_CAPABILITY:
         return None
     candidates = {}
+    small = 0
     for name, family in MODELLED.items():
         for tile in family.candidates(problem):
-            made = CandidateLaunch.of(problem, Launch(name, tile))
-            if made and fitted(name, made.shape, problem.scheme.weight) and not family.fits(problem, tile):
-                candidates[made.launch] = made
+            for made in CandidateLaunch.each_of(problem, Launch(name, tile)):
+                if fitted(name, made.shape, problem.scheme.weight) and not family.fits(problem, tile):
+                    candidates[made.launch, made.single] = made
+                    small = max(small, family.small_binaries(problem))
     fastest = [_measured(problem, tokens, GpuModel(capability, gpu.sms)) for tokens in SIZES]
-    candidates |= {measured.launch: measured for measured in fastest if measured}
-    indices = {launch: index for index, launch in enumerate(candidates)}
-    return plan(problem, gpu, [*candidates.values()], [indices[it.launch] if it else None for it in fastest])
+    candidates |= {(measured.launch, measured.single): measured for measured in fastest if measured}
+    indices = {key: index for index, key in enumerate(candidates)}
+    rows = [indices[it.launch, it.single] if it else None for it in fastest]
+    return plan(problem, gpu, [*candidates.values()], rows, small)
 
 
 def _measured(problem: MoEProblem, tokens: int, gpu: GpuModel) -> CandidateLaunch | None:
@@ -157,7 +173,8 @@ def _measured(problem: MoEProblem, tokens: int, gpu: GpuModel) -> CandidateLaunc
     for row in own_rows(problem, tokens, gpu):
         launch = launch_of(MODELLED, row.family, row.tile)
         if launch and not MODELLED[row.family].fits(problem, launch.tile):
-            return CandidateLaunch.of(problem, launch)
+            made = CandidateLaunch.each_of(problem, launch)
+            return next(it for it in made if it.single is None or it.single == (tokens == 1))
     return None
 
 
@@ -166,15 +183,17 @@ def plan(
     gpu: GpuRates,
     candidates: Sequence[CandidateLaunch],
     measured: Sequence[int | None] = (None,) * len(SIZES),
+    small: int = 3,
 ) -> Plan | None:
     """The launches of a layer; None if there is a number of tokens for which no candidate was fitted.
 
-    They are few, within `MOST_GEMM_BINARIES` or `MOST_IF_MEASURED`: those whose fastest is nearest to the
-    fastest of all candidates, on average over `SIZES`.
+    They are few, within `MOST_BINARIES` or `MOST_IF_MEASURED`: those whose fastest is nearest to the fastest
+    of all candidates, on average over `SIZES`.
 
     Args:
         candidates: those of unfitted families or formats are only taken where they are `measured`.
         measured: for each of `SIZES` the candidate that was measured to be the fastest there, if any was.
+        small: compiled kernels beside the GEMMs.
     """
     us = _predicted(problem, gpu, candidates)
     fastest = [min(times, default=math.inf) for times in zip(*us, strict=True)]
@@ -194,7 +213,7 @@ def plan(
         for index, times in enumerate(us)
     ]
     known = any(row is not None for row in measured)
-    most_gemms = MOST_IF_MEASURED if known else MOST_GEMM_BINARIES
+    most_gemms = (MOST_IF_MEASURED if known else MOST_BINARIES) - small
     chosen = _chosen(losses, [candidate.binaries for candidate in candidates], most_gemms)
     least = [list(each) for each in zip(*(losses[index] for index in chosen), strict=True)]
     if not least or max(map(min, least)) >= UNFITTED:

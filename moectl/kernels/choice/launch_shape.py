@@ -36,6 +36,9 @@ class LaunchShape(NamedTuple):
             last one, and the rest takes the smallest that fits. Empty if each assignment is a tile.
         even: whether an expert's tokens are split evenly, in units of 16, instead.
         persistent: programs per multiprocessor that take one tile after another; 0 if each tile is one.
+        lists: whether the model of time counts the kernels that list assignments, of which a single token has
+            none; otherwise they are part of what all launches of the family take.
+        codes: whether kernels quantize what enters each GEMM.
     """
 
     name: str
@@ -43,3 +46,5 @@ class LaunchShape(NamedTuple):
     widths: tuple[int, ...]
     even: bool = False
     persistent: int = 0
+    lists: bool = False
+    codes: bool = False

@@ -39,7 +39,7 @@ class PredictedTimes:
         times: by number of tokens, in ascending order; empty if the model does not know the GPU or the
             weight format.
         median_error: median relative error of predictions on this GPU, of layers that the model was not
-            fitted to; None if nothing was measured on it.
+            fitted to, the largest of the families among the times; None if nothing was measured on it.
     """
 
     times: tuple[PredictedTime, ...]
@@ -78,7 +78,8 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
         launch = launch_of(MODELLED, row.family, row.tile)
         return launch if launch and not MODELLED[row.family].fits(problem, launch.tile) else None
 
-    times = []
+    times: list[PredictedTime] = []
+    errors: list[float] = []
     fitted_arch = "sm{}{}".format(*FITTED_CAPABILITY)
     if device.arch == fitted_arch and device.sms and device.bandwidth:
         gpu = GpuModel(FITTED_CAPABILITY, device.sms)
@@ -89,5 +90,8 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
             if launch is None or shape is None:
                 continue
             us = predicted_us(problem, m, launch.family, shape(problem, launch.tile), rates)
-            times += [PredictedTime(m, us, launch.family)] if us is not None else []
-    return PredictedTimes(tuple(times), coefficients().errors.get(device.name) if times else None)
+            if us is not None:
+                times.append(PredictedTime(m, us, launch.family))
+                error = coefficients().error(launch.family, problem.scheme.weight, device.name)
+                errors += [] if error is None else [error]
+    return PredictedTimes(tuple(times), max(errors, default=None))

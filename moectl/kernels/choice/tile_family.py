@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from ...dtypes import MODEL_DTYPES
@@ -26,6 +26,7 @@ class TileFamily:
         candidates: tiles that are worth measuring for a problem.
         tokens_per_expert: range of tokens per active expert in which they are worth measuring.
         suits: whether one of the candidates is worth measuring at a number of tokens per active expert.
+        small_binaries: how many kernels of a layer are compiled beside the GEMMs, for all numbers of tokens.
         shape: what the model of time has to know of a tile (`launch_model`); None if it has no such launches.
     """
 
@@ -35,13 +36,21 @@ class TileFamily:
     candidates: Callable[[MoEProblem], Sequence[Any]] = lambda problem: ()
     tokens_per_expert: tuple[float, float] = (0.0, math.inf)
     suits: Callable[[Any, float], bool] = lambda tile, tokens_per_expert: True
+    small_binaries: Callable[[MoEProblem], int] = lambda problem: 3
     shape: Callable[[MoEProblem, Any], LaunchShape] | None = None
 
 
 def launch_of(families: Mapping[str, TileFamily], name: str, tile: Mapping[str, int]) -> Launch | None:
-    """The launch of a row; None if `families` has no such family, or its tile has other fields."""
+    """The launch of a row; None if `families` has no such family, or its tile has other fields.
+
+    A field that the row lacks, as it was written before there was one, has its default.
+    """
     family = families.get(name)
-    if family is None or set(tile) != {field.name for field in fields(family.tile)}:
+    if family is None:
+        return None
+    known = fields(family.tile)
+    needed = {field.name for field in known if field.default is MISSING}
+    if not needed <= set(tile) <= {field.name for field in known}:
         return None
     return Launch(name, family.tile(**tile))
 

@@ -17,8 +17,9 @@ from ...dtypes import MODEL_DTYPES
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from ...torch_dtypes import MODEL_TORCH_DTYPES
+from ..choice.launch import FEW
 from ..triton.kernel_family import activation_numbers
-from ..triton.sort_and_combine import FEW, INTERPRETED, launch_options, sort_by_expert
+from ..triton.sort_and_combine import INTERPRETED, launch_options, sort_by_expert
 from . import gemm_glue_kernels as kernels
 
 PROGRAMS_PER_EXPERT = 8

@@ -14,8 +14,9 @@ import triton
 from torch import Tensor
 
 from ...problem.moe_problem import Activation
+from ..choice.launch import FEW
 from ..triton.kernel_family import activation_numbers
-from ..triton.sort_and_combine import FEW, INTERPRETED, launch_options, sort_by_expert
+from ..triton.sort_and_combine import INTERPRETED, launch_options, sort_by_expert
 from . import grouped_rows_kernels as kernels
 
 GROUP = 128

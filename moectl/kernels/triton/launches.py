@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...capabilities.own_kernels import token_format
 from ...problem.moe_problem import MoEProblem
 from ..choice.launch import Launch
-from .row_matrix import in_rows, token_format
+from .row_matrix import in_rows
 
 
 @dataclass(frozen=True, slots=True)

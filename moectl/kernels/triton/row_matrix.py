@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...capabilities.own_kernels import ROW_FORMATS, TRITON
+from ...capabilities.own_kernels import ROW_FORMATS, token_format
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
-from ...problem.schemes import FULL, ActFormat
+from ...problem.schemes import FULL
 from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..prepared_layer import PreparedMoE
 
@@ -53,12 +53,6 @@ class RowLayer:
 def in_rows(problem: MoEProblem) -> bool:
     """Whether the layer's weights are read in rows (`RowLayer`); else in tiles (`KernelLayer`)."""
     return problem.scheme.weight.name in ROW_FORMATS
-
-
-def token_format(problem: MoEProblem) -> ActFormat | None:
-    """The format to which kernels quantize what enters each GEMM of a layer; None for 16-bit tokens."""
-    act = TRITON.act_of(problem.scheme)
-    return act if act is not None and act.bits == 8 else None
 
 
 def row_matrix_of(prepared: PreparedMoE, role: str) -> RowMatrix:

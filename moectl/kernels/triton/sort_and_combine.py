@@ -13,16 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-from ..choice.launch import token_tiles
+from ..choice.launch import list_launches, token_tiles
 from . import sort_and_combine_kernels as kernels
 from .kernel_family import ExpertOrder, KernelCall
 
 INTERPRETED = not isinstance(kernels._combine_kernel, triton.runtime.JITFunction)
 """True under ``TRITON_INTERPRET=1``: for tests, kernels run on the CPU, slowly."""
-
-FEW, MOST_READ = 2048, 1 << 19
-"""Maximum numbers of assignments that are listed in one launch, and of ids that its programs read, for each
-expert's reads all of them. More take three launches, and are counted in blocks."""
 
 CHUNK = 512
 """Assignments that a program of few assignments reads at once."""
@@ -167,17 +163,12 @@ class _Wanted:
     count: Tensor
 
 
-def _few(assignments: int, experts: int) -> bool:
-    """Whether assignments are listed in one launch."""
-    return assignments <= FEW and assignments * experts <= MOST_READ
-
-
 def _scratch(assignments: int, experts: int) -> int:
     """Words of the counts by block and expert.
 
     They are part of the allocation that holds the lists: what runs beside the last launch must not get them.
     """
-    return 4 if _few(assignments, experts) else (triton.cdiv(assignments, BLOCK) + 1) * experts
+    return 4 if list_launches(assignments, experts) == 1 else (triton.cdiv(assignments, BLOCK) + 1) * experts
 
 
 def _list(
@@ -194,7 +185,7 @@ def _list(
     t = ids.numel()
     blocks = triton.cdiv(t, BLOCK)
     jobs = [(kernels.GIVEN if order else kernels.FEW, experts)]
-    if order is None and not _few(t, experts):
+    if order is None and list_launches(t, experts) > 1:
         jobs = [
             (kernels.COUNTED, blocks),
             (kernels.PLACED, triton.cdiv(experts, EXPERTS_AT_ONCE)),

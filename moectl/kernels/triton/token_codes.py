@@ -6,6 +6,7 @@ Codes and scales are those of `quantize_tokens`, bit for bit, but the last block
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +36,17 @@ class TokenCodes:
     scales: Tensor
 
 
+KINDS: Mapping[str, Any] = {"all": kernels.ALL, "sorted": kernels.SORTED, "slots": kernels.SLOTS}
+"""`LiveRows.kind` as kernels take it."""
+
+
 @dataclass(frozen=True)
 class LiveRows:
     """Which rows hold tokens.
 
     Attributes:
-        kind: ``all``; ``sorted``, the first ``by[experts]``; or ``slots``, those with ids of experts.
+        kind: one of `KINDS`: ``all``; ``sorted``, the first ``by[experts]``; or ``slots``, those with ids of
+            experts.
         by: int32 offsets ``[experts + 1]`` or ids ``[rows]``; None for all.
     """
 
@@ -103,28 +109,35 @@ def quantize_rows(
     rows, columns = x.shape
     kind, dtype = scale_kind(form), code_dtype()
     codes = x.new_empty(rows, columns, dtype=torch.uint8).view(dtype)
-    options: dict[str, Any] = {"E": live.experts, "LIVE": live.kind, "BESIDE": beside}
-    options |= {"POWERS": form.rounds_scales, **launch_options()}
-    ids = codes if live.by is None else live.by
+    options: dict[str, Any] = {"POWERS": form.rounds_scales, **launch_options()}
+    width = min(AT_ONCE, triton.next_power_of_2(columns))
     if kind == "block":
         blocks = triton.cdiv(columns, BLOCK)
         scales = x.new_empty(rows, blocks, dtype=torch.float32)
         run = min(RUN, triton.next_power_of_2(blocks))
         grid: tuple[int, ...] = (rows, triton.cdiv(blocks, run))
-        kernels._block_codes_kernel[grid](x, codes, scales, ids, columns, BLOCKS=run, **options)
+        ids, *which = _which(live, scales)
+        kernels._block_codes_kernel[grid](
+            x, codes, scales, ids, columns, *which, int(beside), BLOCKS=run, **options
+        )
         return TokenCodes(codes, scales)
-    width = min(AT_ONCE, triton.next_power_of_2(columns))
     if kind == "token":
         scales = x.new_empty(rows, dtype=torch.float32)
-        kernels._token_codes_kernel[(rows,)](x, codes, scales, ids, columns, BK=width, **options)
+        ids, *which = _which(live, scales)
+        kernels._token_codes_kernel[(rows,)](
+            x, codes, scales, ids, columns, *which, int(beside), BK=width, **options
+        )
         return TokenCodes(codes, scales)
     scales = x.new_empty(1, dtype=torch.float32) if scale is None else scale
+    ids, *which = _which(live, scales)
     programs = min(rows, LARGEST_PROGRAMS)
     largest = scales
     if scale is None:
         largest = x.new_empty(programs, dtype=torch.float32)
-        kernels._largest_kernel[(programs,)](x, largest, ids, rows, columns, BK=width, **options)
-        options["BESIDE"] = False
+        kernels._largest_kernel[(programs,)](
+            x, largest, ids, rows, columns, *which, int(beside), BK=width, **options
+        )
+        beside = False
     kernels._tensor_codes_kernel[(rows, triton.cdiv(columns, width))](
         x,
         codes,
@@ -132,6 +145,8 @@ def quantize_rows(
         largest,
         ids,
         columns,
+        *which,
+        int(beside),
         programs,
         BK=width,
         BP=LARGEST_PROGRAMS,
@@ -139,3 +154,9 @@ def quantize_rows(
         **options,
     )
     return TokenCodes(codes, scales)
+
+
+def _which(live: LiveRows, unread: Tensor) -> tuple[Tensor, int, int]:
+    """IDS, LIVE and E of the kernels; `unread`, in four bytes, stands for ids that are not read."""
+    ids = unread.view(torch.int32) if live.by is None else live.by
+    return ids, KINDS[live.kind].value, live.experts

@@ -3,14 +3,17 @@
 
 Scales are the largest magnitude / 448, codes the quotient, rounded to nearest, ties to even, and saturated;
 both divisions are rounded once. With `POWERS` scales are rounded up to powers of two. With `LIVE` other than
-``all`` only rows that hold tokens are read and written: the first ``IDS[E]`` (``sorted``, `IDS` being offsets
-of experts), or those with ids of experts (``slots``).
+`ALL` only rows that hold tokens are read and written: the first ``IDS[E]`` (`SORTED`, `IDS` being offsets of
+experts), or those with ids of experts (`SLOTS`). `LIVE`, `E` and `BESIDE` are no constants: what a layer's
+calls differ in is not compiled.
 """
 
 import triton
 import triton.language as tl
 
-from .sort_and_combine_kernels import _await_inputs
+ALL = tl.constexpr(0)
+SORTED = tl.constexpr(1)
+SLOTS = tl.constexpr(2)
 
 
 @triton.jit
@@ -43,43 +46,43 @@ def _scale_of(largest, POWERS: tl.constexpr):
 
 
 @triton.jit
-def _begin(BESIDE: tl.constexpr, PDL: tl.constexpr):
-    """`_await_inputs`, or nothing to wait for if the kernel runs beside the one that was launched before."""
-    if PDL and BESIDE:
+def _begin(BESIDE, PDL: tl.constexpr):
+    """Waits for the inputs, unless the kernel runs beside the one that was launched before."""
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    else:
-        _await_inputs(PDL)
+        if BESIDE == 0:
+            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def _end(BESIDE: tl.constexpr, PDL: tl.constexpr):
+def _end(BESIDE, PDL: tl.constexpr):
     """Waits for the kernel that ran beside this one: the next kernel waits for this one only."""
-    if PDL and BESIDE:
-        tl.extra.cuda.gdc_wait()
+    if PDL:  # noqa: SIM102 - the one is a constant
+        if BESIDE != 0:
+            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def _is_live(IDS, row, E: tl.constexpr, LIVE: tl.constexpr):
+def _is_live(IDS, row, LIVE, E):
     """Whether `row` holds a token."""
     live = row >= 0
-    if LIVE == "sorted":
+    if LIVE == SORTED:
         live = row < tl.load(IDS + E)
-    elif LIVE == "slots":
+    elif LIVE == SLOTS:
         expert = tl.load(IDS + row)
         live = (expert >= 0) & (expert < E)
     return live
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LIVE", "E", "BESIDE"])
 def _block_codes_kernel(
-    X, CODES, SCALES, IDS, K,
-    E: tl.constexpr, LIVE: tl.constexpr, BLOCKS: tl.constexpr, POWERS: tl.constexpr,
-    BESIDE: tl.constexpr, PDL: tl.constexpr,
+    X, CODES, SCALES, IDS, K, LIVE, E, BESIDE,
+    BLOCKS: tl.constexpr, POWERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A scale for each 128 columns, SCALES ``[ROWS, ceil(K / 128)]``; grid (rows, runs of BLOCKS blocks)."""
     _begin(BESIDE, PDL)
     row = tl.program_id(0).to(tl.int64)
-    if _is_live(IDS, row, E, LIVE):
+    if _is_live(IDS, row, LIVE, E):
         block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
         column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
         x = tl.load(X + row * K + column, mask=column < K, other=0).to(tl.float32)
@@ -90,16 +93,15 @@ def _block_codes_kernel(
     _end(BESIDE, PDL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LIVE", "E", "BESIDE"])
 def _token_codes_kernel(
-    X, CODES, SCALES, IDS, K,
-    E: tl.constexpr, LIVE: tl.constexpr, BK: tl.constexpr, POWERS: tl.constexpr,
-    BESIDE: tl.constexpr, PDL: tl.constexpr,
+    X, CODES, SCALES, IDS, K, LIVE, E, BESIDE,
+    BK: tl.constexpr, POWERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A scale for each token, SCALES ``[ROWS]``; grid (rows)."""
     _begin(BESIDE, PDL)
     row = tl.program_id(0).to(tl.int64)
-    if _is_live(IDS, row, E, LIVE):
+    if _is_live(IDS, row, LIVE, E):
         columns = tl.arange(0, BK)
         largest = tl.zeros((BK,), dtype=tl.float32)
         for first in range(0, K, BK):
@@ -114,11 +116,10 @@ def _token_codes_kernel(
     _end(BESIDE, PDL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS", "LIVE", "E", "BESIDE"])
 def _largest_kernel(
-    X, LARGEST, IDS, ROWS, K,
-    E: tl.constexpr, LIVE: tl.constexpr, BK: tl.constexpr, POWERS: tl.constexpr,
-    BESIDE: tl.constexpr, PDL: tl.constexpr,
+    X, LARGEST, IDS, ROWS, K, LIVE, E, BESIDE,
+    BK: tl.constexpr, POWERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """LARGEST ``[programs]``: the largest magnitude of each program's rows, every so many-th."""
     _begin(BESIDE, PDL)
@@ -127,7 +128,7 @@ def _largest_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     for turn in range(tl.cdiv(ROWS - program, programs)):
         row = program + turn * programs
-        if _is_live(IDS, row, E, LIVE):
+        if _is_live(IDS, row, LIVE, E):
             at = X + row.to(tl.int64) * K
             for first in range(0, K, BK):
                 x = tl.load(at + first + columns, mask=first + columns < K, other=0).to(tl.float32)
@@ -136,11 +137,11 @@ def _largest_kernel(
     _end(BESIDE, PDL)
 
 
-@triton.jit(do_not_specialize=["PROGRAMS"])
+@triton.jit(do_not_specialize=["LIVE", "E", "BESIDE", "PROGRAMS"])
 def _tensor_codes_kernel(
-    X, CODES, SCALES, LARGEST, IDS, K, PROGRAMS,
-    E: tl.constexpr, LIVE: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, DYNAMIC: tl.constexpr,
-    POWERS: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
+    X, CODES, SCALES, LARGEST, IDS, K, LIVE, E, BESIDE, PROGRAMS,
+    BK: tl.constexpr, BP: tl.constexpr, DYNAMIC: tl.constexpr, POWERS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Codes by one scale, SCALES ``[1]``, which is given, or that of all LARGEST; grid (rows, columns)."""
     _begin(BESIDE, PDL)
@@ -152,7 +153,7 @@ def _tensor_codes_kernel(
             tl.store(SCALES, scale)
     else:
         scale = tl.load(SCALES)
-    if _is_live(IDS, row, E, LIVE):
+    if _is_live(IDS, row, LIVE, E):
         columns = tl.program_id(1) * BK + tl.arange(0, BK)
         x = tl.load(X + row * K + columns, mask=columns < K, other=0).to(tl.float32)
         tl.store(CODES + row * K + columns, _to_e4m3(tl.div_rn(x, scale), CODES), mask=columns < K)

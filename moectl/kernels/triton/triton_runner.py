@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...capabilities.kernel_support import KernelSupport
-from ...capabilities.own_kernels import TRITON
+from ...capabilities.own_kernels import TRITON, token_format
 from ...environment import Device
 from ...environment.named_devices import published_bandwidth, published_matrix_rate
 from ...errors import UsageError
@@ -30,6 +30,7 @@ from ..choice.launch_table import GpuModel, MeasuredLaunch, TokenSpread, nearest
 from ..choice.predicted_times import shipped_launch
 from ..choice.tile_family import launch_of as launch_named
 from ..choice.tile_family import scale_name
+from ..choice.tma_launches import tile_for
 from ..prepared_layer import PreparedMoE
 from ..runner import ActivationFormat, Runner
 from ..tolerance import DECLARED
@@ -38,7 +39,6 @@ from .hopper.mid import MID_FAMILY
 from .hopper.prefill import PREFILL_FAMILY
 from .hopper.stream import STREAM_FAMILY
 from .hopper.tma import TMA_FAMILY
-from .hopper.tma_tiles import tile_for
 from .kernel_family import (
     KernelCall,
     KernelFamily,
@@ -50,7 +50,7 @@ from .kernel_family import (
 )
 from .launches import launch_for
 from .portable import DECODE_FAMILY, GROUPED_FAMILY
-from .row_matrix import in_rows, token_format
+from .row_matrix import in_rows
 from .sort_and_combine import INTERPRETED
 from .warpwise import WARPWISE_FAMILY
 from .workspace import workspace

@@ -9,8 +9,8 @@ import pytest
 import torch
 from devtools.inspection.shipped_kernels import covering_tiles
 
+from moectl.kernels.choice.tma_launches import RULES, tile_for
 from moectl.kernels.triton.hopper.tma import TMA_FAMILY
-from moectl.kernels.triton.hopper.tma_tiles import RULES, tile_for
 from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.problem.schemes import MXFP4, int_format
 from support.kernel_cases import nearly, probe, surplus

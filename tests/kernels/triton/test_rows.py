@@ -11,6 +11,7 @@ import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from triton.runtime.jit import JITFunction
 
+from moectl.capabilities.own_kernels import token_format
 from moectl.errors import UsageError
 from moectl.kernels.choice import launch_table
 from moectl.kernels.choice.launch_table import GpuModel, LayerLaunches, MeasuredLaunch, TokenSpread, nearest
@@ -19,7 +20,7 @@ from moectl.kernels.runner import ActivationFormat
 from moectl.kernels.tolerance import DECLARED
 from moectl.kernels.triton.kernel_family import KernelLayer, layer_of
 from moectl.kernels.triton.launches import Tile, launch_for
-from moectl.kernels.triton.row_matrix import RowLayer, token_format
+from moectl.kernels.triton.row_matrix import RowLayer
 from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.kernels.triton.workspace import SMALLEST
 from moectl.layer.experts import empty_layer

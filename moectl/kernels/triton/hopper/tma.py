@@ -10,23 +10,23 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ....capabilities.own_kernels import token_format
 from ....problem.moe_problem import MoEProblem
+from ...choice.launch_plan import MOST_TOKENS
+from ...choice.tma_launches import (
+    LINE,
+    TMA_TILES,
+    TmaTile,
+    is_promoted,
+    launch_registers,
+    registers,
+    weight_scales,
+)
 from ..kernel_family import KernelCall, KernelFamily, activation_numbers, multiprocessors
-from ..row_matrix import RowLayer, RowMatrix, token_format
+from ..row_matrix import RowLayer, RowMatrix
 from ..sort_and_combine import Split, TokenTiles, finish, token_tiles_of
 from ..token_codes import ALL_ROWS, LiveRows, quantize_rows, scale_kind
 from . import tma_kernels as kernels
-from .tma_tiles import (
-    LINE,
-    TmaTile,
-    candidates,
-    is_promoted,
-    launch_registers,
-    refusal,
-    registers,
-    suits,
-    weight_scales,
-)
 
 _ROWS = gl.NVMMASharedLayout(128, 8, 5)
 _TOKENS = gl.NVMMASharedLayout(128, 8, 2)
@@ -44,7 +44,7 @@ class TmaVariant:
         weighted: whether the router's weights are applied in this GEMM.
         experts: the number of experts if tiles are a single token's ids, otherwise 0.
         even: whether every stage of the ring ends within the tokens' columns.
-        wide: whether offsets (slots times columns) need more than 32 bits.
+        wide: whether offsets (slots times columns) need more than 32 bits, at up to `MOST_TOKENS` tokens.
         copied: whether TMA copies the tokens, which lie one after the other; otherwise they are gathered.
         promoted: whether sums of 128 columns are added outside of the tensor cores.
         turned: whether tokens are the rows of products.
@@ -99,7 +99,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, tile: TmaTile) -> Tm
         top_k=p.top_k,
         experts=p.local_experts if plan.tiles.ndim == 1 else 0,
         even=_row_bytes(m) % (LINE * tile.depth) == 0,
-        wide=len(plan.slots) * p.dims.hidden * 2 >= 2**31,
+        wide=max(len(plan.slots), MOST_TOKENS * p.top_k) * p.dims.hidden * 2 >= 2**31,
         activation=act.name,
         gated=act.gated,
         widths=tile.widths,
@@ -230,11 +230,4 @@ def _quantized(
     return made.codes, made.scales
 
 
-TMA_FAMILY = KernelFamily(
-    tile=TmaTile,
-    run=_run,
-    fits=refusal,
-    capability=((9, 0), (9, 0)),
-    candidates=candidates,
-    suits=suits,
-)
+TMA_FAMILY = KernelFamily.of(TMA_TILES, _run)

@@ -11,9 +11,9 @@ from devtools.inspection.published_kernels import IN_ROWS, layer_without_weights
 from devtools.inspection.shipped_kernels import inspect
 
 from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.tma_launches import TmaTile, shared_bytes
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.triton.hopper.tma import TMA_FAMILY
-from moectl.kernels.triton.hopper.tma_tiles import TmaTile, shared_bytes
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Activation
 from moectl.problem.schemes import FP8_ACT_TENSOR, FP8_ACT_TOKEN, FP8_CHANNEL, FP8_TENSOR, Scheme

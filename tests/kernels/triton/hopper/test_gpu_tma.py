@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.tma_launches import TmaTile
 from moectl.kernels.layer_inputs import LayerInputs, make_inputs
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.tolerance import Tolerance, check
 from moectl.kernels.triton.hopper.tma import TMA_FAMILY
-from moectl.kernels.triton.hopper.tma_tiles import TmaTile
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.layer.experts import ExpertLayer
 from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Dims, MoEProblem

@@ -9,8 +9,7 @@ import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from devtools.inspection.published_kernels import IN_ROWS, layer_without_weights
 
-from moectl.kernels.triton.hopper.tma import TMA_FAMILY, rows_descriptor, tokens_descriptor
-from moectl.kernels.triton.hopper.tma_tiles import (
+from moectl.kernels.choice.tma_launches import (
     PROMISING,
     RULES,
     TmaTile,
@@ -18,6 +17,7 @@ from moectl.kernels.triton.hopper.tma_tiles import (
     registers,
     tile_for,
 )
+from moectl.kernels.triton.hopper.tma import TMA_FAMILY, rows_descriptor, tokens_descriptor
 from moectl.kernels.triton.row_matrix import RowMatrix
 from moectl.kernels.triton.triton_runner import choose_shipped
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem

@@ -1,4 +1,4 @@
-"""Kernel family `tma`: its tiles, what they fit, and which one runs."""
+"""Launches of the kernel family `tma`: BF16, FP16 and FP8 weights on SM90, for any number of tokens."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import triton
-
-from ....capabilities.own_kernels import GATED, UNGATED
-from ....problem.moe_problem import MoEProblem
-from ....problem.schemes import FULL
-from ...choice.tile_family import SHARED_MEMORY, SIZE_MULTIPLE
-from ..row_matrix import token_format
+from ...capabilities.own_kernels import GATED, ROW_FORMATS, UNGATED, token_format
+from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import FULL
+from .launch import tile_words
+from .launch_shape import GemmShape, LaunchShape
+from .tile_family import SHARED_MEMORY, SIZE_MULTIPLE, TileFamily, next_power_of_2
 
 WIDTHS: dict[int, tuple[int, ...]] = {
     8: (8,),
@@ -130,7 +129,7 @@ def weight_scales(problem: MoEProblem) -> str:
 
 def shared_bytes(problem: MoEProblem, tile: TmaTile) -> int:
     """Shared memory of a program: the ring, and each worker's slots, router weights and store staging."""
-    notes = 4 * triton.next_power_of_2(tile.tokens)
+    notes = 4 * next_power_of_2(tile.tokens)
     scales = weight_scales(problem)
     in_piece = 2 * notes if scales == "block" else 0
     by_token = notes * (2 if scales in ("none", "block") else 3)
@@ -241,6 +240,8 @@ def _with_stages(problem: MoEProblem, tile: TmaTile) -> TmaTile | None:
 
 def candidates(problem: MoEProblem) -> Sequence[TmaTile]:
     """The tiles of `PROMISING` that fit a layer, with as many stages as fit."""
+    if problem.scheme.weight.name not in ROW_FORMATS:
+        return []
     tiles = (_with_stages(problem, tile) for tile in PROMISING)
     return [tile for tile in tiles if tile is not None]
 
@@ -256,3 +257,40 @@ def tile_for(problem: MoEProblem, tokens_per_expert: float) -> TmaTile | None:
 def suits(tile: TmaTile, tokens_per_expert: float) -> bool:
     """Neither do most experts need several tiles where one could do, nor are tiles mostly empty."""
     return 0.7 * min(tokens_per_expert, 128) <= tile.tokens <= max(16, 8 * tokens_per_expert)
+
+
+def launch_shape(problem: MoEProblem, tile: TmaTile) -> LaunchShape:
+    """The tile in the terms of the model of time: a piece of 128 bytes has 64 columns of 16 bits, or 128."""
+    weight = problem.scheme.weight
+    words = [word for word in tile_words(tile).split() if not word.startswith("stages=")]
+    kind = " ".join(["tma", weight.name, *(word for word in words if not word.startswith("group_m="))])
+    step = tile.depth * 16 // weight.bits
+    first, second = (GemmShape(f"{kind} {stage}", tile.rows, step) for stage in ("first", "second"))
+    return LaunchShape(
+        " ".join(["tma", weight.name, *words]),
+        (first, second),
+        tile.widths,
+        persistent=tile.programs,
+        lists=True,
+        codes=token_format(problem) is not None,
+    )
+
+
+def small_binaries(problem: MoEProblem) -> int:
+    """Kernels beside the GEMMs: lists, sums, and those that quantize what enters either GEMM; scales of
+    whole tensors of tokens take a kernel more each."""
+    form = token_format(problem)
+    if form is None:
+        return 2
+    return 6 if form.dynamic and form.block == (FULL, FULL) else 4
+
+
+TMA_TILES = TileFamily(
+    TmaTile,
+    refusal,
+    capability=((9, 0), (9, 0)),
+    candidates=candidates,
+    suits=suits,
+    small_binaries=small_binaries,
+    shape=launch_shape,
+)
