@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ def script() -> ModuleType:
 
 def asked(**changes: object) -> Namespace:
     """The script's options."""
-    return Namespace(**({"families": None, "most": None, "each": None, "shipped": False} | changes))
+    return Namespace(**({"families": None, "most": None, "each": None, "shipped": False, "where": None} | changes))
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -78,6 +78,16 @@ def test_every_family_is_asked_for_what_it_takes(script: ModuleType, format: str
     wanted |= {"mid", "prefill"} if format != "mxfp4-fp16" and not in_rows else set()
     wanted |= {"warpwise", "moectl_marlin"} if format.startswith("int4") else set()
     assert found == wanted
+
+
+def test_only_tiles_whose_field_has_a_value(script: ModuleType) -> None:
+    with compiling_for(OFFLINE_GPUS[90]):
+        for format, count in (("bf16", 1), ("fp8-block", 1), ("fp8-channel", 0), ("int4-g32", 0)):
+            found = list(script.configurations(format, CUDA, asked(where=script.field_and_value("turned=1"))))
+            assert len(found) == count and all(it.tile.turned for it in found)
+    for text in ("turned", "turned=x", "=1", "a b=1"):
+        with pytest.raises(ArgumentTypeError, match="no field of a tile and a number"):
+            script.field_and_value(text)
 
 
 def test_only_tiles_that_ship_for_the_format(script: ModuleType) -> None:
