@@ -25,7 +25,8 @@ def script() -> ModuleType:
 
 def asked(**changes: object) -> Namespace:
     """The script's options."""
-    return Namespace(**({"families": None, "most": None, "each": None, "shipped": False, "where": None} | changes))
+    defaults = {"families": None, "most": None, "each": None, "shipped": False, "where": None}
+    return Namespace(**(defaults | changes))
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -83,7 +84,8 @@ def test_every_family_is_asked_for_what_it_takes(script: ModuleType, format: str
 def test_only_tiles_whose_field_has_a_value(script: ModuleType) -> None:
     with compiling_for(OFFLINE_GPUS[90]):
         for format, count in (("bf16", 1), ("fp8-block", 1), ("fp8-channel", 0), ("int4-g32", 0)):
-            found = list(script.configurations(format, CUDA, asked(where=script.field_and_value("turned=1"))))
+            options = asked(where=script.field_and_value("turned=1"))
+            found = list(script.configurations(format, CUDA, options))
             assert len(found) == count and all(it.tile.turned for it in found)
     for text in ("turned", "turned=x", "=1", "a b=1"):
         with pytest.raises(ArgumentTypeError, match="no field of a tile and a number"):
