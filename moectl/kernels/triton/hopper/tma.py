@@ -10,12 +10,12 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ....later import Later
 from ....problem.moe_problem import MoEProblem
 from ..kernel_family import KernelCall, KernelFamily, activation_numbers, multiprocessors
 from ..row_matrix import RowLayer, RowMatrix, token_format
 from ..sort_and_combine import TokenTiles, finish, token_tiles_of
 from ..token_codes import ALL_ROWS, LiveRows, quantize_rows, scale_kind
-from . import tma_kernels as kernels
 from .tma_tiles import (
     LINE,
     WIDTHS,
@@ -28,6 +28,8 @@ from .tma_tiles import (
     suits,
     weight_scales,
 )
+
+kernels = Later(f"{__package__}.tma_kernels")
 
 _ROWS = gl.NVMMASharedLayout(128, 8, 5)
 _TOKENS = gl.NVMMASharedLayout(128, 8, 2)
