@@ -56,7 +56,7 @@ def experts_method(
     problem = experts.problem_of(number, shard)
     refuse(moe, problem, number)
     if dummy():
-        experts = replace(experts, random=True)
+        experts = experts.at_random
     asked = os.environ.get(BACKEND, "")
     layout = experts.layout_of(shard)
     if experts.converted and (asked == OWN_KERNELS or (not asked and layout in KERNELS)):
@@ -91,8 +91,8 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         self.kernel: FusedMoEKernel | None = None
         problem = experts.problem_of(number, shard_of(moe))
         device, dtype = default_device(), DTYPES[moe.in_dtype]
-        experts.expect(number, device, dtype, backend, shard_of(moe))
         self.load = begin(problem, dtype, backend, device)
+        experts.expect(number, device, dtype, backend, shard_of(moe))
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate: int, *args: Any, **kwargs: Any
