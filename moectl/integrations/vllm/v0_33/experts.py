@@ -125,7 +125,11 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         around = maybe_make_prepare_finalize(
             self.moe, self.moe_quant_config, layer._expert_routing_tables(), allow_new_interface=True
         )
-        ours = VllmExperts(self.moe, self.moe_quant_config, self.kernel, self.load)
+        load = self.load
+        if load is not None and load.compiled:
+            take(load, self.kernel.prepared)  # while threads read the layers after this one
+            load = None
+        ours = VllmExperts(self.moe, self.moe_quant_config, self.kernel, load)
         self.moe_kernel = mk.FusedMoEKernel(around, ours)
 
     def _prepared(self) -> PreparedMoE:
