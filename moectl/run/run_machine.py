@@ -59,12 +59,16 @@ def machine_of(device: torch.device) -> RunMachine:
     torch says which GPU it is. Neither the driver's tools are asked nor are the rules of engines made, which
     would take a good part of a server's start.
 
+    Raises as `this_machine` for a device that torch cannot use, or that is neither a CPU nor a GPU.
+
     Example:
         >>> machine_of(torch.device("cpu")).device.platform
         'cpu'
     """
-    packages = packages_of_rules(engine_named(POLICY))
-    return RunMachine(device, _used_gpu(device) if device.type == "cuda" else detect_cpu(), packages)
+    if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
+        return this_machine(device.type)
+    found = detect_cpu() if device.type == "cpu" else _used_gpu(device)
+    return RunMachine(device, found, packages_of_rules(engine_named(POLICY)))
 
 
 def refuse_unusable_gpu(device: Device) -> None:
@@ -94,7 +98,7 @@ def _gpu() -> Device:
 def _used_gpu(device: torch.device) -> Device:
     """The GPU `device`; slices of GPUs, whose rates nobody publishes, are for the driver to describe."""
     sliced = torch.version.cuda is None or " MIG " in torch.cuda.get_device_name(device)
-    return detect_device() if sliced else _by_torch(device)
+    return _gpu() if sliced else _by_torch(device)
 
 
 def _by_torch(device: torch.device) -> Device:

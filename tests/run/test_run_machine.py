@@ -90,9 +90,16 @@ def test_a_process_that_uses_a_gpu_asks_no_driver_which_one(bench, torch_on) -> 
     machine = machine_of(torch.device("cuda", 1))
     assert machine.torch == torch.device("cuda", 1)
     assert (machine.device.name, machine.device.arch) == ("NVIDIA H200", "sm90")
+    # What a slice of a GPU is, the driver knows better.
     torch_on("NVIDIA H200 MIG 1g.18gb")
-    with pytest.raises(DriverFailure, match="nobody is to ask"):
-        machine_of(torch.device("cuda", 1))
+    bench.gpus(H200)
+    assert machine_of(torch.device("cuda", 1)).device.name == "NVIDIA H200"
+
+
+def test_a_process_cannot_use_what_torch_does_not_see(blind_torch) -> None:
+    for device in ("cuda", "meta"):
+        with pytest.raises(Unavailable, match="torch sees no CUDA device"):
+            machine_of(torch.device(device))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
