@@ -13,14 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
-    from importlib import import_module
-    from types import ModuleType
-
-    class _Later(ModuleType):
-        """A module that is imported when an attribute is asked for; ModuleNotFoundError if absent."""
-
-        def __getattr__(self, name):
-            return getattr(import_module(self.__name__), name)
+    from .later import Later
 
     class _TensorType(type):
         def __instancecheck__(cls, value):
@@ -29,7 +22,7 @@ else:
     class Tensor(metaclass=_TensorType):
         """Stands for `torch.Tensor` in annotations and `isinstance`."""
 
-    torch = _Later("torch")
-    np = _Later("numpy")
+    torch = Later("torch")
+    np = Later("numpy")
 
 __all__ = ["Tensor", "np", "torch"]

@@ -33,10 +33,10 @@ from ..layer.rank_share import rank_share
 from ..problem.moe_problem import MoEProblem, expert_range
 from ..run.layer_variants import in_dtype
 from ..run.run_machine import RunMachine, choose_backends
-from ..run.run_machine import this_machine as look_at_machine
+from ..run.run_machine import machine_of as look_at_machine
 
-this_machine: Callable[[str], RunMachine] = cache(look_at_machine)
-"""This machine, looked at once: packages and drivers stay the same while a model's layers are loaded."""
+machine_of: Callable[[torch.device], RunMachine] = cache(look_at_machine)
+"""The machine, looked at once: packages and drivers stay the same while a model's layers are loaded."""
 
 WHOLE = RankShard()
 """The only rank of a deployment on one GPU."""
@@ -77,6 +77,11 @@ class ModelExperts:
     def converted(self) -> bool:
         """Whether the experts are in a kernel's layout already."""
         return not isinstance(self.source, CheckpointLayers)
+
+    @cached_property
+    def at_random(self) -> ModelExperts:
+        """The same layers with random weights."""
+        return replace(self, random=True)
 
     @cached_property
     def layers(self) -> frozenset[int]:
@@ -141,19 +146,8 @@ class ModelExperts:
                 f"layer {layer} applies router weights to its input, which this model's experts do outside",
                 hint="leave these experts to the library itself",
             )
-        chosen = self._chosen
-        key = (experts.problem, device, backend, experts.layout)
-        if key not in chosen:
-            if backend:
-                machine = replace(this_machine(device.type), torch=device)
-                choose_backends(experts.problem, machine, [backend], experts.layout).require()
-            chosen[key] = backend or self.backends(experts.problem, device, experts.layout)[0]
-        return experts, chosen[key]
-
-    @cached_property
-    def _chosen(self) -> dict[tuple[MoEProblem, torch.device, str, str], str]:
-        """Backends by what they were chosen for: layers of one kind get the same."""
-        return {}
+        supporting = self.backends(experts.problem, device, experts.layout, backend)
+        return experts, backend or supporting[0]
 
     def stored(self, layer: int, device: torch.device, shard: RankShard = WHOLE) -> Mapping[str, Tensor]:
         """The tensors of `layer` by role on `device`, in the layout of a converted directory.
@@ -193,11 +187,25 @@ class ModelExperts:
         else:
             self._of_rank(shard).expect(following)
 
-    @staticmethod
-    def backends(problem: MoEProblem, device: torch.device, stored: str = "") -> tuple[str, ...]:
-        """Backends that support `problem` on `device`, best first; NoBackend if there is none."""
-        machine = replace(this_machine(device.type), torch=device)
-        return choose_backends(problem, machine, (), stored).require().names
+    def backends(
+        self, problem: MoEProblem, device: torch.device, stored: str = "", asked: str = ""
+    ) -> tuple[str, ...]:
+        """Backends that support `problem` on `device`, best first, or `asked` alone.
+
+        Those that read the layout `stored` come first. They are chosen once for equal layers.
+
+        Raises NoBackend if there is none.
+        """
+        key, chosen = (problem, device, stored, asked), self._chosen
+        if key not in chosen:
+            names = (asked,) if asked else ()
+            chosen[key] = choose_backends(problem, machine_of(device), names, stored).require().names
+        return chosen[key]
+
+    @cached_property
+    def _chosen(self) -> dict[tuple[MoEProblem, torch.device, str, str], tuple[str, ...]]:
+        """Backends by what they were chosen for."""
+        return {}
 
     def directory(self, shard: RankShard = WHOLE) -> ConvertedLayers:
         """The converted directory that rank `shard` reads; UsageError if there is none for it."""

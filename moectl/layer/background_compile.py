@@ -74,6 +74,11 @@ class KernelLoad:
     result: CompileResult | None = None
     _loaded: dict[tuple[object, ...], tuple[frozenset[range], ...]] = field(default_factory=dict)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether everything was compiled before, so that `ready` waits for no process."""
+        return self.process is None and self.result is not None
+
     def ready(self, layer: PreparedMoE) -> str:
         """Takes the kernels of `layer` into this process, once they are compiled.
 

@@ -98,6 +98,14 @@ def installed_packages(env: Mapping[str, str], where: PythonEnvironment | None =
     return packages_of((*find_all(known_packages(), where), *peers), env)
 
 
+def packages_of_rules(engine: Engine) -> Packages:
+    """What is installed or unpacked here of the packages that the rules of `engine` check, and all variables.
+
+    Its decisions are those with `packages_from(None)`, which has the rules of all engines made.
+    """
+    return packages_of((*find_all(engine.packages), *find_peers(peers_folder())), dict(os.environ))
+
+
 def default_engine(where: PythonEnvironment | None = None) -> Engine:
     """The default engine in the release that is installed here, or in `where`; see `installed_release`."""
     return installed_release(engine_named(), where)

@@ -14,8 +14,8 @@ from ..environment import Device, Packages, detect_cpu, detect_device
 from ..environment.nvidia import DriverFailure, cuda_device
 from ..errors import MoectlError, NoBackend, Unavailable, UsageError
 from ..oracle.decision import Decision
-from ..oracle.machine_packages import packages_from
-from ..oracle.registry import policy_named
+from ..oracle.machine_packages import packages_from, packages_of_rules
+from ..oracle.registry import engine_named, policy_named
 from ..oracle.select import select
 from ..oracle.verdict_sentences import sentence
 from ..problem.moe_problem import MoEProblem
@@ -53,6 +53,24 @@ def this_machine(device: str | None = None) -> RunMachine:
     return RunMachine(torch.device("cuda"), _gpu(), packages)
 
 
+def machine_of(device: torch.device) -> RunMachine:
+    """The machine of a process that uses `device` already, to choose among moectl's backends in.
+
+    torch says which GPU it is. Neither the driver's tools are asked nor are the rules of engines made, which
+    would take a good part of a server's start.
+
+    Raises as `this_machine` for a device that torch cannot use, or that is neither a CPU nor a GPU.
+
+    Example:
+        >>> machine_of(torch.device("cpu")).device.platform
+        'cpu'
+    """
+    if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
+        return this_machine(device.type)
+    found = detect_cpu() if device.type == "cpu" else _used_gpu(device)
+    return RunMachine(device, found, packages_of_rules(engine_named(POLICY)))
+
+
 def refuse_unusable_gpu(device: Device) -> None:
     """Raises Unavailable if `device` is a GPU on which moectl could run, since torch sees none."""
     if device.platform not in ("cuda", "rocm"):
@@ -74,7 +92,17 @@ def _gpu() -> Device:
     except DriverFailure:
         if torch.version.cuda is None:
             raise
-    properties = torch.cuda.get_device_properties(0)
+    return _by_torch(torch.device("cuda", 0))
+
+
+def _used_gpu(device: torch.device) -> Device:
+    """The GPU `device`; slices of GPUs, whose rates nobody publishes, are for the driver to describe."""
+    sliced = torch.version.cuda is None or " MIG " in torch.cuda.get_device_name(device)
+    return _gpu() if sliced else _by_torch(device)
+
+
+def _by_torch(device: torch.device) -> Device:
+    properties = torch.cuda.get_device_properties(device)
     memory = properties.total_memory >> 20 << 20
     return cuda_device(properties.name, f"sm{properties.major}{properties.minor}", memory)
 

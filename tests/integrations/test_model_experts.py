@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +23,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelExperts:
     """Layers in BF16, as on a GPU where moectl's kernels are the best."""
-    monkeypatch.setattr(
-        ModelExperts, "backends", staticmethod(lambda problem, device, stored="": ("moectl",))
-    )
+    monkeypatch.setattr(ModelExperts, "backends", staticmethod(lambda problem, device, *others: ("moectl",)))
     synthesize("qwen3-235b", tmp_path / "model", layers=2, experts=4, hidden=128, intermediate=128, top_k=2)
     return open_experts(tmp_path / "model")
 
@@ -59,3 +59,33 @@ def test_unchecked_layers_are_left_to_the_engine_unless_the_user_asks(
 def test_directories_for_unchecked_kernels_run_on_them(experts: ModelExperts, tmp_path: Path) -> None:
     moectl.convert(tmp_path / "model", tmp_path / "out", "moectl")
     assert open_experts(tmp_path / "out").own_backends(CPU) == ({0: "moectl", 1: "moectl"}, {})
+
+
+LOADED = """
+import sys
+before = set(sys.modules)
+import torch
+of_torch = set(sys.modules) - before
+from moectl.integrations.model_experts import open_experts
+experts = open_experts(sys.argv[1])
+experts.backends(experts.problem_of(0), torch.device("cpu"), "", "torch")
+print(*set(sys.modules) - before - of_torch)
+"""
+
+
+@pytest.mark.parametrize("folder", ("model", "out"))
+def test_a_server_imports_what_it_needs_to_choose(tmp_path: Path, folder: str) -> None:
+    """No command, nothing that only commands use, and the rules of no engine but moectl's own."""
+    synthesize("qwen3-235b", tmp_path / "model", layers=1, experts=4, hidden=128, intermediate=128, top_k=2)
+    moectl.convert(tmp_path / "model", tmp_path / "out", "moectl")
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, str(tmp_path / folder)], capture_output=True, text=True, timeout=120
+    )
+    loaded = set(done.stdout.split())
+    assert "moectl.oracle.select" in loaded, done.stderr
+    engines = {name.split(".")[3] for name in loaded if name.startswith("moectl.oracle.engines.")}
+    assert engines == {"moectl", "shared_repacking"}
+    tops = {name.partition(".")[0] for name in loaded}
+    assert tops.isdisjoint({"typer", "click", "rich", "pydantic", "numba", "transformers", "vllm"})
+    parts = {name.split(".")[1] for name in loaded if name.startswith("moectl.")}
+    assert parts.isdisjoint({"cli", "explain", "doctor", "bench", "tuning", "parity", "peers", "synth"})

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ from moectl.errors import MoectlError
 from moectl.integrations import vllm as plugin
 from moectl.kernels.modular.fused_moe_kernel import map_of
 from moectl.layer.layer_source import CheckpointLayers
-from support.vllm_stubs import LOGGED, METHODS, FusedMoEConfig, ParallelConfig, RoutedExperts, install
+from support.vllm_stubs import (
+    CURRENT,
+    LOGGED,
+    METHODS,
+    FusedMoEConfig,
+    ParallelConfig,
+    RoutedExperts,
+    engine_config,
+    install,
+)
 
 EXPERTS, TOP_K, HIDDEN = 8, 4, 256
 
@@ -216,6 +226,30 @@ def test_another_release_is_refused_in_one_sentence(monkeypatch):
         METHODS["moectl"].from_config({"quant_method": "moectl"})
 
 
+@pytest.mark.parametrize("load_format", ("auto", "dummy"))
+@pytest.mark.parametrize(("folder", "backend"), [("", ""), ("", "torch"), ("whole", "torch")])
+def test_backends_are_chosen_once_for_equal_layers(
+    tiny_gpt_oss, converted, monkeypatch, folder, backend, load_format
+):
+    from moectl.integrations import model_experts
+
+    chosen, looked = [], []
+    choose, look = model_experts.choose_backends, model_experts.look_at_machine
+    monkeypatch.setattr(
+        model_experts, "choose_backends", lambda *words: chosen.append(words) or choose(*words)
+    )
+    monkeypatch.setattr(model_experts, "machine_of", cache(lambda where: looked.append(where) or look(where)))
+    monkeypatch.setenv("MOECTL_BACKEND", backend)
+    CURRENT[0] = engine_config(load_format=load_format)
+    quantization = opened(converted / folder if folder else tiny_gpt_oss)
+    for number in (0, 1):
+        layer = RoutedExperts(FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, ParallelConfig()))
+        method = quantization.get_quant_method(layer, f"model.layers.{number}.mlp.experts")
+        if backend:
+            method.process_weights_after_loading(layer)
+    assert len(chosen) == len(looked) == 1
+
+
 def test_an_expert_map_is_that_of_the_layer(tiny_gpt_oss):
     quantization = opened(tiny_gpt_oss)
     built(quantization, ep_size=2, ep_rank=1)
@@ -231,13 +265,16 @@ def plugin_shard(**sizes):
     return RankShard(**sizes)
 
 
-def test_kernels_are_compiled_while_weights_are_loaded_and_taken_once(tiny_gpt_oss, monkeypatch):
+@pytest.mark.parametrize("warm", (False, True))
+def test_kernels_are_compiled_while_weights_are_loaded_and_taken_once(tiny_gpt_oss, monkeypatch, warm):
     from moectl.integrations.vllm.v0_33 import compile_at_load, experts
     from moectl.layer import background_compile
 
     asked, taken = [], []
 
     class Load:
+        compiled = warm
+
         def ready(self, layer):
             taken.append(layer.problem)
             return "3 kernels" if len(taken) == 1 else ""
@@ -251,8 +288,9 @@ def test_kernels_are_compiled_while_weights_are_loaded_and_taken_once(tiny_gpt_o
     monkeypatch.setattr(experts, "begin", lambda *words: opening(*words[:3], torch.device("cuda")))
     LOGGED.clear()
     layers = [built(opened(tiny_gpt_oss), number) for number in (0, 1)]
-    # Weights are loaded; no call has waited for a kernel yet.
-    assert not taken and [(backend, tokens) for _, backend, tokens in asked] == [("torch", 16384)] * 2
+    # Weights are loaded; nothing has waited for a kernel yet. What was compiled before was taken meanwhile.
+    assert len(taken) == (2 if warm else 0)
+    assert [(backend, tokens) for _, backend, tokens in asked] == [("torch", 16384)] * 2
     for layer in layers * 2:
         layer(*inputs())
     assert LOGGED == ["moectl: 3 kernels"]

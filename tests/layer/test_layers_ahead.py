@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,7 +95,7 @@ def test_what_was_not_announced_begins_nothing(folder: Path, events: list[str]) 
 
 
 def test_random_layers_are_not_read(folder: Path, events: list[str]) -> None:
-    model = replace(open_experts(folder), random=True)
+    model = open_experts(folder).at_random
     model.expect(0, CPU, "bf16", "torch")
     assert not events and ask(model, 0).weights
 

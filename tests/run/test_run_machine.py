@@ -10,7 +10,11 @@ import torch
 from moectl.environment.named_devices import find_device
 from moectl.environment.nvidia import DriverFailure
 from moectl.errors import Unavailable
-from moectl.run import this_machine
+from moectl.oracle.registry import policy_named
+from moectl.oracle.select import select
+from moectl.problem.published_layers import SCHEMES, model_problem
+from moectl.run import POLICY, RunMachine, this_machine
+from moectl.run.run_machine import machine_of
 
 H200 = "0, GPU-aaaa, NVIDIA H200, 143771, 9.0, 580.95.05, Disabled"
 
@@ -59,3 +63,54 @@ def test_a_gpu_that_torch_uses_needs_no_tools_of_the_driver(bench, monkeypatch) 
     assert machine.torch == torch.device("cuda")
     assert machine.device.sms == find_device("h200").sms
     assert (machine.device.arch, machine.device.memory_bytes) == ("sm90", 143771 << 20)
+
+
+class Seen(SimpleNamespace):
+    """What torch says of a GPU."""
+
+    major, minor, total_memory = 9, 0, (143771 << 20) + 5
+
+
+@pytest.fixture
+def torch_on(monkeypatch: pytest.MonkeyPatch):
+    """Has torch use a GPU of this name."""
+
+    def use(name: str) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Seen(name=name))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+
+    return use
+
+
+def test_a_process_that_uses_a_gpu_asks_no_driver_which_one(bench, torch_on) -> None:
+    torch_on("NVIDIA H200")
+    bench.failing_gpus("nobody is to ask")
+    machine = machine_of(torch.device("cuda", 1))
+    assert machine.torch == torch.device("cuda", 1)
+    assert (machine.device.name, machine.device.arch) == ("NVIDIA H200", "sm90")
+    # What a slice of a GPU is, the driver knows better.
+    torch_on("NVIDIA H200 MIG 1g.18gb")
+    bench.gpus(H200)
+    assert machine_of(torch.device("cuda", 1)).device.name == "NVIDIA H200"
+
+
+def test_a_process_cannot_use_what_torch_does_not_see(blind_torch) -> None:
+    for device in ("cuda", "meta"):
+        with pytest.raises(Unavailable, match="torch sees no CUDA device"):
+            machine_of(torch.device(device))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_it_decides_as_a_machine_whose_driver_was_asked(bench, torch_on, monkeypatch, scheme: str) -> None:
+    torch_on("NVIDIA H200")
+    bench.gpus(H200)
+    monkeypatch.setenv("VLLM_HAS_FLASHINFER_CUBIN", "1")
+    problem = model_problem("qwen3-30b", scheme)
+
+    def usable(machine: RunMachine) -> list[tuple[str, bool]]:
+        decision = select(problem, machine.device, machine.packages, policy_named(POLICY))
+        return [(candidate.backend.name, candidate.usable) for candidate in decision.candidates]
+
+    assert usable(machine_of(torch.device("cuda"))) == usable(this_machine())

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moectl.checkpoint.checkpoint import Checkpoint, Origin
-from moectl.checkpoint.tensors.storage import PER_EXPERT, STORAGES, Storage
+from moectl.checkpoint.tensors.storage import PER_EXPERT, Storage, storages
 from moectl.convert.execute.convert import convert
 from moectl.convert.portable.options import PortableOptions
 from moectl.convert.portable.portable_plan import plan_portable
@@ -25,7 +25,7 @@ DIMS = Dims(128, 256)
 
 def storage_of(name: str, weight: WeightFormat, leaf: str = "", arrangement: str = PER_EXPERT) -> Storage:
     """The storage of gated experts with this name and format, and with a tensor whose name ends so."""
-    for storage in STORAGES:
+    for storage in storages():
         kinds = {stored.role for stored in storage.tensors.values()}
         if (
             storage.arrangement.name == arrangement

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.tma_launches import TmaTile
 from moectl.kernels.tolerance import check
 from moectl.problem.moe_problem import MoEProblem, Parallel
-from moectl.tuning.gpu_bench import AGREE, GpuBench
+from moectl.tuning.gpu_bench import AGREE, AGREE_IN_TENSOR_CORES, GpuBench, agreement
 from moectl.tuning.tuning_cases import TuningCase
 from support.kernel_cases import LAUNCHES
 from support.random_layers import GPT_OSS, KIMI
@@ -33,3 +34,10 @@ def test_portable_kernels_are_what_the_reference_says(layer: str, tokens: int) -
     launch: Launch = LAUNCHES["grouped 16x64x64"]
     assert bench.error(cell, launch) < AGREE.rms
     assert not check(-inputs.expected, inputs.expected, AGREE).ok
+
+
+def test_sums_in_tensor_cores_may_differ_more() -> None:
+    tile = TmaTile(128, 2, 2, 4, fast_sums=1)
+    assert agreement(Launch("tma", tile)) == AGREE_IN_TENSOR_CORES
+    for other in (Launch("tma", replace(tile, fast_sums=0)), LAUNCHES["grouped 16x64x64"]):
+        assert agreement(other) == AGREE

@@ -13,7 +13,7 @@ from ...problem.schemes import FULL, Scheme, WeightFormat
 from ..config.layer_precision import mixed_matrices
 from .layer_index import RENAME, LayerTensors
 from .shapes import AxisSize, SymbolicShape, shape_at
-from .storage import STORAGES, Storage, format_sizes
+from .storage import Storage, format_sizes, storages
 from .stored_formats import SHOWN
 
 CONFIG_HINT = "Check that config.json is the one that belongs to these files."
@@ -95,7 +95,7 @@ def _named(layer: LayerTensors, problem: MoEProblem) -> list[Storage]:
             f"under {layer.stem.rstrip('.')}.",
             hint="Remove those that do not belong to the model.",
         )
-    shaped = [storage for storage in STORAGES if storage.fused == fused]
+    shaped = [storage for storage in storages() if storage.fused == fused]
     named = [item for item in shaped if not item.missing(leaves) and not item.unknown(leaves)]
     if named:
         return named
@@ -143,7 +143,7 @@ def _refuse_lacking(layer: LayerTensors, problem: MoEProblem) -> None:
     tensors = next(iter(layer.experts.values()))
     fitting = [
         item
-        for item in STORAGES
+        for item in storages()
         if item.fused == (None in layer.experts)
         and not item.unknown(leaves)
         and all(_typed(item, leaf, tensors) for leaf in tensors)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from ...problem.schemes import MXFP4, Scheme, WeightFormat
 from .shapes import AxisSize, SymbolicShape, parse_shape, shape_at
@@ -234,12 +235,12 @@ _DBRX = _listed(
     {name: (role, FLOATS, _FLAT) for name, role in (("mlp.w1", "w1"), ("mlp.v1", "w3"), ("mlp.w2", "w2"))},
 )
 
-STORAGES: tuple[Storage, ...] = (
-    GPT_OSS,
-    _DBRX,
-    *(arrangement.of(form) for form in FORMATS for arrangement in ARRANGEMENTS),
-)
-"""Every known storage; if several match, the config decides, else the first."""
+
+@cache
+def storages() -> tuple[Storage, ...]:
+    """Every known storage; if several match, the config decides, else the first."""
+    made = (arrangement.of(form) for form in FORMATS for arrangement in ARRANGEMENTS)
+    return (GPT_OSS, _DBRX, *made)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -321,6 +322,9 @@ ALWAYS_CHECKED = 1 << 20
 """Size up to which a layer's tensors, such as biases and global scales, are checked against their SHA-256
 whenever they are loaded, in bytes. Larger ones are where it is asked for: loading is faster than hashing."""
 
+HASHED_AT_ONCE = 1 << 20
+"""Bytes of a layer's tensors up to which starting threads takes longer than hashing them."""
+
 
 def check_layer(
     manifest: Manifest, layer: int, locations: Mapping[str, TensorInfo], largest: int | None = None
@@ -338,14 +342,18 @@ def check_layer(
     }
     if not stored:
         return
-    with FolderReader(manifest.folder) as reader, ThreadPoolExecutor(usable_cores(), "hash") as threads:
+    checked = [locations[role] for role in stored]
+    with FolderReader(manifest.folder) as reader, ExitStack() as stack:
         fds = {info.file: reader.fd(info.file) for info in locations.values()}
 
         def sha256(info: TensorInfo) -> str:
             return range_sha256(fds[info.file], info.start, info.end, info.file)
 
-        # A tensor is hashed by one thread, from its first byte to its last.
-        hashes = threads.map(sha256, (locations[role] for role in stored))
+        hashes: Iterator[str] = map(sha256, checked)
+        if sum(info.nbytes for info in checked) > HASHED_AT_ONCE:
+            # A tensor is hashed by one thread, from its first byte to its last.
+            threads = stack.enter_context(ThreadPoolExecutor(usable_cores(), "hash"))
+            hashes = threads.map(sha256, checked)
         for (role, item), found in zip(stored.items(), hashes, strict=True):
             if found != item.sha256:
                 raise other_bytes(item.spec.name, locations[role].file)

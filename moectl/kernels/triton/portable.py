@@ -16,16 +16,18 @@ import triton
 from torch import Tensor
 
 from ...capabilities.own_kernels import ROW_FORMATS, token_format
+from ...later import Later
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL
 from ..choice.launch import token_tiles
 from ..choice.tile_family import DECODED, scale_name
-from . import portable_kernels as kernels
 from .kernel_family import AnyLayer, KernelCall, KernelFamily, KernelMatrix, activation_numbers
 from .launches import Tile, decode_for, grouped_for, is_legal
 from .row_matrix import BLOCK, RowMatrix, in_rows
 from .sort_and_combine import INTERPRETED, combine, finish, order_of
 from .token_codes import ALL_ROWS, LiveRows, TokenCodes, code_dtype, quantize_rows, scale_kind
+
+kernels = Later(f"{__package__}.portable_kernels")
 
 
 def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:

@@ -14,10 +14,12 @@ import torch
 import triton
 from torch import Tensor
 
+from ...later import Later
 from ...problem.schemes import FULL, ActFormat
-from . import token_codes_kernels as kernels
 from .row_matrix import BLOCK
 from .sort_and_combine import INTERPRETED, launch_options
+
+kernels = Later(f"{__package__}.token_codes_kernels")
 
 NATIVE_FROM = 89
 """The first architecture whose matrix units and conversions know E4M3; before it, codes are bytes."""

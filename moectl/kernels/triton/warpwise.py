@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from ...later import Later
 from ...problem.moe_problem import MoEProblem
 from ..choice.tile_family import scale_name
 from ..choice.warpwise_launches import WARPWISE_TILES, WarpwiseTile
-from . import warpwise_kernels as kernels
 from .kernel_family import CODE_BASES, KernelCall, KernelFamily, KernelLayer, KernelMatrix, activation_numbers
 from .sort_and_combine import INTERPRETED, finish, launch_options, records_and_reordered
+
+kernels = Later(f"{__package__}.warpwise_kernels")
 
 REGISTERS = 96
 """Registers per thread if they suffice, for 20 warps per SM. By default ptxas takes 80 and spills."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moectl.checkpoint import layer_groups
-from moectl.checkpoint.tensors.storage import STORAGES, Storage, format_sizes
+from moectl.checkpoint.tensors.storage import Storage, format_sizes, storages
 from moectl.checkpoint.tensors.stored_formats import FORMATS
 from moectl.problem.schemes import FULL, Scheme
 from support.small_headers import (
@@ -229,7 +229,7 @@ def test_a_layer_of_another_precision_and_arrangement() -> None:
 
 @pytest.mark.parametrize(
     "storage",
-    [it for it in STORAGES if it.arrangement.name not in ("flat", "fused_blocks")],
+    [it for it in storages() if it.arrangement.name not in ("flat", "fused_blocks")],
     ids=lambda it: "",
 )
 def test_every_storage_is_found_by_its_own_tensors(storage: Storage) -> None:

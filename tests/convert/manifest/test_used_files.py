@@ -7,12 +7,14 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 import moectl
 from moectl.checkpoint import open_checkpoint, read_header
 from moectl.convert.execute.convert import convert
+from moectl.convert.manifest import manifest
 from moectl.convert.manifest.manifest import ALWAYS_CHECKED, load_manifest
 from moectl.convert.manifest.manifest_records import REPORT
 from moectl.convert.portable.report_fragments import read_report, report_bytes
@@ -139,6 +141,18 @@ def test_small_tensors_of_a_layer_are_always_checked(converted: Path, changed: C
         changed(path, flip(info.end - 1))
         with pytest.raises(CheckpointError, match=f"{info.name} of {path.name} does not have the SHA-256"):
             load_prepared(converted, 1, "torch")
+
+
+def test_no_threads_are_started_to_check_little(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server opens layers while threads of its read other layers' files, and would wait for every start."""
+    started: list[str] = []
+    start = Thread.start
+    monkeypatch.setattr(Thread, "start", lambda thread: started.append(thread.name) or start(thread))
+    load_prepared(converted, 1, "torch")
+    assert not started
+    monkeypatch.setattr(manifest, "HASHED_AT_ONCE", 0)
+    load_prepared(converted, 1, "torch")
+    assert started
 
 
 def test_the_sources_config_is_checked_when_an_engine_reads_it(converted: Path, changed: Changed) -> None:

@@ -12,7 +12,7 @@ import torch
 from moectl.checkpoint import TensorInfo, layer_groups
 from moectl.checkpoint.tensors.layer_index import LayerTensors
 from moectl.checkpoint.tensors.match_storage import match_storage
-from moectl.checkpoint.tensors.storage import STORAGES, Storage
+from moectl.checkpoint.tensors.storage import Storage, storages
 from moectl.convert.codecs import decode_role
 from moectl.convert.sources import LayerMapping, map_layer
 from moectl.convert.stream.expert_batches import ExpertBatches
@@ -28,7 +28,7 @@ def storage_id(storage: Storage) -> str:
 
 READABLE = [
     it
-    for it in STORAGES
+    for it in storages()
     if it.format.packing != "two_level" and (it.format.packing, it.weight.bits) != ("awq", 8)
 ]
 
@@ -95,7 +95,7 @@ def test_experts_are_read_in_any_pieces(storage):
     )
 
 
-@pytest.mark.parametrize("storage", [it for it in STORAGES if it not in READABLE], ids=storage_id)
+@pytest.mark.parametrize("storage", [it for it in storages() if it not in READABLE], ids=storage_id)
 def test_storages_out_of_reach_say_why(storage):
     layer = make_layer(next(cases(storage)))
     with pytest.raises(UsageError, match=r"layer 7: .*(AWQ defines an order of 4-bit codes|Quark int4-fp8)"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -148,3 +150,15 @@ def test_tokens_are_copied_where_kernels_could_not_read_them() -> None:
     made = aligned(odd)
     assert made.data_ptr() % 16 == 0 and torch.equal(made, odd)
     assert aligned(even.T).is_contiguous()
+
+
+def test_kernels_are_imported_when_they_are_launched() -> None:
+    """Triton reads each function of theirs, which a server that starts would wait for."""
+    code = (
+        "import sys, moectl.kernels.triton.triton_runner, moectl.layer.background_compile\n"
+        "own = (m for m in sys.modules if m.startswith('moectl.kernels.triton.'))\n"
+        "print(*(m.rpartition('.')[2] for m in own if m.endswith('_kernels')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    # Every layer sorts its tokens.
+    assert set(done.stdout.split()) == {"sort_and_combine_kernels", "mtile64_kernels"}, done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def quantization_of(original: Load, model_config: Any, load_config: Any) -> Quan
     revision = model_config.revision
     experts = open_experts(f"{name}@{revision}" if revision and not Path(name).is_dir() else name)
     if resolved_view(get_server_args()).load_format == "dummy":
-        experts = replace(experts, random=True)
+        experts = experts.at_random
     backends = _own_layers(experts)
     inner = _others(original, model_config, load_config, experts)
     return SglangQuantization(experts, inner, backends, DTYPES[model_config.dtype])

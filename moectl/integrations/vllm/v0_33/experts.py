@@ -56,7 +56,7 @@ def experts_method(
     problem = experts.problem_of(number, shard)
     refuse(moe, problem, number)
     if dummy():
-        experts = replace(experts, random=True)
+        experts = experts.at_random
     asked = os.environ.get(BACKEND, "")
     layout = experts.layout_of(shard)
     if experts.converted and (asked == OWN_KERNELS or (not asked and layout in KERNELS)):
@@ -91,8 +91,8 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         self.kernel: FusedMoEKernel | None = None
         problem = experts.problem_of(number, shard_of(moe))
         device, dtype = default_device(), DTYPES[moe.in_dtype]
-        experts.expect(number, device, dtype, backend, shard_of(moe))
         self.load = begin(problem, dtype, backend, device)
+        experts.expect(number, device, dtype, backend, shard_of(moe))
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate: int, *args: Any, **kwargs: Any
@@ -125,7 +125,11 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         around = maybe_make_prepare_finalize(
             self.moe, self.moe_quant_config, layer._expert_routing_tables(), allow_new_interface=True
         )
-        ours = VllmExperts(self.moe, self.moe_quant_config, self.kernel, self.load)
+        load = self.load
+        if load is not None and load.compiled:
+            take(load, self.kernel.prepared)  # while threads read the layers after this one
+            load = None
+        ours = VllmExperts(self.moe, self.moe_quant_config, self.kernel, load)
         self.moe_kernel = mk.FusedMoEKernel(around, ours)
 
     def _prepared(self) -> PreparedMoE:

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ....later import Later
 from ....problem.schemes import FULL
 from ...choice.mid_launches import MID_TILES, WIDTHS, MidTile, registers
 from ..kernel_family import (
@@ -21,9 +22,10 @@ from ..kernel_family import (
     multiprocessors,
 )
 from ..sort_and_combine import TokenTiles, finish, token_tiles_of
-from . import mid_kernels as kernels
-from . import mid_loader as ring
 from .gemm_spec import GemmSpec, operand, spec_fields
+
+kernels = Later(f"{__package__}.mid_kernels")
+ring = Later(f"{__package__}.mid_loader")
 
 LARGEST_UNIT = 32
 """Largest divisor of the output's columns that the compiler is told of; 16-byte stores need 8."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
+from ....later import Later
 from ...choice.prefill_launches import (
     PREFILL_TILES,
     REGISTERS,
@@ -21,8 +22,9 @@ from ...choice.prefill_launches import (
 )
 from ..kernel_family import KernelCall, KernelFamily, KernelLayer, activation_numbers, multiprocessors
 from ..sort_and_combine import TokenTiles, finish, token_tiles_of
-from . import prefill_kernels as kernels
 from .gemm_spec import GemmSpec, operand, spec_fields
+
+kernels = Later(f"{__package__}.prefill_kernels")
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....later import Later
 from ....problem.moe_problem import MoEProblem
 from ...choice.stream_launches import STREAM_TILES, StreamShape, StreamTile
 from ..kernel_family import KernelCall, KernelFamily, KernelLayer, KernelMatrix, activation_numbers
 from ..sort_and_combine import combine, records_of
-from . import stream_kernels as kernels
-from . import stream_layer_kernels as layer_kernels
+
+kernels = Later(f"{__package__}.stream_kernels")
+layer_kernels = Later(f"{__package__}.stream_layer_kernels")
 
 REGISTERS_OF_8 = 128
 """Registers per thread for 8 tokens and MXFP4. Shared memory limits the number of programs anyway; without
