@@ -149,6 +149,18 @@ def tokens_descriptor(x: Tensor, tile: TmaTile) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(rows, [batch, LINE], _TOKENS)
 
 
+def swept_together(tile: TmaTile, programs: int) -> int:
+    """Token tiles that sweep all weight rows together.
+
+    An expert's last turned tile may take half the time of the others. Programs take every `programs`-th tile:
+    without a common divisor, none gets tiles of one kind alone.
+    """
+    group = tile.group_m
+    while tile.turned and math.gcd(group, programs) > 1:
+        group += 1
+    return group
+
+
 def gemm(
     layer: RowLayer,
     stage: int,
@@ -168,10 +180,6 @@ def gemm(
     p, m = layer.problem, layer.w13 if stage == 1 else layer.w2
     row_tiles = triton.cdiv(m.n, tile.rows)
     grid = min(tile.programs * multiprocessors(x.device), plan.bound * row_tiles)
-    group_m = tile.group_m
-    while tile.turned and math.gcd(group_m, grid) > 1:
-        # An expert's last tile takes half the time of others: no program may get tiles of one kind alone.
-        group_m += 1
     rows = rows_descriptor(m, stage == 1 and p.activation.gated, tile.workers * tile.blocks_m)
     kernels._rows_gemm_kernel[(grid,)](
         X=x.view(torch.uint8),
@@ -190,7 +198,7 @@ def gemm(
         KX=_row_bytes(m),
         NX=y.shape[1],
         row_tiles=row_tiles,
-        group_m=group_m,
+        group_m=swept_together(tile, grid),
         bound=plan.bound,
         **activation_numbers(p.activation),
         HOW=_variant(layer, stage, plan, tile),

@@ -17,7 +17,12 @@ from moectl.kernels.choice.tma_launches import (
     registers,
     tile_for,
 )
-from moectl.kernels.triton.hopper.tma import TMA_FAMILY, rows_descriptor, tokens_descriptor
+from moectl.kernels.triton.hopper.tma import (
+    TMA_FAMILY,
+    rows_descriptor,
+    swept_together,
+    tokens_descriptor,
+)
 from moectl.kernels.triton.row_matrix import RowMatrix
 from moectl.kernels.triton.triton_runner import choose_shipped
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem
@@ -67,6 +72,16 @@ def test_tokens_in_a_row_are_copied_in_the_batches_of_a_tile() -> None:
     for tokens, rows in ((64, 64), (96, 32), (160, 32), (192, 64)):
         made = tokens_descriptor(x, TmaTile(tokens, 2, 1, 3))
         assert made.block_shape == [rows, 128] and list(made.shape) == [70, 192] and tokens % rows == 0
+
+
+@pytest.mark.parametrize("programs", [132, 114, 78, 131, 5, 1])
+def test_no_program_gets_tiles_of_one_kind_alone(programs: int) -> None:
+    """Full and last tiles alternate within what sweeps together; a program takes every so many-th tile."""
+    plain, turned = (TmaTile(128, 2, 2, 4, group_m=4, turned=turned) for turned in (0, 1))
+    assert swept_together(plain, programs) == 4
+    together = swept_together(turned, programs)
+    taken = {tile % together for tile in range(0, programs * together, programs)}
+    assert 4 <= together <= 7 and taken == set(range(together))
 
 
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
