@@ -78,7 +78,7 @@ class GpuBench:
         return choose(self.layer(cell).problem, cell.tokens, self.device)
 
     def error(self, cell: TuningCase, launch: Launch) -> float:
-        """Relative RMS difference from the portable kernels' result; `WrongResult` when it exceeds its `agreement`.
+        """Relative RMS difference from the portable kernels' result; `WrongResult` beyond its `agreement`.
 
         The output and the memory for intermediate results are filled with NaN before.
         """
