@@ -49,12 +49,11 @@ class TmaTile:
         group_m: token tiles that sweep all weight rows together, to reuse weights in L2.
         fast_sums: 1 if sums of FP8 products stay in the tensor cores, which add with fewer bits than fp32, to
             the end; 0 if sums of 128 columns are added in fp32. Scales in blocks need the latter.
-        turned: 1 if tokens are the rows of products and weight rows their columns, for 128 tokens and 256
+        turned: 1 if tokens are the rows of products and weight rows their columns. A thread then has two
+            tokens, whose scales stay in registers while it adds up a sum of 128 columns; otherwise it loads
+            those of a quarter of the tile's tokens for each sum. For scales in blocks, 128 tokens and 256
             weight rows: a worker has 64 tokens, or if there are no more than that, half of the weight rows.
-            A thread then has two tokens, whose scales in blocks stay in registers while it adds up a sum of
-            128 columns; otherwise it loads those of a quarter of the tile's tokens for each sum. Without
-            scales a product has all 256 weight rows, and reads less of shared memory. Not for biases or
-            router weights that multiply tokens: ptxas spills those kernels' registers.
+            Not for biases or router weights that multiply tokens: ptxas spills those kernels' registers.
     """
 
     tokens: int
@@ -101,7 +100,7 @@ def registers(
     """
     at_first, groups = launch_registers(tile), _loader_groups(tile)
     # Loaders have the addresses of tokens in registers; workers need the more of them, the wider sums are.
-    if promoted and tile.turned:
+    if tile.turned:
         spare = 88 if stage == 1 else 56
     elif promoted:
         spare = {112: 56, 128: 64 if blocks else 56}.get(tile.tokens, 72)
@@ -149,10 +148,10 @@ def refusal(problem: MoEProblem, tile: TmaTile) -> str:
         return f"{tile} needs two stages: one to fill while another is read"
     if tile.fast_sums and weight_scales(problem) not in ("channel", "tensor"):
         return f"{tile} leaves sums in the tensor cores to the end; {problem.scheme} does not allow that"
+    if tile.turned and weight_scales(problem) != "block":
+        return f"{tile} is for weights with scales in blocks"
     if tile.turned and (tile.tokens, tile.rows, tile.workers) != (128, 256, 2):
         return f"{tile} needs two workers, 128 tokens and 256 weight rows"
-    if tile.turned and weight_scales(problem) not in ("none", "block"):
-        return f"{tile} is for weights without scales, or with scales in blocks"
     if tile.turned and (problem.bias or problem.routing.weight_on_input):
         return f"{tile} adds no biases, and multiplies by the router's weights last"
     promoted = int(is_promoted(problem, tile))  # sums that are not added yet, and scales

@@ -125,9 +125,9 @@ def _turned_rows(HOW):
 @gluon.jit
 def _store_turned(
     acc, notes, Y, row, first, tokens, NX, alpha, limit,
-    OF: gl.constexpr, COUNT: gl.constexpr, AT: gl.constexpr, HOW: gl.constexpr,
+    OF: gl.constexpr, AT: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Stores product OF of turned accumulators: tokens from AT on by COUNT weight rows from `row` on."""
+    """Stores product OF of turned accumulators: tokens from AT on by 128 weight rows from `row` on."""
     ROWS: gl.constexpr = _turned_rows(HOW)
     ACT: gl.constexpr = HOW.activation
     M: gl.constexpr = _mma(ROWS)
@@ -139,8 +139,8 @@ def _store_turned(
     if HOW.stage == 2:
         to = slots.load(gl.SliceLayout(1, R))
     to = Y + to.to(gl.int64) * NX
-    for i in gl.static_range(COUNT // ROWS):
-        part = joined(acc, OF * (COUNT // 16) + i * (ROWS // 16), ROWS // 16)
+    for i in gl.static_range(128 // ROWS):
+        part = joined(acc, OF * 8 + i * (ROWS // 16), ROWS // 16)
         at = row + i * ROWS
         if HOW.stage == 1:
             part = activate_columns(part, alpha, limit, ACT) if HOW.gated else activate_one(part, ACT)

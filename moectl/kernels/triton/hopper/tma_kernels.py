@@ -56,26 +56,22 @@ def _product(ring, stage, phase, steps, WIDTH: gl.constexpr, ME: gl.constexpr, H
     """
     PIECE: gl.constexpr = piece_bytes(HOW)
     TOKENS: gl.constexpr = token_bytes(HOW)
-    OWN: gl.constexpr = first_row(0, WIDTH, ME, HOW) * 128
-    FIRST: gl.constexpr = HOW.stages * HOW.depth * PIECE + first_token(WIDTH, ME, HOW) * 128
-    BLOCKS: gl.constexpr = blocks_of(WIDTH, HOW)
-    COLUMNS: gl.constexpr = columns_of(WIDTH, HOW)
+    OWN: gl.constexpr = ME * HOW.blocks_m * 64 * 128
+    FIRST: gl.constexpr = HOW.stages * HOW.depth * PIECE
+    BLOCKS: gl.constexpr = HOW.blocks_m
     DEPTH: gl.constexpr = HOW.depth
     KIND: gl.constexpr = HOW.kind
     _rows, _tokens, _scales, full, empty = ring
-    acc = step_zeros(COLUMNS, BLOCKS)
+    acc = step_zeros(WIDTH, BLOCKS)
     for step in range(steps):
         _await(full, stage, phase, HOW)
         rows = stage * (DEPTH * PIECE) + OWN
         tokens = stage * (DEPTH * TOKENS) + FIRST
-        if HOW.turned:
-            acc = step_issued(tokens, rows, acc, COLUMNS, BLOCKS, DEPTH, TOKENS, PIECE, KIND, False)
-        else:
-            acc = step_issued(rows, tokens, acc, COLUMNS, BLOCKS, DEPTH, PIECE, TOKENS, KIND, False)
+        acc = step_issued(rows, tokens, acc, WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, False)
         await_all_but_last()
         mbarrier.arrive(empty.index(_before(stage, HOW)), count=1, pred=step > 0)
         stage, phase = _next(stage, phase, HOW)
-    acc = steps_finished(acc, 0, COLUMNS, BLOCKS)
+    acc = steps_finished(acc, 0, WIDTH, BLOCKS)
     mbarrier.arrive(empty.index(_before(stage, HOW)), count=1)
     return acc, stage, phase
 
@@ -105,17 +101,13 @@ def _two_at_once(WIDTH, HOW):
 @gluon.constexpr_function
 def columns_of(WIDTH, HOW):
     """Columns of a product of a tile of WIDTH tokens: its tokens, or weight rows if products are turned."""
-    if HOW.turned:
-        return 128 if HOW.promoted else 2 * WIDTH
-    return WIDTH
+    return 128 if HOW.turned else WIDTH
 
 
 @gluon.constexpr_function
 def blocks_of(WIDTH, HOW):
-    """Products of a worker for each piece: of its row blocks; turned, of all its weight rows or each 128."""
-    if HOW.turned:
-        return WIDTH // 64 if HOW.promoted else 1
-    return HOW.blocks_m
+    """Products of a worker for each piece: of its row blocks, or if turned for every 128 weight rows."""
+    return WIDTH // 64 if HOW.turned else HOW.blocks_m
 
 
 @gluon.constexpr_function
@@ -306,7 +298,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                         if row < N:
                             _store_turned(
                                 acc, own, Y, row, first, tokens, NX, alpha, limit,
-                                b, columns_of(_width(i, HOW), HOW), first_token(_width(i, HOW), ME, HOW), HOW,
+                                b, first_token(_width(i, HOW), ME, HOW), HOW,
                             )  # fmt: skip
                     elif (block + b) * 64 < N:
                         _store_block(

@@ -46,8 +46,7 @@ def products_have_all_widths(ptx: str, layer: PreparedMoE, tile: TmaTile) -> Non
     kind = {"bf16": "bf16", "fp16": "f16"}[layer.problem.dtype]
     types = "k32.f32.e4m3.e4m3" if fp8 else f"k16.f32.{kind}.{kind}"
     found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(k\S+)", ptx))
-    of_all_rows = (128, 256) if layer.problem.scheme.weight.bits == 16 else (128,)
-    widths = of_all_rows if tile.turned else tile.widths
+    widths = {128} if tile.turned else tile.widths
     assert found == {(str(width), types) for width in widths}
 
 
