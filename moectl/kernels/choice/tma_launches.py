@@ -53,7 +53,8 @@ class TmaTile:
             tokens, whose scales stay in registers while it adds up a sum of 128 columns; otherwise it loads
             those of a quarter of the tile's tokens for each sum. For scales in blocks, 128 tokens and 256
             weight rows: a worker has 64 tokens, or if there are no more than that, half of the weight rows.
-            Not for biases or router weights that multiply tokens: ptxas spills those kernels' registers.
+            Not for biases, router weights that multiply tokens, or layers without a gate: ptxas spills the
+            registers of those kernels.
     """
 
     tokens: int
@@ -101,7 +102,7 @@ def registers(
     at_first, groups = launch_registers(tile), _loader_groups(tile)
     # Loaders have the addresses of tokens in registers; workers need the more of them, the wider sums are.
     if tile.turned:
-        spare = 88 if stage == 1 else 56
+        spare = 72 if stage == 1 else 56
     elif promoted:
         spare = {112: 56, 128: 64 if blocks else 56}.get(tile.tokens, 72)
     else:
@@ -152,8 +153,8 @@ def refusal(problem: MoEProblem, tile: TmaTile) -> str:
         return f"{tile} is for weights with scales in blocks"
     if tile.turned and (tile.tokens, tile.rows, tile.workers) != (128, 256, 2):
         return f"{tile} needs two workers, 128 tokens and 256 weight rows"
-    if tile.turned and (problem.bias or problem.routing.weight_on_input):
-        return f"{tile} adds no biases, and multiplies by the router's weights last"
+    if tile.turned and (problem.bias or problem.routing.weight_on_input or not act.gated):
+        return f"{tile} is for gated layers without biases that multiply by the router's weights last"
     promoted = int(is_promoted(problem, tile))  # sums that are not added yet, and scales
     blocks = weight_scales(problem) == "block"
     sums = (

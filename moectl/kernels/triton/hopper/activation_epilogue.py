@@ -52,7 +52,7 @@ def activate_rows(acc, alpha, limit, TOKENS: gl.constexpr, ACT: gl.constexpr):
 
 @gluon.jit
 def activate_columns(acc, alpha, limit, ACT: gl.constexpr):
-    """`activate` of 64 tokens by 64 columns, as [64, 32]; each 16 columns have 8 gates, then 8 ups."""
+    """`activate` of 64 columns, as [64, 32]; each block of 16 columns has 8 gates, then 8 ups."""
     gate, up = gl.split(acc.reshape([64, 4, 2, 8]).permute((0, 1, 3, 2)))
     return activate(gate, up, alpha, limit, ACT).reshape([64, 32])
 

@@ -4,7 +4,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .activation_epilogue import activate_columns, activate_one
+from .activation_epilogue import activate_columns
 from .mid_epilogue import _store
 from .mid_loader import _cached
 from .mixed_width_wgmma import joined
@@ -116,21 +116,14 @@ def _store_block(
         )  # fmt: skip
 
 
-@gluon.constexpr_function
-def _turned_rows(HOW):
-    """Weight rows of turned products that are stored at a time."""
-    return 64 if HOW.stage == 2 or HOW.gated else 32
-
-
 @gluon.jit
 def _store_turned(
     acc, notes, Y, row, first, tokens, NX, alpha, limit,
     OF: gl.constexpr, AT: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Stores product OF of turned accumulators: tokens from AT on by 128 weight rows from `row` on."""
-    ROWS: gl.constexpr = _turned_rows(HOW)
     ACT: gl.constexpr = HOW.activation
-    M: gl.constexpr = _mma(ROWS)
+    M: gl.constexpr = _mma(64)
     COLUMNS: gl.constexpr = 32 if HOW.stage == 1 else 64
     R: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     slots, weights = notes[0].slice(AT, 64), notes[1].slice(AT, 64)
@@ -139,12 +132,12 @@ def _store_turned(
     if HOW.stage == 2:
         to = slots.load(gl.SliceLayout(1, R))
     to = Y + to.to(gl.int64) * NX
-    for i in gl.static_range(128 // ROWS):
-        part = joined(acc, OF * 8 + i * (ROWS // 16), ROWS // 16)
-        at = row + i * ROWS
+    for i in gl.static_range(2):
+        part = joined(acc, OF * 8 + i * 4, 4)
+        at = row + i * 64
         if HOW.stage == 1:
-            part = activate_columns(part, alpha, limit, ACT) if HOW.gated else activate_one(part, ACT)
-            at = at // 2 if HOW.gated else at
+            part = activate_columns(part, alpha, limit, ACT)
+            at = at // 2
         elif HOW.weighted:
             part = part * gl.expand_dims(weights.load(gl.SliceLayout(1, M)), 1)
         result = gl.convert_layout(part.to(Y.dtype.element_ty), R)

@@ -27,6 +27,7 @@ from .tma_epilogue import (
     _biases,
     _note,
     _note_scales,
+    _notes_slots,
     _row_scales,
     _scaled_at_end,
     _slots_ahead,
@@ -84,10 +85,10 @@ def _before(stage, HOW: gl.constexpr):
 
 
 @gluon.jit
-def _await(full, stage, phase, HOW: gl.constexpr):
-    """Wait until a stage is filled: cp.async writes tokens through the generic proxy, wgmma reads through the
-    async one."""
-    mbarrier.wait(full.index(stage), phase)
+def _await(full, stage, phase, HOW: gl.constexpr, there=True):
+    """Wait until a stage is filled, if it is `there`: cp.async writes tokens through the generic proxy, wgmma
+    reads through the async one."""
+    mbarrier.wait(full.index(stage), phase, pred=there)
     if not HOW.copied:
         hopper.fence_async_shared()
 
@@ -149,8 +150,29 @@ def _piece_issued(
 
 
 @gluon.jit
+def _turned_scales(
+    scales, stage, TURN: gl.constexpr, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
+):  # fmt: skip
+    """What turn TURN's sums of turned products are multiplied by: the scales of rows times those of tokens."""
+    TOKEN: gl.constexpr = first_token(WIDTH, ME, HOW)
+    BLOCKS: gl.constexpr = blocks_of(WIDTH, HOW)
+    M: gl.constexpr = _mma(16)
+    place = (stage * HOW.depth + TURN // BLOCKS) * 2
+    if two_scales(HOW):
+        gates = scales.index(place).slice(TOKEN, 64).load(gl.SliceLayout(1, M))
+        ups = scales.index(place + 1).slice(TOKEN, 64).load(gl.SliceLayout(1, M))
+        up = gl.arange(0, 16, layout=gl.SliceLayout(0, M)) // 8 == 1
+        factor = gl.where(gl.expand_dims(up, 0), gl.expand_dims(ups, 1), gl.expand_dims(gates, 1))
+    else:
+        HALF: gl.constexpr = first_row(TURN % BLOCKS, WIDTH, ME, HOW) // 128
+        factor = gl.expand_dims(scales.index(place + HALF).slice(TOKEN, 64).load(gl.SliceLayout(1, M)), 1)
+    return factor
+
+
+@gluon.jit
 def _added(
-    acc, part, scales, stage, TURN: gl.constexpr, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
+    acc, part, factor, scales, stage,
+    TURN: gl.constexpr, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """The accumulators plus the sums of turn TURN, times the scales of its rows and tokens."""
     UNITS: gl.constexpr = units_of(columns_of(WIDTH, HOW))
@@ -161,16 +183,6 @@ def _added(
     made = ()
     place = (stage * HOW.depth + TURN // BLOCKS) * 2
     if HOW.turned:
-        TOKEN: gl.constexpr = first_token(WIDTH, ME, HOW)
-        if two_scales(HOW):
-            gates = scales.index(place).slice(TOKEN, 64).load(gl.SliceLayout(1, M))
-            ups = scales.index(place + 1).slice(TOKEN, 64).load(gl.SliceLayout(1, M))
-            up = gl.arange(0, UNIT, layout=gl.SliceLayout(0, M)) // 8 % 2 == 1
-            factor = gl.where(gl.expand_dims(up, 0), gl.expand_dims(ups, 1), gl.expand_dims(gates, 1))
-        else:
-            HALF: gl.constexpr = first_row(BLOCK, WIDTH, ME, HOW) // 128
-            of_tokens = scales.index(place + HALF).slice(TOKEN, 64)
-            factor = gl.expand_dims(of_tokens.load(gl.SliceLayout(1, M)), 1)
         for i in gl.static_range(UNITS):
             made += (acc[BLOCK * UNITS + i] + part[i] * factor,)
     elif in_blocks(HOW):
@@ -220,14 +232,24 @@ def _promoted_product(
     TURNS: gl.constexpr = HOW.depth * BLOCKS
     TWO: gl.constexpr = TURNS > 1 and _two_at_once(COLUMNS, HOW)
     ALTERNATE: gl.constexpr = HOW.workers == 2 and not TWO and COLUMNS >= 64
+    # The next stage is awaited before the last sums of this one, which leave as little time to the next turn.
+    EARLY: gl.constexpr = ALTERNATE and TURNS > 1
     _rows, _tokens, scales, full, empty = ring
     acc = step_zeros(COLUMNS, BLOCKS)
-    for _ in range(steps):
+    if EARLY:
         _await(full, stage, phase, HOW)
+    for step in range(steps):
+        after, phase_after = _next(stage, phase, HOW)
+        factor = 1.0
+        if not EARLY:
+            _await(full, stage, phase, HOW)
         if ALTERNATE:
             _turn("sync", ME)
         part = _piece_issued(stage, 0, ALTERNATE, WIDTH, ME, HOW)
         for turn in gl.static_range(TURNS):
+            # Gates and ups have the same scales in all products of a piece.
+            if HOW.turned and (turn % BLOCKS == 0 or not two_scales(HOW)):
+                factor = _turned_scales(scales, stage, turn, WIDTH, ME, HOW)
             if TWO and turn + 1 < TURNS:
                 coming = _piece_issued(stage, turn + 1, False, WIDTH, ME, HOW)
                 part = steps_finished(part, 1, COLUMNS, 1)
@@ -236,13 +258,15 @@ def _promoted_product(
                     await_all_but_last()
                     _turn("arrive", 1 - ME)
                 part = steps_finished(part, 0, COLUMNS, 1)
-            acc = _added(acc, part, scales, stage, turn, WIDTH, ME, HOW)
+            acc = _added(acc, part, factor, scales, stage, turn, WIDTH, ME, HOW)
             if turn + 1 < TURNS:
+                if EARLY and turn + 2 == TURNS:
+                    _await(full, after, phase_after, HOW, step + 1 < steps)
                 if ALTERNATE:
                     _turn("sync", ME)
                 part = coming if TWO else _piece_issued(stage, turn + 1, ALTERNATE, WIDTH, ME, HOW)
         mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = _next(stage, phase, HOW)
+        stage, phase = after, phase_after
     return acc, stage, phase
 
 
@@ -259,15 +283,19 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     if HOW.promoted and HOW.workers == 2 and ME == 1:
         _turn("arrive", 0)
     # What a tile's epilogue needs is loaded during earlier tiles: first which tile it is, one tile later its
-    # slots, one later the router's weights. Each load has the result of the one before it by then.
+    # slots, one later the router's weights. Each load has the result of the one before it by then. Turned
+    # products without slots have no registers for tiles further ahead than the next.
+    FAR: gl.constexpr = _notes_slots(HOW) or not HOW.turned
     total = count * row_tiles
     begin = gl.program_id(0)
     programs = gl.num_programs(0)
     expert, first, tokens, nt = tile_at(TILES, begin, total, count, row_tiles, group_m, HOW)
     expert1, first1, tokens1, nt1 = tile_at(TILES, begin + programs, total, count, row_tiles, group_m, HOW)
-    expert2, first2, tokens2, nt2 = tile_at(
-        TILES, begin + 2 * programs, total, count, row_tiles, group_m, HOW
-    )
+    expert2, first2, tokens2, nt2 = expert1, first1, tokens1, nt1
+    if FAR:
+        expert2, first2, tokens2, nt2 = tile_at(
+            TILES, begin + 2 * programs, total, count, row_tiles, group_m, HOW
+        )
     slot = _slots_ahead(SORTED, first, tokens, HOW)
     slot1 = _slots_ahead(SORTED, first1, tokens1, HOW)
     weight, scale = _weights_ahead(WEIGHTS, XS, slot, tokens, HOW)
@@ -275,7 +303,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     for tile in range(begin, total, programs):
         weight, scale = _weights_ahead(WEIGHTS, XS, slot1, tokens1, HOW)
         slot2 = _slots_ahead(SORTED, first2, tokens2, HOW)
-        later = tile + 3 * programs
+        later = tile + (3 if FAR else 2) * programs
         expert3, first3, tokens3, nt3 = tile_at(TILES, later, total, count, row_tiles, group_m, HOW)
         block = (nt * HOW.workers + ME) * HOW.blocks_m
         biases = ()
@@ -308,8 +336,11 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
         _note(own, slot1, weight, scale, HOW)
         slot1 = slot2
         expert, first, tokens, nt = expert1, first1, tokens1, nt1
-        expert1, first1, tokens1, nt1 = expert2, first2, tokens2, nt2
-        expert2, first2, tokens2, nt2 = expert3, first3, tokens3, nt3
+        if FAR:
+            expert1, first1, tokens1, nt1 = expert2, first2, tokens2, nt2
+            expert2, first2, tokens2, nt2 = expert3, first3, tokens3, nt3
+        else:
+            expert1, first1, tokens1, nt1 = expert3, first3, tokens3, nt3
     if HOW.promoted and HOW.workers == 2 and ME == 0:
         _turn("sync", 0)
 
