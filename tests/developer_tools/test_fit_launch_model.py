@@ -49,7 +49,7 @@ def test_a_fit_writes_every_coefficient_and_chooses_better_the_longer_it_runs(tm
     [
         (("docs/launches_h200.jsonl", "docs/launches_h100.jsonl", "--table"), "all", 5, 4.5),
         (
-            ("docs/launches_tma_h100.jsonl", *BENCHES, "--families", "tma"),
+            ("docs/launches_tma_h100.jsonl", "docs/launches_tma_h200.jsonl", *BENCHES, "--families", "tma"),
             "all of tma",
             5.5,
             3.5,
