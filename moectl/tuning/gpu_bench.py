@@ -29,7 +29,7 @@ AGREE = Tolerance(
 """How much results of two kernel families may differ."""
 
 AGREE_IN_TENSOR_CORES = Tolerance(
-    0.35, 3e-2, "FP8 products summed with 14 bits bring many numbers of `h` to another code: 1.6e-2 was seen"
+    0.35, 3e-2, "FP8 products summed with 14 bits bring many numbers of `h` to another code: 1.8e-2 was seen"
 )
 """How much a result may, whose sums stay in the tensor cores, from one whose sums are in fp32."""
 

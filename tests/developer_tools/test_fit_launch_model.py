@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from moectl.kernels.choice.launch_model import BY_FORMAT, GEMM, LAUNCH
+from moectl.kernels.choice.launch_model import BY_FORMAT, GEMM, LAUNCH, coefficients
 
 ROOT = Path(__file__).parents[2]
+BENCHES = ("docs/bench_sm90_h100.jsonl", "docs/bench_sm90_h200.jsonl")
 
 
 def _fit(*arguments: str) -> str:
@@ -43,13 +44,27 @@ def test_a_fit_writes_every_coefficient_and_chooses_better_the_longer_it_runs(tm
 
 
 @pytest.mark.slow
-def test_layers_that_were_left_out_get_launches_near_their_fastest() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "row", "h200", "h100"),
+    [
+        (("docs/launches_h200.jsonl", "docs/launches_h100.jsonl", "--table"), "all", 5, 4.5),
+        (
+            ("docs/launches_tma_h100.jsonl", "docs/launches_tma_h200.jsonl", *BENCHES, "--families", "tma"),
+            "all of tma",
+            5.5,
+            3.5,
+        ),
+    ],
+    ids=["4 bits", "tma"],
+)
+def test_layers_that_were_left_out_get_launches_near_their_fastest(
+    arguments: tuple[str, ...], row: str, h200: float, h100: float
+) -> None:
     """What docs/launches.md says of the model's choices, from the recorded rows, with a small margin."""
     said = re.search(
-        r"\| all \| (\d+) \| (\d+)% \| (\d+)% \| ([\d.]+) \|", (ROOT / "docs/launches.md").read_text()
+        rf"\| {row} \| (\d+) \| (\d+)% \| (\d+)% \| ([\d.]+) \|", (ROOT / "docs/launches.md").read_text()
     )
-    surveys = [f"docs/launches_{gpu}.jsonl" for gpu in ("h200", "h100")]
-    printed = _fit(*surveys, "--table")
+    printed = _fit(*arguments)
     found = re.search(
         r"each layer left out: (\d+) cells, (\d+)% within 3%, (\d+)% within 10%, mean ([\d.]+);", printed
     )
@@ -57,8 +72,21 @@ def test_layers_that_were_left_out_get_launches_near_their_fastest() -> None:
     (cells, *shares, mean), (wanted, *least, most) = map(float, found.groups()), map(float, said.groups())
     assert cells == wanted
     assert shares[0] >= least[0] - 3 and shares[1] >= least[1] - 2 and mean <= most + 0.005, printed
-    errors = {gpu: float(error) for gpu, error in re.findall(r"  (NVIDIA .*): median error (.*)%", printed)}
-    assert errors["NVIDIA H200"] < 5 and errors["NVIDIA H100 80GB HBM3"] < 4.5, errors
+    errors = {
+        gpu: float(error) for gpu, error in re.findall(r"  (NVIDIA .*): median error ([\d.]*)%", printed)
+    }
+    assert errors["NVIDIA H200"] < h200 and errors["NVIDIA H100 80GB HBM3"] < h100, errors
+
+
+def test_other_families_keep_their_coefficients(tmp_path: Path) -> None:
+    out = tmp_path / "coefficients.json"
+    printed = _fit(*BENCHES, "--families", "tma", "--no-aside", "--steps", "1", "--out", str(out))
+    assert printed.startswith("112 launches, 112 of them of 5 surveyed layers")
+    made, known = json.loads(out.read_text()), coefficients()
+    for part in ("families", "shapes", "formats", "errors"):
+        kept = {name: value for name, value in getattr(known, part).items() if not name.startswith("tma ")}
+        assert kept and kept == {n: value for n, value in made[part].items() if not n.startswith("tma ")}
+    assert made["families"]["tma bf16"] != known.families["tma bf16"]
 
 
 def _line(text: str, start: str) -> str:

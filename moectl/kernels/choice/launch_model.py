@@ -299,7 +299,7 @@ class Coefficients:
                 math.exp(
                     own.get(name, -math.inf)
                     + added.get(name, 0.0)
-                    + (by_format[name] if name in BY_FORMAT else 0.0)
+                    + (by_format.get(name, 0.0) if name in BY_FORMAT else 0.0)
                 )
                 for name in names
             ]
@@ -325,9 +325,9 @@ def coefficients() -> Coefficients:
 
 @lru_cache(maxsize=1 << 10)
 def fitted(family: str, shape: LaunchShape, weight: WeightFormat) -> LaunchCoefficients | None:
-    """The shipped coefficients of a launch; None if its family was not fitted in a format like `weight`."""
+    """The shipped coefficients of a launch; None if it was not fitted, or not in a format like `weight`."""
     known = coefficients()
-    format = known.format_for(family, weight)
+    format = known.format_for(family, weight) if shape.name in known.shapes else ""
     return known.of(family, shape, format) if format else None
 
 

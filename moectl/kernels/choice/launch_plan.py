@@ -70,8 +70,8 @@ FEW, WITH_FEW = 1.5, 1.03
 """Tiles of families that were made for several tokens of an expert count as this much slower below so many:
 few launches were measured there, and they are chosen only where they are predicted to be clearly faster."""
 
-UNFITTED = 10.0
-"""Loss of a launch where it was not fitted: beyond that of any that was."""
+UNFITTED = 1000.0
+"""Loss of a launch where it was not fitted: beyond those of all that were, at all `SIZES`."""
 
 
 class CandidateLaunch(NamedTuple):
@@ -155,7 +155,7 @@ def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> 
             for made in CandidateLaunch.each_of(problem, Launch(name, tile)):
                 if fitted(name, made.shape, problem.scheme.weight) and not family.fits(problem, tile):
                     candidates[made.launch, made.single] = made
-                    small = max(small, family.small_binaries(problem))
+                    small = max(small, family.small_binaries)
     fastest = [_measured(problem, tokens, GpuModel(capability, gpu.sms)) for tokens in SIZES]
     candidates |= {(measured.launch, measured.single): measured for measured in fastest if measured}
     indices = {key: index for index, key in enumerate(candidates)}

@@ -36,7 +36,7 @@ class TileFamily:
     candidates: Callable[[MoEProblem], Sequence[Any]] = lambda problem: ()
     tokens_per_expert: tuple[float, float] = (0.0, math.inf)
     suits: Callable[[Any, float], bool] = lambda tile, tokens_per_expert: True
-    small_binaries: Callable[[MoEProblem], int] = lambda problem: 3
+    small_binaries: int = 3
     shape: Callable[[MoEProblem, Any], LaunchShape] | None = None
 
 

@@ -24,7 +24,7 @@ def test_a_line_and_the_document_have_the_predicted_times():
     assert [(it["tokens"], it["us"]) for it in group["predicted"]["times"]] == [
         (time.tokens, time.us) for time in wanted.times
     ]
-    error = coefficients().errors["NVIDIA H200"]
+    error = coefficients().errors["stream"]["NVIDIA H200"]
     assert group["predicted"]["median_error"] == error
     words = explain("--gpu", "h200").words
     one, many, most = (time.us for time in wanted.times)
@@ -43,7 +43,7 @@ def test_a_gpu_that_was_not_measured_is_said_to_be_none():
     ("model", "gpu", "what"),
     [
         (GPT, "a100", "mxfp4 group 32 on NVIDIA A100"),
-        ("deepseek-ai/DeepSeek-V3", "h200", "fp8 block 128x128 on NVIDIA H200"),
+        ("MiniMaxAI/MiniMax-M3-MXFP8", "h200", "mxfp8 group 32 on NVIDIA H200"),
     ],
 )
 def test_what_the_model_does_not_know_has_no_times(model, gpu, what):

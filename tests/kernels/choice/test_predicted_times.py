@@ -26,8 +26,10 @@ H200 = find_device("h200")
         model_problem("kimi-k2").on(Parallel(tp=8)),
         MoEProblem(Dims(2560, 1536), 64, 6, SCHEMES["int4-g128"]),
         replace(model_problem("gpt-oss-20b"), local_experts=4),
+        model_problem("qwen3-30b", "bf16"),
+        model_problem("deepseek-v3", "fp8-block").on(Parallel(tp=8)),
     ],
-    ids=["rows of its own", "slice", "without rows", "rank"],
+    ids=["rows of its own", "slice", "without rows", "rank", "bf16", "fp8"],
 )
 def test_they_are_those_of_the_launches_that_run(problem: MoEProblem) -> None:
     """The host code chooses by the GPU that is there; nothing of it is needed to predict."""
@@ -59,5 +61,5 @@ def test_what_was_not_fitted_has_no_times() -> None:
     problem = model_problem("gpt-oss-120b")
     for device in ("a100", "b200", "mi300x", "cpu"):
         assert predicted_times(problem, find_device(device), (1,)).times == ()
-    assert predicted_times(replace(problem, scheme=SCHEMES["fp8-block"]), H200, (1,)).times == ()
+    assert predicted_times(replace(problem, scheme=SCHEMES["mxfp8"]), H200, (1,)).times == ()
     assert predicted_times(problem, replace(H200, bandwidth=0.0), (1,)).times == ()
