@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (QWEN_FP8, replace(tile, tokens=256), "registers"),
         (QWEN_CHANNEL, TmaTile(128, 2, 2, 4, fast_sums=1, turned=1), "scales in blocks"),
         (QWEN_FP8, TmaTile(64, 2, 2, 4, turned=1), "128 tokens"),
-        (replace(QWEN_FP8, bias=True), TmaTile(128, 2, 2, 4, turned=1), "no biases"),
+        (replace(QWEN_FP8, bias=True), TmaTile(128, 2, 2, 4, turned=1), "gated layers without biases"),
         (replace(QWEN, dims=Dims(200, 96)), tile, "hidden size is 200"),
         (replace(QWEN, dims=Dims(224, 72)), tile, "intermediate size is 72"),
         (replace(QWEN, scheme=Scheme(NVFP4)), tile, "nvfp4"),
