@@ -257,10 +257,15 @@ def tile_for(problem: MoEProblem, tokens_per_expert: float) -> TmaTile | None:
 FEW_FOR_FAST_SUMS = 100
 """Tokens per expert up to which FP8 sums are added in fp32, which costs little there."""
 
+FEW_FOR_TURNED = 48
+"""Tokens per expert up to which turned products, of 64 tokens each, are mostly of none."""
+
 
 def suits(tile: TmaTile, tokens_per_expert: float) -> bool:
     """Neither do most experts need several tiles where one could do, nor are tiles mostly empty."""
     if tile.fast_sums and tokens_per_expert <= FEW_FOR_FAST_SUMS:
+        return False
+    if tile.turned and tokens_per_expert <= FEW_FOR_TURNED:
         return False
     return 0.7 * min(tokens_per_expert, 128) <= tile.tokens <= max(16, 8 * tokens_per_expert)
 

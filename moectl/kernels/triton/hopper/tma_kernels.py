@@ -153,7 +153,7 @@ def _piece_issued(
 def _turned_scales(
     scales, stage, TURN: gl.constexpr, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
-    """What the sums of turn TURN of turned products are multiplied by: scales of rows times those of tokens."""
+    """Factors of the sums of turn TURN of turned products: scales of rows times those of tokens."""
     TOKEN: gl.constexpr = first_token(WIDTH, ME, HOW)
     BLOCKS: gl.constexpr = blocks_of(WIDTH, HOW)
     M: gl.constexpr = _mma(16)

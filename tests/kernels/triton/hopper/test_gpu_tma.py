@@ -89,8 +89,8 @@ def nearness(problem: MoEProblem, launch: Launch) -> Tolerance:
     """`tight`; sums of 14 bits bring more numbers of `h` to another step of bf16, then to another code.
 
     By an emulation of such sums on a CPU, results are then up to 1.1e-2 (RMS) and 0.15 (largest) from
-    `expected_of` on these layers. Where scales of tokens are powers of two, one rounding of the largest of a
-    block's 128 numbers of `h` doubles its scale, and all of them take other codes: the largest was 0.18.
+    `expected_of` on these layers. Where scales of tokens are powers of two, 16-bit numbers of `h` lie halfway
+    between two codes more often, and a rounding takes the other code: 0.18 if it is a token's largest number.
     """
     near = tight(problem)
     if launch.tile.fast_sums:
