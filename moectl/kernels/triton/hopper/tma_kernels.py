@@ -7,7 +7,8 @@ cp.async); the workers (consumer warpgroups) multiply them where they are, both 
 memory. TMA brings gate and up rows in the order that the epilogue needs, eight and eight, and zeros past the
 end of a matrix in rows and columns.
 
-A tile has as many token columns as its tokens need: one of ``HOW.widths``, each a branch of the kernel.
+A tile has as many token columns as its tokens need: one of ``HOW.widths``, each a branch of the kernel. If
+``HOW.turned``, tokens are the rows of products, 64 of each, and 128 weight rows their columns.
 
 ``N`` are the rows of a weight matrix, ``steps`` the steps of the ring over its columns, ``KX`` the bytes of a
 token, ``NX`` the columns of the output. `HOW` is a `tma.TmaVariant`, which has all compile-time parameters.
