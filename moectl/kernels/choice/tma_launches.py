@@ -167,8 +167,13 @@ def refusal(problem: MoEProblem, tile: TmaTile) -> str:
         return f"{tile} needs {shared} bytes of shared memory; SM90 has {SHARED_MEMORY}"
     if weight.name not in ("bf16", "fp8"):
         return f"it does not support {weight} weights"
-    if weight.name == "fp8" and token_format(problem) is None:
+    form = token_format(problem)
+    if weight.name == "fp8" and form is None:
         return f"it multiplies {weight} weights with FP8 tokens only; the layer has 16-bit ones"
+    if form is not None and (weight_scales(problem) == "block") != (FULL not in form.block):
+        return (
+            f"it takes scales in blocks of weights and tokens or of neither; the layer has {problem.scheme}"
+        )
     for name, size in (("hidden", dims.hidden), ("intermediate", dims.intermediate)):
         if size % SIZE_MULTIPLE:
             return f"it needs sizes that are multiples of {SIZE_MULTIPLE}; the layer's {name} size is {size}"

@@ -47,7 +47,8 @@ class TmaVariant:
         weighted: whether the router's weights are applied in this GEMM.
         experts: the number of experts if tiles are a single token's ids, otherwise 0.
         even: whether every stage of the ring ends within the tokens' columns.
-        wide: whether offsets (slots times columns) need more than 32 bits, at up to `MOST_TOKENS` tokens.
+        wide: whether offsets of rows, in bytes of the first GEMM's input or columns of the second's output,
+            need more than 32 bits, at up to `MOST_TOKENS` tokens.
         copied: whether TMA copies the tokens, which lie one after the other; otherwise they are gathered.
         promoted: whether sums of 128 columns are added outside of the tensor cores.
         turned: whether tokens are the rows of products.
@@ -88,7 +89,14 @@ class TmaVariant:
         return 0
 
 
-def _variant(layer: RowLayer, stage: int, plan: TokenTiles, tile: TmaTile) -> TmaVariant:
+def _farthest(layer: RowLayer, stage: int, plan: TokenTiles, rows: int) -> int:
+    """The largest offset of a row that is gathered by token (`rows` of them), or stored by slot."""
+    if stage == 1:
+        return max(rows, MOST_TOKENS) * _row_bytes(layer.w13)
+    return max(len(plan.slots), MOST_TOKENS * layer.problem.top_k) * layer.problem.dims.hidden
+
+
+def _variant(layer: RowLayer, stage: int, plan: TokenTiles, rows: int, tile: TmaTile) -> TmaVariant:
     p, act = layer.problem, layer.problem.activation
     m = layer.w13 if stage == 1 else layer.w2
     form, promoted, scales = token_format(p), is_promoted(p, tile), weight_scales(p)
@@ -102,7 +110,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, tile: TmaTile) -> Tm
         top_k=p.top_k,
         experts=p.local_experts if plan.tiles.ndim == 1 else 0,
         even=_row_bytes(m) % (LINE * tile.depth) == 0,
-        wide=max(len(plan.slots), MOST_TOKENS * p.top_k) * p.dims.hidden * 2 >= 2**31,
+        wide=_farthest(layer, stage, plan, rows) >= 2**31,
         activation=act.name,
         gated=act.gated,
         widths=tile.widths,
@@ -201,7 +209,7 @@ def gemm(
         group_m=swept_together(tile, grid),
         bound=plan.bound,
         **activation_numbers(p.activation),
-        HOW=_variant(layer, stage, plan, tile),
+        HOW=_variant(layer, stage, plan, len(x), tile),
         num_warps=4,
         maxnreg=launch_registers(tile),
         launch_pdl=True,

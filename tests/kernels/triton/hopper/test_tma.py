@@ -96,6 +96,8 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (QWEN, replace(tile, tokens=256, blocks_m=2), "registers"),
         (QWEN_FP8, replace(tile, tokens=256), "registers"),
         (QWEN_CHANNEL, TmaTile(128, 2, 2, 4, fast_sums=1, turned=1), "scales in blocks"),
+        (replace(QWEN_FP8, scheme=Scheme(FP8_BLOCK, FP8_ACT_TOKEN)), tile, "or of neither"),
+        (replace(QWEN_FP8, scheme=Scheme(FP8_CHANNEL, QWEN_FP8.scheme.act)), tile, "or of neither"),
         (QWEN_FP8, TmaTile(64, 2, 2, 4, turned=1), "128 tokens"),
         (replace(QWEN_FP8, bias=True), TmaTile(128, 2, 2, 4, turned=1), "gated layers without biases"),
         (replace(QWEN, dims=Dims(200, 96)), tile, "hidden size is 200"),
