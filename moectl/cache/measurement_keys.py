@@ -16,8 +16,6 @@ from ..problem.moe_problem import MoEProblem
 PACKAGES = ("torch", "triton")
 
 KERNELS = Path(__file__).parents[1] / "kernels" / "triton"
-NO_KERNELS = ("inspection", "table.py")
-"""Files and directories next to the kernels' sources that do not affect them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +79,9 @@ def _version(package: str) -> str:
 
 
 def kernel_hash(folder: Path = KERNELS) -> str:
-    """16 hexadecimal digits that change with any kernel's source."""
+    """16 hexadecimal digits that change with any kernel's source, or with what tiles are compiled to."""
     digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        name = file.relative_to(folder)
-        if name.parts[0] not in NO_KERNELS:
-            digest.update(f"{name.as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    for file in sorted((*folder.rglob("*.py"), *folder.parent.glob("choice/*_launches.py"))):
+        name = file.relative_to(folder.parent).as_posix()
+        digest.update(f"{name}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

@@ -61,15 +61,15 @@ def test_what_does_not_decide_is_not() -> None:
 
 
 def test_the_hash_changes_with_any_kernel_and_with_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "inspection").mkdir()
-    for name in ("a.py", "table.py", "inspection/b.py"):
+    files = ("triton/a.py", "triton/hopper/b.py", "choice/tma_launches.py", "choice/launch_plan.py")
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")
-    first = kernel_hash(tmp_path)
-    (tmp_path / "table.py").write_text("x = 2\n")
-    (tmp_path / "inspection/b.py").write_text("x = 2\n")
-    assert kernel_hash(tmp_path) == first
-    (tmp_path / "a.py").write_text("x = 2\n")
-    assert kernel_hash(tmp_path) != first
+    found = [kernel_hash(tmp_path / "triton")]
+    for name in files:
+        (tmp_path / name).write_text("x = 2\n")
+        found.append(kernel_hash(tmp_path / "triton"))
+    assert len(set(found)) == 4 and found[-1] == found[-2]
     assert set(built()) == {"moectl", "torch", "triton", "kernels"} and all(built().values())
 
 
