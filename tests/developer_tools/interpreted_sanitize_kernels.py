@@ -23,7 +23,7 @@ def test_configurations_run_and_are_judged(
 ) -> None:
     script = loaded("sanitize_kernels")
     monkeypatch.setitem(script.LAYERS, name, replace(script.LAYERS[name], dims=Dims(384, 256)))
-    options = Namespace(formats=[name], families=[family], most=1, each=1, shipped=False)
+    options = Namespace(formats=[name], families=[family], most=1, each=1, shipped=False, where=None)
     assert script.run_all(options, "cpu") == 0
     marks = [line.removeprefix("sanitize_kernels: ") for line in capsys.readouterr().out.splitlines()]
     assert len(marks) == 3 and marks[0].startswith(f"{name} {family} {tile}")

@@ -38,8 +38,8 @@ class TokenCodes:
     scales: Tensor
 
 
-KINDS: Mapping[str, Any] = {"all": kernels.ALL, "sorted": kernels.SORTED, "slots": kernels.SLOTS}
-"""`LiveRows.kind` as kernels take it."""
+KINDS: Mapping[str, str] = {"all": "ALL", "sorted": "SORTED", "slots": "SLOTS"}
+"""`LiveRows.kind` -> the kernels' constant for it."""
 
 
 @dataclass(frozen=True)
@@ -161,4 +161,4 @@ def quantize_rows(
 def _which(live: LiveRows, unread: Tensor) -> tuple[Tensor, int, int]:
     """IDS, LIVE and E of the kernels; `unread`, in four bytes, stands for ids that are not read."""
     ids = unread.view(torch.int32) if live.by is None else live.by
-    return ids, KINDS[live.kind].value, live.experts
+    return ids, getattr(kernels, KINDS[live.kind]).value, live.experts
