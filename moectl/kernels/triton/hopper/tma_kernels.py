@@ -234,7 +234,8 @@ def _promoted_product(
     TWO: gl.constexpr = TURNS > 1 and _two_at_once(COLUMNS, HOW)
     ALTERNATE: gl.constexpr = HOW.workers == 2 and not TWO and COLUMNS >= 64
     # The next stage is awaited before the last sums of this one, which leave as little time to the next turn.
-    EARLY: gl.constexpr = ALTERNATE and TURNS > 1
+    # Other workers than turned ones have no registers left for that.
+    EARLY: gl.constexpr = HOW.turned and TURNS > 1
     _rows, _tokens, scales, full, empty = ring
     acc = step_zeros(COLUMNS, BLOCKS)
     if EARLY:
