@@ -52,6 +52,9 @@ SCHEMES: Mapping[str, Scheme] = {
     "tensor, 16-bit tokens": Scheme(FP8_TENSOR),
     "channel, static": Scheme(FP8_CHANNEL, FP8_ACT_TENSOR_STATIC),
     "tensor and token": Scheme(FP8_TENSOR, FP8_ACT_TOKEN),
+    "block and token": Scheme(FP8_BLOCK, FP8_ACT_TOKEN),
+    "block, static": Scheme(FP8_BLOCK, FP8_ACT_TENSOR_STATIC),
+    "channel, tokens in groups": Scheme(FP8_CHANNEL, FP8_ACT_GROUP_128),
 }
 
 LAUNCHES: Mapping[str, Launch] = {

@@ -45,8 +45,8 @@ SIZES = tuple(sorted({round(2 ** (half / 2)) for half in range(2 * int(math.log2
 """Numbers of tokens at which launches are compared, two for each power of two."""
 
 MOST_BINARIES = 12
-"""Compiled kernels of a layer over all numbers of tokens: GEMMs, and the small ones around them
-(`TileFamily.small_binaries`)."""
+"""Compiled kernels of a layer over all numbers of tokens: GEMMs, and the small ones around them that
+`TileFamily.small_binaries` counts, which are all but those that quantize tokens."""
 
 MOST_IF_MEASURED = 16
 """The same for a layer with measured launches: with fewer, some of the fastest would have to be left out."""

@@ -27,6 +27,7 @@ from moectl.kernels.triton.row_matrix import RowMatrix
 from moectl.kernels.triton.triton_runner import choose_shipped
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem
 from moectl.problem.schemes import FP8_ACT_TOKEN, FP8_BLOCK, FP8_CHANNEL, NVFP4, Scheme
+from support.row_cases import SCHEMES
 
 QWEN, QWEN_FP8 = (layer_without_weights(model).problem for model in IN_ROWS)
 QWEN_CHANNEL = replace(QWEN, scheme=Scheme(FP8_CHANNEL, FP8_ACT_TOKEN))
@@ -134,6 +135,14 @@ def test_rules_choose_them_on_hopper_alone(problem: MoEProblem) -> None:
         with compiling_for(OFFLINE_GPUS[arch]):
             launch = choose_shipped(problem, 4096, torch.device("cuda"))
         assert launch.family == family
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+@pytest.mark.parametrize("mixed", ["block and token", "block, static", "channel, tokens in groups"])
+def test_unlike_scales_of_weights_and_tokens_run_with_the_portable_kernels(mixed: str, tokens: int) -> None:
+    with compiling_for(OFFLINE_GPUS[90]):
+        launch = choose_shipped(replace(QWEN, scheme=SCHEMES[mixed]), tokens, torch.device("cuda"))
+    assert launch.family in ("decode", "grouped")
 
 
 def test_sizes_that_are_no_multiples_of_16_run_with_the_portable_kernels() -> None:
