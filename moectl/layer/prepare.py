@@ -123,7 +123,7 @@ def read_router(
     if "weight" not in router:
         return None
     for key, tensor in router.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+        if tensor.is_floating_point() and not _all_finite(tensor):
             raise CheckpointError(
                 f"tensor {names[key]} has numbers that are not finite, and routes tokens",
                 hint="get the file again: no backend could compute that right",
@@ -142,6 +142,26 @@ def read_router(
         table,
         router.get("input_scale"),
     )
+
+
+EXPONENTS = {
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.float32: (torch.int32, 0x7F800000),
+}
+"""Dtype -> integers of its size, and the bits of its exponent, which are all set in NaN and infinities."""
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    """Whether all numbers of a tensor on the CPU are finite.
+
+    NumPy looks at their exponents in this thread. torch's threads would wait for those that read a server's
+    other layers meanwhile: 60 ms for each router of gpt-oss-20b.
+    """
+    if tensor.dtype not in EXPONENTS:
+        return bool(torch.isfinite(tensor.float()).all())
+    integers, exponent = EXPONENTS[tensor.dtype]
+    return not bool(((tensor.view(integers).numpy() & exponent) == exponent).any())
 
 
 def _read_tensor(reader: FolderReader, info: TensorInfo, sha256: str | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import struct
 from dataclasses import replace
@@ -24,7 +25,14 @@ from moectl.kernels.prepared_layer import CANONICAL
 from moectl.kernels.reference import route
 from moectl.kernels.registry import runner_for
 from moectl.kernels.routing import route_by
-from moectl.layer.prepare import checkpoint_layer, converted_layer, load_prepared, prepare, read_router
+from moectl.layer.prepare import (
+    _all_finite,
+    checkpoint_layer,
+    converted_layer,
+    load_prepared,
+    prepare,
+    read_router,
+)
 from moectl.problem.schemes import MXFP4, WeightFormat, int_format
 from moectl.run.workload import workload_of
 from moectl.synth import synthesize
@@ -125,6 +133,15 @@ def test_a_router_that_is_not_finite_is_a_damaged_checkpoint(
     with pytest.raises(CheckpointError, match=f"tensor {named} has numbers that are not finite"):
         checkpoint_layer(checkpoint, 0)
     assert checkpoint_layer(checkpoint, 1).router is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_numbers_that_are_not_finite_are_found(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    finite = torch.tensor([0.0, -0.0, 1.5, largest, -largest, torch.finfo(dtype).tiny / 4], dtype=dtype)
+    assert _all_finite(finite)
+    for bad in (math.nan, -math.nan, math.inf, -math.inf):
+        assert not _all_finite(torch.cat([finite, torch.tensor([bad], dtype=dtype)]))
 
 
 def test_a_router_with_factors_on_both_sides(tmp_path: Path) -> None:
