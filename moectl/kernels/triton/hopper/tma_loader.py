@@ -163,7 +163,9 @@ def weight_loader(work, HOW: gl.constexpr):
         expert1, _first1, tokens1, nt1 = tile_at(TILES, after, total, count, row_tiles, group_m, HOW)
         for k in range(gl.where(tokens > 0, steps, 0)):
             mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(full.index(stage), BYTES)
+            # Without a use here, Triton 3.6 takes the first tile's tokens for those of all tiles: it does not
+            # count the bounds of an inner loop as uses.
+            mbarrier.expect(full.index(stage), BYTES, pred=tokens > 0)
             for d in gl.static_range(DEPTH):
                 at = [expert, nt * GROUPS, 0, 0, (k * DEPTH + d) * 128]
                 tma_load(ROWS, at, full.index(stage), rows.index(stage * DEPTH + d))

@@ -109,6 +109,16 @@ def test_products_read_rows_and_tokens_where_they_were_copied(name: str, tile: T
             operands_lie_where_products_read(moved, tile)
 
 
+def test_the_weight_loader_knows_which_tiles_have_a_token() -> None:
+    """Its loop over tiles carries what is loaded for the next one: expert, tokens and row tile."""
+    for it in gemms(BLOCKS, Launch("tma", SMALLEST), 1, "_rows_gemm_kernel"):
+        *_, loader = it["ttgir"].split("num_warps(1) {")
+        over_tiles = loader[loader.index("scf.for") :]
+        assert "async_tma_copy_global_to_local" in over_tiles
+        carried = re.match(r"scf\.for .* iter_args\((.*)\) ->", over_tiles)
+        assert carried and carried[1].count("=") == len(("stage", "phase", "expert", "tokens", "row tile"))
+
+
 def test_shared_memory_is_what_was_counted() -> None:
     for layer in (QWEN, BLOCKS):
         counted = shared_bytes(layer.problem, TWO_WORKERS)

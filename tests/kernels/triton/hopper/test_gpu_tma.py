@@ -137,6 +137,23 @@ def test_every_tile_agrees(scheme: str, tile: str, tokens: int) -> None:
     assert same(y, run(prepared, inputs, launch)), "not repeatable"
 
 
+@pytest.mark.parametrize(
+    ("scheme", "tile"), [(it, tile) for it in ("plain", "block", "channel and token") for tile in few(it)]
+)
+def test_one_token_skips_experts_between_others(scheme: str, tile: str) -> None:
+    """In the second GEMM programs have several tiles, some of which have no token."""
+    case = RowCase(scheme, "", (9216, 128), spread=(8, 8), tokens=1, dtype="bf16")
+    layer, prepared = experts_of(case)
+    inputs = call_of(case, "cuda")
+    for skipped in (slice(0, None, 2), slice(1, None, 2), slice(1, 6)):
+        ids = inputs.ids.clone()
+        ids[:, skipped] = -1
+        some = replace(inputs, ids=ids)
+        launch = launch_of(prepared, tile)
+        result = check(run(prepared, some, launch), expected_of(layer, some), nearness(case.problem, launch))
+        assert result.ok, result
+
+
 @pytest.mark.parametrize("routing", ["uniform", "skipping", "crowded"])
 @pytest.mark.parametrize(
     ("case", "tile"),
