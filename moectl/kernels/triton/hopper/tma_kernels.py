@@ -42,7 +42,9 @@ from .tma_loader import (
     in_blocks,
     notes_of,
     piece_bytes,
+    tile_ahead,
     tile_at,
+    tile_told,
     token_bytes,
     token_loader,
     two_scales,
@@ -306,7 +308,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
         weight, scale = _weights_ahead(WEIGHTS, XS, slot1, tokens1, HOW)
         slot2 = _slots_ahead(SORTED, first2, tokens2, HOW)
         later = tile + (3 if FAR else 2) * programs
-        expert3, first3, tokens3, nt3 = tile_at(TILES, later, total, count, row_tiles, group_m, HOW)
+        farthest = tile_ahead(TILES, later, total, count, row_tiles, group_m, 4, HOW)
         block = (nt * HOW.workers + ME) * HOW.blocks_m
         biases = ()
         factors = ()
@@ -340,9 +342,9 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
         expert, first, tokens, nt = expert1, first1, tokens1, nt1
         if FAR:
             expert1, first1, tokens1, nt1 = expert2, first2, tokens2, nt2
-            expert2, first2, tokens2, nt2 = expert3, first3, tokens3, nt3
+            expert2, first2, tokens2, nt2 = tile_told(farthest, 4, HOW)
         else:
-            expert1, first1, tokens1, nt1 = expert3, first3, tokens3, nt3
+            expert1, first1, tokens1, nt1 = tile_told(farthest, 4, HOW)
     if HOW.promoted and HOW.workers == 2 and ME == 0:
         _turn("sync", 0)
 

@@ -117,33 +117,59 @@ def scale_count(N, HOW: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(TILES, tile, count, row_tiles, group_m, HOW: gl.constexpr):
-    """(expert, first position, tokens, row tile) of tile number `tile`.
+def tile_ahead(TILES, tile, total, count, row_tiles, group_m, WARPS: gl.constexpr, HOW: gl.constexpr):
+    """Begins to load what tile number `tile` is; `tile_told` waits for it.
 
-    TILES are tiles ``[count, 4]``, or for one token the ids of its experts, of which those out of range have
-    no tokens.
+    TILES are tiles ``[count, 4]``, or for one token the ids of its experts. What ptxas knows to be one number
+    for all lanes it may move to a uniform register, and then waits for it at once. In a partition of WARPS
+    warps, lane i therefore loads number i % 4 of the tile; with 0 all lanes load the same ones.
     """
     CACHE: gl.constexpr = _cached(HOW)
-    mt, nt = _placed(tile, count, row_tiles, group_m)
+    mt, nt = _placed(gl.minimum(tile, gl.maximum(total - 1, 0)), count, row_tiles, group_m)
     if HOW.experts:
-        named = gl.load(TILES + mt, cache_modifier=CACHE)
-        known = (named >= 0) & (named < HOW.experts)
-        expert = gl.where(known, named, 0)
-        first = mt
-        tokens = gl.where(known, 1, 0)
+        numbers = gl.load(TILES + mt, cache_modifier=CACHE)
+    elif WARPS:
+        lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+        numbers = gl.load(TILES + (mt * 4 + lane % 4), cache_modifier=CACHE)
     else:
-        expert = gl.load(TILES + mt * 4, cache_modifier=CACHE)
-        first = gl.load(TILES + mt * 4 + 1, cache_modifier=CACHE)
-        tokens = gl.load(TILES + mt * 4 + 2, cache_modifier=CACHE)
+        numbers = ()
+        for i in gl.static_range(3):
+            numbers += (gl.load(TILES + mt * 4 + i, cache_modifier=CACHE),)
+    return numbers, mt, nt, tile < total
+
+
+@gluon.jit
+def tile_told(ahead, WARPS: gl.constexpr, HOW: gl.constexpr):
+    """(expert, first position, tokens, row tile) of a tile that `tile_ahead` began to load.
+
+    There are no tokens past the last tile, and none of an expert id that is out of range.
+    """
+    numbers, mt, nt, there = ahead
+    if HOW.experts:
+        known = (numbers >= 0) & (numbers < HOW.experts)
+        expert = gl.where(known, numbers, 0)
+        first = mt
+        tokens = gl.where(known & there, 1, 0)
+    elif WARPS:
+        expert, first, tokens = _number(numbers, 0), _number(numbers, 1), _number(numbers, 2)
+        tokens = gl.where(there, tokens, 0)
+    else:
+        expert, first, tokens = numbers
+        tokens = gl.where(there, tokens, 0)
     return expert, first, tokens, nt
 
 
 @gluon.jit
+def _number(numbers, i: gl.constexpr):
+    """Number i of a tile, none of which is negative."""
+    lane = gl.arange(0, 32, layout=numbers.type.layout)
+    return gl.max(gl.where(lane % 4 == i, numbers, 0), 0)
+
+
+@gluon.jit
 def tile_at(TILES, tile, total, count, row_tiles, group_m, HOW: gl.constexpr):
-    """`tile_of`, with no tokens from number `total` on."""
-    last = gl.maximum(total - 1, 0)
-    expert, first, tokens, nt = tile_of(TILES, gl.minimum(tile, last), count, row_tiles, group_m, HOW)
-    return expert, first, gl.where(tile < total, tokens, 0), nt
+    """What tile number `tile` is, as `tile_told` has it."""
+    return tile_told(tile_ahead(TILES, tile, total, count, row_tiles, group_m, 0, HOW), 0, HOW)
 
 
 @gluon.jit
@@ -160,7 +186,7 @@ def weight_loader(work, HOW: gl.constexpr):
     expert, _first, tokens, nt = tile_at(TILES, gl.program_id(0), total, count, row_tiles, group_m, HOW)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
         after = tile + gl.num_programs(0)
-        expert1, _first1, tokens1, nt1 = tile_at(TILES, after, total, count, row_tiles, group_m, HOW)
+        coming = tile_ahead(TILES, after, total, count, row_tiles, group_m, 1, HOW)
         for k in range(gl.where(tokens > 0, steps, 0)):
             mbarrier.wait(empty.index(stage), phase)
             # Without a use here, Triton 3.6 takes the first tile's tokens for those of all tiles: it does not
@@ -170,7 +196,7 @@ def weight_loader(work, HOW: gl.constexpr):
                 at = [expert, nt * GROUPS, 0, 0, (k * DEPTH + d) * 128]
                 tma_load(ROWS, at, full.index(stage), rows.index(stage * DEPTH + d))
             stage, phase = _next(stage, phase, HOW)
-        expert, tokens, nt = expert1, tokens1, nt1
+        expert, _first, tokens, nt = tile_told(coming, 1, HOW)
 
 
 @gluon.jit
