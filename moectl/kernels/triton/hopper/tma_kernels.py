@@ -45,6 +45,7 @@ from .tma_loader import (
     tile_ahead,
     tile_at,
     tile_told,
+    tile_unknown,
     token_bytes,
     token_loader,
     two_scales,
@@ -290,6 +291,9 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     # slots, one later the router's weights. Each load has the result of the one before it by then. Turned
     # products without slots have no registers for tiles further ahead than the next.
     FAR: gl.constexpr = _notes_slots(HOW) or not HOW.turned
+    # The farthest tile is looked up where ptxas can do so between the instructions of an epilogue that every
+    # tile has: before turned products are stored in the first GEMM, after half of them are in the second.
+    LATE: gl.constexpr = HOW.turned and not HOW.experts
     total = count * row_tiles
     begin = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -308,7 +312,9 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
         weight, scale = _weights_ahead(WEIGHTS, XS, slot1, tokens1, HOW)
         slot2 = _slots_ahead(SORTED, first2, tokens2, HOW)
         later = tile + (3 if FAR else 2) * programs
-        farthest = tile_ahead(TILES, later, total, count, row_tiles, group_m, 4, HOW)
+        farthest = tile_unknown(4)
+        if not LATE:
+            farthest = tile_ahead(TILES, later, total, count, row_tiles, group_m, 4, HOW)
         block = (nt * HOW.workers + ME) * HOW.blocks_m
         biases = ()
         factors = ()
@@ -322,16 +328,20 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                     acc, stage, phase = _promoted_product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
                 else:
                     acc, stage, phase = _product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
+                if LATE and HOW.stage == 1:
+                    farthest = tile_ahead(TILES, later, total, count, row_tiles, group_m, 4, HOW)
                 # The first GEMM's tokens are complete by now, and with them their scales.
                 _note_scales(own[2], XS, first, tokens, HOW)
                 for b in gl.static_range(blocks_of(_width(i, HOW), HOW)):
                     if HOW.turned:
                         row = nt * (64 * HOW.workers * HOW.blocks_m) + first_row(b, _width(i, HOW), ME, HOW)
-                        if row < N:
+                        if b == 0 or row < N:
                             _store_turned(
                                 acc, own, Y, row, first, tokens, NX, alpha, limit,
                                 b, first_token(_width(i, HOW), ME, HOW), HOW,
                             )  # fmt: skip
+                        if LATE and HOW.stage == 2 and b == 0:
+                            farthest = tile_ahead(TILES, later, total, count, row_tiles, group_m, 4, HOW)
                     elif (block + b) * 64 < N:
                         _store_block(
                             acc, own, Y, factors[b], biases[b], block + b, first, tokens, NX, alpha, limit,
