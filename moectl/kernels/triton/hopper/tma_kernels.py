@@ -206,18 +206,43 @@ def _added(
     return acc[: BLOCK * UNITS] + made + acc[(BLOCK + 1) * UNITS :]
 
 
+LAG = 1
+"""Steps by which the second worker of turned products is behind the first."""
+
+
 @gluon.constexpr_function
-def _turn_asm(ACTION, WHOSE):
+def _lag(HOW):
+    """Steps that a worker of turned products has the tensor cores to itself while the other one is in its
+    epilogue. The ring needs two stages more: the first worker awaits a step ahead of its own, and the second
+    gives stages back only as it gets turns."""
+    return min(LAG, HOW.stages - 2) if HOW.turned else 0
+
+
+@gluon.constexpr_function
+def _turn_asm(ACTION, WHOSE, ALWAYS):
     """Two warpgroups meet at a barrier of the hardware: one arrives, the other waits for that. Triton numbers
     its own barriers from 0."""
-    return f"bar.{ACTION} {14 + WHOSE}, 256; mov.u32 $0, 0;"
+    meet = f"bar.{ACTION} {14 + WHOSE}, 256;"
+    if ALWAYS:
+        return f"{meet} mov.u32 $0, 0;"
+    return "{ .reg .pred taken; setp.ne.s32 taken, $1, 0; @taken " + meet + " mov.u32 $0, 0; }"
 
 
 @gluon.jit
 def _turn(ACTION: gl.constexpr, WHOSE: gl.constexpr):
     """Awaits (``sync``) or gives (``arrive``) the turn of worker WHOSE to use the tensor cores."""
-    ASM: gl.constexpr = _turn_asm(ACTION, WHOSE)
+    ASM: gl.constexpr = _turn_asm(ACTION, WHOSE, True)
     gl.inline_asm_elementwise(ASM, "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _turn_if(taken, ACTION: gl.constexpr, WHOSE: gl.constexpr, HOW: gl.constexpr):
+    """`_turn` if it is `taken`, which all turns are if workers are not `_lag` steps apart."""
+    if _lag(HOW):
+        ASM: gl.constexpr = _turn_asm(ACTION, WHOSE, False)
+        gl.inline_asm_elementwise(ASM, "=r,r", [taken.to(gl.int32)], gl.int32, is_pure=False, pack=1)
+    else:
+        _turn(ACTION, WHOSE)
 
 
 @gluon.jit
@@ -239,6 +264,7 @@ def _promoted_product(
     # The next stage is awaited before the last sums of this one, which leave as little time to the next turn.
     # Other workers than turned ones have no registers left for that.
     EARLY: gl.constexpr = HOW.turned and TURNS > 1
+    LAG: gl.constexpr = _lag(HOW)
     _rows, _tokens, scales, full, empty = ring
     acc = step_zeros(COLUMNS, BLOCKS)
     if EARLY:
@@ -246,10 +272,12 @@ def _promoted_product(
     for step in range(steps):
         after, phase_after = _next(stage, phase, HOW)
         factor = 1.0
+        # The first worker is alone in a tile's first steps, the second in its last ones.
+        taken = step >= LAG if ME == 0 else step < steps - LAG
         if not EARLY:
             _await(full, stage, phase, HOW)
         if ALTERNATE:
-            _turn("sync", ME)
+            _turn_if(taken, "sync", ME, HOW)
         part = _piece_issued(stage, 0, ALTERNATE, WIDTH, ME, HOW)
         for turn in gl.static_range(TURNS):
             # Gates and ups have the same scales in all products of a piece.
@@ -261,14 +289,14 @@ def _promoted_product(
             else:
                 if ALTERNATE:
                     await_all_but_last()
-                    _turn("arrive", 1 - ME)
+                    _turn_if(taken, "arrive", 1 - ME, HOW)
                 part = steps_finished(part, 0, COLUMNS, 1)
             acc = _added(acc, part, factor, scales, stage, turn, WIDTH, ME, HOW)
             if turn + 1 < TURNS:
                 if EARLY and turn + 2 == TURNS:
                     _await(full, after, phase_after, HOW, step + 1 < steps)
                 if ALTERNATE:
-                    _turn("sync", ME)
+                    _turn_if(taken, "sync", ME, HOW)
                 part = coming if TWO else _piece_issued(stage, turn + 1, ALTERNATE, WIDTH, ME, HOW)
         mbarrier.arrive(empty.index(stage), count=1)
         stage, phase = after, phase_after
