@@ -261,8 +261,8 @@ def _promoted_product(
     TURNS: gl.constexpr = HOW.depth * BLOCKS
     TWO: gl.constexpr = TURNS > 1 and _two_at_once(COLUMNS, HOW)
     ALTERNATE: gl.constexpr = HOW.workers == 2 and not TWO and COLUMNS >= 64
-    # The next stage is awaited before the last sums of this one, which leave as little time to the next turn.
-    # Other workers than turned ones have no registers left for that.
+    # The next stage is awaited while the last products but one of this one are in flight: after them, sums have
+    # to be added until the next turn. Other workers than turned ones have no registers left for that.
     EARLY: gl.constexpr = HOW.turned and TURNS > 1
     LAG: gl.constexpr = _lag(HOW)
     _rows, _tokens, scales, full, empty = ring
@@ -290,11 +290,11 @@ def _promoted_product(
                 if ALTERNATE:
                     await_all_but_last()
                     _turn_if(taken, "arrive", 1 - ME, HOW)
+                if EARLY and turn + 2 == TURNS:
+                    _await(full, after, phase_after, HOW, step + 1 < steps)
                 part = steps_finished(part, 0, COLUMNS, 1)
             acc = _added(acc, part, factor, scales, stage, turn, WIDTH, ME, HOW)
             if turn + 1 < TURNS:
-                if EARLY and turn + 2 == TURNS:
-                    _await(full, after, phase_after, HOW, step + 1 < steps)
                 if ALTERNATE:
                     _turn_if(taken, "sync", ME, HOW)
                 part = coming if TWO else _piece_issued(stage, turn + 1, ALTERNATE, WIDTH, ME, HOW)
