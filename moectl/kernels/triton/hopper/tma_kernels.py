@@ -261,9 +261,9 @@ def _promoted_product(
     TURNS: gl.constexpr = HOW.depth * BLOCKS
     TWO: gl.constexpr = TURNS > 1 and _two_at_once(COLUMNS, HOW)
     ALTERNATE: gl.constexpr = HOW.workers == 2 and not TWO and COLUMNS >= 64
-    # The next stage is awaited while the last products but one of this stage are in flight; later that
-    # would hold up the next turn. Other workers than turned ones have no registers left for that.
-    EARLY: gl.constexpr = HOW.turned and TURNS > 1
+    # The next stage is awaited while the last products but one of this stage are in flight; later that would
+    # hold up the next turn. ptxas would spill registers of wider tiles for that, in some layers.
+    EARLY: gl.constexpr = TURNS > 1 and not TWO and (HOW.turned or HOW.widths[-1] <= 96)
     LAG: gl.constexpr = _lag(HOW)
     _rows, _tokens, scales, full, empty = ring
     acc = step_zeros(COLUMNS, BLOCKS)
