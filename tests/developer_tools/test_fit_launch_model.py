@@ -37,7 +37,7 @@ def test_a_fit_writes_every_coefficient_and_chooses_better_the_longer_it_runs(tm
     for formats in document["formats"].values():
         assert all(set(values) <= set(BY_FORMAT) for values in formats.values())
     brief = _fit(str(survey), "--steps", "1")
-    for line in ("without DeepSeek-V2-Lite: ", "without dbrx-instruct ep8: ", "each layer left out: "):
+    for line in ("without DeepSeek-V2-Lite: ", "without dbrx-instruct ep8: ", "each model left out: "):
         assert line in brief
     mean = [float(_line(text, "fitted to all").rpartition("mean ")[2]) for text in (brief, printed)]
     assert mean[1] < mean[0]
@@ -66,7 +66,7 @@ def test_layers_that_were_left_out_get_launches_near_their_fastest(
     )
     printed = _fit(*arguments)
     found = re.search(
-        r"each layer left out: (\d+) cells, (\d+)% within 3%, (\d+)% within 10%, mean ([\d.]+);", printed
+        r"each model left out: (\d+) cells, (\d+)% within 3%, (\d+)% within 10%, mean ([\d.]+);", printed
     )
     assert said and found
     (cells, *shares, mean), (wanted, *least, most) = map(float, found.groups()), map(float, said.groups())

@@ -67,7 +67,7 @@ class GemmWork(NamedTuple):
         tiles: 64x64 tiles of weights that one computes, in whole steps.
         steps: of its loop.
         width: average tokens of a token tile.
-        resident: programs per multiprocessor by shared memory.
+        resident: programs that fit into one multiprocessor.
         copied: 64-column pieces of tokens that a program copies first.
         idle: programs that find no work, as grids are for the most tiles that a routing can need.
     """
@@ -124,10 +124,10 @@ class LaunchCoefficients(NamedTuple):
         gemms: those of the first and of the second GEMM.
         fixed: seconds of all small kernels.
         listing: seconds of a launch that lists assignments, if they are counted.
-        resident: programs per multiprocessor by registers.
         combine: bytes per second of the final sum.
         sharpness: how sharply the longest time wins.
         rounding: how much of a last round of programs is waited for.
+        uneven: how much the multiprocessors that have a program more than others are waited for.
         copying: clocks to copy 64 columns of one token.
         again: cost of a byte that is read again, mostly from L2, in bytes of memory.
         idle: clocks of a multiprocessor for a program without work.
@@ -136,17 +136,17 @@ class LaunchCoefficients(NamedTuple):
     gemms: tuple[GemmCoefficients, GemmCoefficients]
     fixed: Quantity
     listing: Quantity
-    resident: Quantity
     combine: Quantity
     sharpness: Quantity
     rounding: Quantity
+    uneven: Quantity
     copying: Quantity
     again: Quantity
     idle: Quantity
 
 
 LAUNCH, GEMM = LaunchCoefficients._fields[1:], GemmCoefficients._fields
-BY_FORMAT = ("bandwidth", "tile", "token")
+BY_FORMAT = ("bandwidth", "tile", "token", "program", "latency", "start")
 """Coefficients that have a factor for each weight format."""
 
 
@@ -234,17 +234,20 @@ def seconds(work: LaunchWork, gpu: GpuRates, of: LaunchCoefficients, by: Arithme
     """Seconds of the layer under a launch on a GPU."""
     sms, bandwidth, matrix = gpu
     total = of.fixed + of.listing * work.lists + work.rows / of.combine
-    sharpness, rounding = 1.5 + of.sharpness, of.rounding / (1 + of.rounding)
+    sharpness = 1.5 + of.sharpness
+    rounding, uneven = of.rounding / (1 + of.rounding), of.uneven / (1 + of.uneven)
     stays = work.persistent > 0
     for gemm, its in zip(work.gemms, of.gemms, strict=True):
         memory = (gemm.bytes + of.again * gemm.again) / (bandwidth * by.least(its.bandwidth, 1.0))
-        resident = by.where(stays, work.persistent, by.least(gemm.resident, of.resident))
+        resident = by.where(stays, work.persistent, gemm.resident)
         rounds = by.most(gemm.programs / (sms * resident), 1e-6)
         whole = by.where(stays, by.ceil(rounds - 0.02), rounds + 0.5 * by.exp(-rounds))
         waited = rounding * by.most(whole, 1.0) + (1 - rounding) * by.most(rounds, 1.0)
         copying = of.copying * gemm.copied
         program = gemm.tiles * (its.tile + its.token * gemm.width / matrix) + its.program + copying
-        at_once = by.where(stays, work.persistent * waited, by.most(gemm.programs / sms, 1.0))
+        each = by.most(gemm.programs / sms, 1.0)
+        most = (1 - uneven) * each + uneven * by.ceil(each - 0.02)
+        at_once = by.where(stays, work.persistent * waited, most)
         issued = at_once * program / CLOCK
         latency = waited * (gemm.steps * its.latency + its.start + 2 * copying) / CLOCK
         total = total + of.idle * gemm.idle / (sms * CLOCK)

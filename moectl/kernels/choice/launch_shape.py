@@ -14,7 +14,7 @@ class GemmShape(NamedTuple):
         rows: weight rows of a program.
         step: 64-column tiles that a program reads at once, along the reduction.
         split: programs that share the reduction.
-        resident: programs that fit into one multiprocessor's shared memory; infinite if registers decide.
+        resident: programs that fit into one multiprocessor; of no meaning in a launch whose programs stay.
         copied: tokens whose rows a program copies before it starts; 0 if they are copied step by step.
     """
 

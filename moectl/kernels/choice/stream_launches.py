@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, replace
 from ...capabilities.own_kernels import GATED, UNGATED
 from ...problem.moe_problem import MoEProblem
 from .launch_shape import GemmShape, LaunchShape
-from .tile_family import SHARED_MEMORY, TileFamily, column_refusal
+from .tile_family import SHARED_MEMORY, TileFamily, column_refusal, programs_by_registers
 
 DTYPES = ("bf16", "fp16")
 
@@ -124,6 +124,20 @@ def fits(problem: MoEProblem, tile: StreamTile) -> str:
     return ""
 
 
+def registers(tile: StreamTile, shape: StreamShape) -> int:
+    """Registers per thread of the kernel that runs `shape`, roughly: what it compiles to differs by format.
+
+    Tiles in flight take most of them, and a fused kernel has those of the GEMM that needs more.
+    """
+    shapes = (tile.first, tile.second) if tile.fused else (shape,)
+    many = max(it.depth * it.blocks for it in shapes) > 4
+    if tile.tokens >= 8:
+        return 112
+    if tile.fused:
+        return 104 if many else 72
+    return 84 if many else 60
+
+
 def launch_shape(problem: MoEProblem, tile: StreamTile) -> LaunchShape:
     """The tile in the terms of the model of time."""
     dims, resident = problem.dims, []
@@ -132,7 +146,8 @@ def launch_shape(problem: MoEProblem, tile: StreamTile) -> LaunchShape:
         (tile.second, dims.intermediate, tile.split),
     ):
         memory = shared_memory(shape, shape.steps(64 * math.ceil(columns / 64), split), tile.tokens)
-        resident.append(max(1, SHARED_MEMORY // (memory + 1024)))
+        by_memory = max(1, SHARED_MEMORY // (memory + 1024))
+        resident.append(min(by_memory, programs_by_registers(registers(tile, shape), shape.warps)))
     if tile.fused:
         resident = [min(resident)] * 2
     first, second = (

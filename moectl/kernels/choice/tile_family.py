@@ -96,6 +96,20 @@ def scale_name(problem: MoEProblem) -> str:
 SHARED_MEMORY = 227 * 1024
 """Most bytes of shared memory that a program may have on SM90."""
 
+REGISTERS = 65536
+"""Registers of a multiprocessor."""
+
+
+def programs_by_registers(registers: int, warps: int) -> int:
+    """Programs of so many warps that fit into one multiprocessor, with so many registers per thread.
+
+    Example:
+        >>> programs_by_registers(registers=84, warps=4)
+        5
+    """
+    return max(1, REGISTERS // (32 * warps * 8 * math.ceil(registers / 8)))
+
+
 FORMATS: dict[str, tuple[tuple[str, str], ...]] = {
     "e8m0": (("mxfp4", "bf16"), ("mxfp8", "bf16")),
     "e4m3": (("nvfp4", "bf16"), ("nvfp4", "fp16")),

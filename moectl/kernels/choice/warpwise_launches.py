@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...problem.moe_problem import MoEProblem
 from .launch_shape import GemmShape, LaunchShape
-from .tile_family import TileFamily, column_refusal
+from .tile_family import TileFamily, column_refusal, programs_by_registers
 
 WARPS = (1, 2, 4, 8, 16)
 
@@ -66,10 +66,20 @@ def _candidates(problem: MoEProblem) -> list[WarpwiseTile]:
     return [WarpwiseTile(8, *values) for values in CANDIDATES]
 
 
+REGISTERS = 84
+"""Registers per thread: kernels compile to 79 to 84 of them."""
+
+
 def launch_shape(problem: MoEProblem, tile: WarpwiseTile) -> LaunchShape:
     """The tile in the terms of the model of time."""
     first, second = (
-        GemmShape(f"warpwise {rows}x{warps}", 64 * rows, warps // rows, copied=tile.tokens)
+        GemmShape(
+            f"warpwise {rows}x{warps}",
+            64 * rows,
+            warps // rows,
+            resident=programs_by_registers(REGISTERS, warps),
+            copied=tile.tokens,
+        )
         for rows, warps in ((tile.rows1, tile.warps1), (tile.rows2, tile.warps2))
     )
     kind = "fused" if tile.fused else "planned" if tile.planned else "each"

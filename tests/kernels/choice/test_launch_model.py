@@ -238,7 +238,7 @@ def test_a_lower_matrix_rate_bounds_prefill_and_leaves_decoding_alone() -> None:
             assert us <= unbound, "the plan takes the rate into account"
             assert us > 1.5 * _planned_us(problem, tokens, fast, H20._replace(matrix=1.0))
         one = _planned_us(problem, 1, found, H20)
-        assert one < 1.05 * _planned_us(problem, 1, fast, H20._replace(matrix=1.0))
+        assert one < 1.07 * _planned_us(problem, 1, fast, H20._replace(matrix=1.0))
 
 
 def _planned_us(problem: MoEProblem, tokens: int, plan: Plan, gpu: GpuRates) -> float:
