@@ -59,12 +59,16 @@ class ExpertLoad:
 
     Attributes:
         active: experts with at least one token.
+        busy: probability that there is any.
     """
 
     def __init__(self, experts: int, local_experts: int, top_k: int, tokens: int) -> None:
         self._local = local_experts
         self._counts, self._chances = expert_counts(experts, top_k, tokens)
         self.active = local_experts * sum(self._chances)
+        others = experts - local_experts
+        none = math.prod(max(0, others - i) / (experts - i) for i in range(min(top_k, experts)))
+        self.busy = 1 - none**tokens
         self._tiles: dict[tuple[tuple[int, ...], bool], tuple[float, float]] = {}
 
     def tiles(self, widths: tuple[int, ...], even: bool) -> tuple[float, float]:

@@ -91,12 +91,14 @@ class LaunchWork(NamedTuple):
         rows: bytes of rows between and after the GEMMs.
         lists: launches that list the assignments, if they are counted.
         persistent: `LaunchShape.persistent`.
+        busy: probability that there is any work for the GEMMs.
     """
 
     gemms: tuple[GemmWork, GemmWork]
     rows: Quantity
     lists: Quantity
     persistent: Quantity
+    busy: Quantity
 
 
 class GemmCoefficients(NamedTuple):
@@ -209,7 +211,7 @@ def work_of(load: LayerLoad, shape: LaunchShape) -> LaunchWork:
     if shape.codes:  # two bytes are read and one is written
         rows += 3 * (load.tokens * problem.dims.hidden + local_share * problem.dims.intermediate)
     lists = list_launches(assignments, problem.local_experts) if shape.lists and load.tokens > 1 else 0
-    return LaunchWork((first, second), rows, lists, shape.persistent)
+    return LaunchWork((first, second), rows, lists, shape.persistent, load.experts.busy)
 
 
 def _gemm_work(
@@ -231,27 +233,32 @@ def _gemm_work(
 
 
 def seconds(work: LaunchWork, gpu: GpuRates, of: LaunchCoefficients, by: Arithmetic = NUMBERS) -> Quantity:
-    """Seconds of the layer under a launch on a GPU."""
+    """Seconds of the layer under a launch on a GPU.
+
+    GEMMs take what they take where they have work, on average, as often as they do.
+    """
     sms, bandwidth, matrix = gpu
     total = of.fixed + of.listing * work.lists + work.rows / of.combine
     sharpness = 1.5 + of.sharpness
     rounding, uneven = of.rounding / (1 + of.rounding), of.uneven / (1 + of.uneven)
     stays = work.persistent > 0
     for gemm, its in zip(work.gemms, of.gemms, strict=True):
-        memory = (gemm.bytes + of.again * gemm.again) / (bandwidth * by.least(its.bandwidth, 1.0))
+        read, programs = (gemm.bytes + of.again * gemm.again) / work.busy, gemm.programs / work.busy
+        memory = read / (bandwidth * by.least(its.bandwidth, 1.0))
         resident = by.where(stays, work.persistent, gemm.resident)
-        rounds = by.most(gemm.programs / (sms * resident), 1e-6)
+        rounds = by.most(programs / (sms * resident), 1e-6)
         whole = by.where(stays, by.ceil(rounds - 0.02), rounds + 0.5 * by.exp(-rounds))
         waited = rounding * by.most(whole, 1.0) + (1 - rounding) * by.most(rounds, 1.0)
         copying = of.copying * gemm.copied
         program = gemm.tiles * (its.tile + its.token * gemm.width / matrix) + its.program + copying
-        each = by.most(gemm.programs / sms, 1.0)
+        each = by.most(programs / sms, 1.0)
         most = (1 - uneven) * each + uneven * by.ceil(each - 0.02)
         at_once = by.where(stays, work.persistent * waited, most)
         issued = at_once * program / CLOCK
         latency = waited * (gemm.steps * its.latency + its.start + 2 * copying) / CLOCK
         total = total + of.idle * gemm.idle / (sms * CLOCK)
-        total = total + (memory**sharpness + issued**sharpness + latency**sharpness) ** (1 / sharpness)
+        longest = (memory**sharpness + issued**sharpness + latency**sharpness) ** (1 / sharpness)
+        total = total + work.busy * longest
     return total
 
 

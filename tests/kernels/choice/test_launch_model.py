@@ -137,6 +137,21 @@ def test_a_rank_of_many_has_programs_without_work() -> None:
     assert work.idle == pytest.approx(16 * 6 * (1 - 8 / 64) * rows)
 
 
+def test_a_rank_without_a_token_has_nothing_to_wait_for() -> None:
+    """One of 64 experts gets the only token's one choice of them in one of 64 routings."""
+    one = replace(LAYER, top_k=1)
+    rank = replace(one, local_experts=1)
+    assert load_of(one, 1).experts.busy == 1 and load_of(replace(rank, experts=1), 1).experts.busy == 1
+    assert load_of(rank, 1).experts.busy == pytest.approx(1 / 64)
+    assert load_of(rank, 2).experts.busy == pytest.approx(1 - (63 / 64) ** 2)
+    for launch, shape in _known(LAYER):
+        whole, share, nothing = (
+            predicted_us(it, 1, launch.family, shape, H200)
+            for it in (one, rank, replace(rank, experts=1 << 20))
+        )
+        assert whole and share and nothing and share - nothing < (whole - nothing) / 8
+
+
 def _predicted(problem: MoEProblem, gpu: GpuRates) -> list[list[float]]:
     """Microseconds of every launch at every size."""
     times = [
