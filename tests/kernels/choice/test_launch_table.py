@@ -150,7 +150,7 @@ def test_programs_of_one_token_are_not_taken_where_experts_have_two() -> None:
 def test_wider_codes_take_a_row_with_a_shorter_ring() -> None:
     problem = replace(QWEN, scheme=Scheme(int_format(8, FULL)))
     with compiling_for(OFFLINE_GPUS[90]):
-        own, wider = (choose_shipped(it, 128, torch.device("cuda")) for it in (QWEN, problem))
+        own, wider = (choose_shipped(it, 256, torch.device("cuda")) for it in (QWEN, problem))
     assert own.family == wider.family == "mid" and wider.tile.stages < own.tile.stages
     longer = replace(wider.tile, stages=wider.tile.stages + 1)
     assert "shared memory" in MID_FAMILY.fits(problem, longer)
