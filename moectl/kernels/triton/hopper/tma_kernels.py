@@ -206,16 +206,16 @@ def _added(
     return acc[: BLOCK * UNITS] + made + acc[(BLOCK + 1) * UNITS :]
 
 
-LAG = 1
+MOST_LAG = 1
 """Steps by which the second worker of turned products is behind the first."""
 
 
 @gluon.constexpr_function
 def _lag(HOW):
-    """Steps that a worker of turned products has the tensor cores to itself while the other one is in its
-    epilogue. The ring needs two stages more: the first worker awaits a step ahead of its own, and the second
-    gives stages back only as it gets turns."""
-    return min(LAG, HOW.stages - 2) if HOW.turned else 0
+    """Steps by which the second worker of turned products is behind the first: each has the tensor cores to
+    itself for so many while the other one is in its epilogue. The ring needs two stages more: the first
+    worker awaits a step ahead of its own, and the second gives stages back only as it gets turns."""
+    return max(0, min(MOST_LAG, HOW.stages - 2)) if HOW.turned else 0
 
 
 @gluon.constexpr_function
@@ -319,8 +319,9 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     # slots, one later the router's weights. Each load has the result of the one before it by then. Turned
     # products without slots have no registers for tiles further ahead than the next.
     FAR: gl.constexpr = _notes_slots(HOW) or not HOW.turned
-    # The farthest tile is looked up where ptxas can do so between the instructions of an epilogue that every
-    # tile has: before turned products are stored in the first GEMM, after half of them are in the second.
+    # The farthest tile is looked up where ptxas can do so between the instructions of an epilogue: before
+    # turned products are stored in the first GEMM, after the first of them is in the second. Every listed
+    # tile has a token, and with it an epilogue.
     LATE: gl.constexpr = HOW.turned and not HOW.experts
     total = count * row_tiles
     begin = gl.program_id(0)
