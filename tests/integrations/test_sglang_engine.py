@@ -87,7 +87,8 @@ def qwen3(tmp_path_factory, generate):
 def test_int4_experts_give_the_tokens_of_sglangs_own_in_16_bits(qwen3, generate, tmp_path):
     model, got = qwen3
     moectl.convert(model, tmp_path / "bf16", "bf16", requantize=True)
-    assert near(got, generate(tmp_path / "bf16", {}))
+    # How bf16 products are summed depends on the CPU: 0.027 apart on one.
+    assert near(got, generate(tmp_path / "bf16", {}), 0.05)
 
 
 def test_a_converted_directory_gives_the_same_tokens(qwen3, generate, tmp_path):
