@@ -87,7 +87,7 @@ def test_a_slice_has_its_share_of_the_intermediate_size() -> None:
 def test_what_a_search_runs_is_compiled_before_it() -> None:
     options = argparse.Namespace(models=["deepseek-v3"], formats=["nvfp4"], experts=None, tp=8, tokens=[1])
     ((name, cell),) = script._cells(options)
-    assert name == "deepseek-v3-tp8" and cell.problem.dims.intermediate == 256
+    assert name == "deepseek-v3 tp8" and cell.problem.dims.intermediate == 256
     with standing_in(OfflineGpu.of(find_device("h200"))):
         bench = GpuBench(torch.device("cuda"), ("stream", "decode"), most=3)
         launches = script._launches(cell, bench)

@@ -59,7 +59,7 @@ class ExpertLoad:
 
     Attributes:
         active: experts with at least one token.
-        busy: probability that there is any.
+        busy: probability that there is any, of one token if there are none.
     """
 
     def __init__(self, experts: int, local_experts: int, top_k: int, tokens: int) -> None:
@@ -68,7 +68,7 @@ class ExpertLoad:
         self.active = local_experts * sum(self._chances)
         others = experts - local_experts
         none = math.prod(max(0, others - i) / (experts - i) for i in range(min(top_k, experts)))
-        self.busy = 1 - none**tokens
+        self.busy = 1 - none ** max(tokens, 1)
         self._tiles: dict[tuple[tuple[int, ...], bool], tuple[float, float]] = {}
 
     def tiles(self, widths: tuple[int, ...], even: bool) -> tuple[float, float]:

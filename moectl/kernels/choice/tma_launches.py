@@ -11,7 +11,7 @@ from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL
 from .launch import tile_words
 from .launch_shape import GemmShape, LaunchShape
-from .tile_family import SHARED_MEMORY, SIZE_MULTIPLE, TileFamily, next_power_of_2
+from .tile_family import REGISTERS, SHARED_MEMORY, SIZE_MULTIPLE, TileFamily, next_power_of_2
 
 WIDTHS: dict[int, tuple[int, ...]] = {
     8: (8,),
@@ -87,7 +87,7 @@ def _loader_groups(tile: TmaTile) -> int:
 def launch_registers(tile: TmaTile) -> int:
     """Registers per thread at launch, before they are redistributed from loaders to workers."""
     groups = tile.workers + _loader_groups(tile)
-    return min(168, 65536 // (128 * groups * tile.programs) // 8 * 8)
+    return min(168, REGISTERS // (128 * groups * tile.programs) // 8 * 8)
 
 
 def registers(

@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....later import Later
 from ....problem.schemes import FULL
 from ...choice.mid_launches import MID_TILES, WIDTHS, MidTile, registers
+from ...choice.tile_family import REGISTERS
 from ..kernel_family import (
     KernelCall,
     KernelFamily,
@@ -135,7 +136,7 @@ def gemm(
 def launch_registers(tile: MidTile) -> int:
     """Registers per thread at launch, before they are redistributed from loaders to workers."""
     producers = 4  # warps of a warpgroup: token loaders, the weight loader and idle warps
-    return 65536 // (32 * (4 * tile.workers + producers) * tile.programs) // 8 * 8
+    return REGISTERS // (32 * (4 * tile.workers + producers) * tile.programs) // 8 * 8
 
 
 def _codes_descriptor(m: KernelMatrix, depth: int) -> TensorDescriptor:

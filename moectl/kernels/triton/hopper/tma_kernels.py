@@ -207,7 +207,7 @@ def _added(
 
 
 MOST_LAG = 1
-"""Steps by which the second worker of turned products is behind the first."""
+"""The largest `_lag`; by a simulation two steps need a ring of four stages."""
 
 
 @gluon.constexpr_function
