@@ -34,7 +34,7 @@ from support.one_thread import one_thread  # noqa: F401
 from support.random_layers import GPT_OSS, canonical_roles
 from support.random_layers import layer_of as expert_layer
 from support.refit_cases import EXPERTS, SHARDS, RefitCase, compare, live_layer, numbers, step, try_case
-from support.refit_rates import rates
+from support.refit_rates import rates, scratch_of
 from support.sampling import every_nth
 from support.scripts import loaded
 
@@ -415,6 +415,26 @@ def test_scratch_memory_does_not_grow_with_experts(name: str) -> None:
     assert codes.written == 16 * codes.role // 2
     assert codes.role <= codes.scratch <= codes.role + 4096  # one copy: nothing is converted step by step
     assert many["whole layer"].scratch <= many["whole layer"].expert / 4
+
+
+class Cycle:
+    """An object that only Python's garbage collector frees, with the tensor it holds."""
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.me, self.held = self, held
+
+
+def test_tensors_of_earlier_measurements_are_not_taken_off_when_they_are_freed() -> None:
+    kept: list[torch.Tensor] = []
+
+    def call() -> None:
+        Cycle(kept.pop())
+        assert len([[] for _ in range(5000)]) == 5000  # enough for a collection of garbage
+        torch.zeros(18, dtype=torch.uint8)
+
+    for _ in range(3):
+        assert scratch_of(lambda: kept.append(torch.zeros(40)), torch.device("cpu")) == 160
+        assert scratch_of(call, torch.device("cpu")) == 18
 
 
 def test_rates_are_printed_beside_plain_copies(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -145,7 +146,20 @@ def kernel_seconds_of(call: Callable[[], object], device: torch.device) -> float
 
 
 def scratch_of(call: Callable[[], object], device: torch.device) -> int:
-    """Most bytes that torch has allocated on `device` during a call, beyond those before it."""
+    """Most bytes that torch has allocated on `device` during a call, beyond those before it.
+
+    Python's garbage is collected before and not meanwhile: tensors of others that are freed during the call
+    would be taken off.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        return bytes_allocated(call, device)
+    finally:
+        gc.enable()
+
+
+def bytes_allocated(call: Callable[[], object], device: torch.device) -> int:
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
