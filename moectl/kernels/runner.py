@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import NoBackend, UsageError
 from ..problem.moe_problem import MoEProblem
 from ..problem.schemes import A16, ActFormat
+from ..torch_dtypes import MODEL_TORCH_DTYPES
 from .prepared_layer import PreparedMoE
 
 Run = Callable[..., Tensor]
@@ -192,6 +193,13 @@ def check_tokens(prepared: PreparedMoE, x: Tensor, **others: Tensor | None) -> N
     if len(devices) > 1:
         names = ", ".join(sorted(str(d) for d in devices))
         raise UsageError(f"{', '.join(tensors)} and the layer must be on one device, got {names}")
+
+
+def check_dtype(problem: MoEProblem, x: Tensor) -> None:
+    """Raises UsageError if tokens do not have the model's dtype, which scales and biases have."""
+    expected = MODEL_TORCH_DTYPES[problem.dtype]
+    if x.dtype != expected:
+        raise UsageError(f"x must be {expected}, the model's dtype, got {x.dtype}; cast it before the call")
 
 
 def check_arguments(

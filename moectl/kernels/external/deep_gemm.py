@@ -24,9 +24,9 @@ from ...errors import Unavailable
 from ...problem.moe_problem import MoEProblem
 from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..prepared_layer import PreparedMoE
-from ..runner import Runner
+from ..runner import Runner, check_dtype
 from .cuda_compiler import cuda_toolkit
-from .gemm_glue import check_dtype, device_refusal, weighted_sum
+from .gemm_glue import device_refusal, weighted_sum
 from .grouped_formats import accumulation, grouped_refusal, layout_for
 from .grouped_rows import (
     GROUP,

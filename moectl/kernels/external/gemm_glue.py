@@ -14,9 +14,7 @@ from torch import Tensor
 
 from ...capabilities.kernel_support import KernelSupport
 from ...dtypes import MODEL_DTYPES
-from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
-from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..choice.launch import FEW
 from ..triton.kernel_family import activation_numbers
 from ..triton.sort_and_combine import INTERPRETED, launch_options, sort_by_expert
@@ -193,10 +191,3 @@ def scale_refusal(problem: MoEProblem) -> str:
     if weight.scale_dtype in ("", "E8M0", model_dtype):
         return ""
     return f"it needs scales in the model's dtype, {model_dtype}; the layer has {weight.scale_dtype}"
-
-
-def check_dtype(problem: MoEProblem, x: Tensor) -> None:
-    """Raises UsageError if tokens do not have the model's dtype, which scales and biases have."""
-    expected = MODEL_TORCH_DTYPES[problem.dtype]
-    if x.dtype != expected:
-        raise UsageError(f"x must be {expected}, the model's dtype, got {x.dtype}; cast it before the call")

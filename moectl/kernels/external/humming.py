@@ -28,12 +28,11 @@ from ...problem.padding import pad, size_rule
 from ...problem.schemes import FULL
 from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..prepared_layer import CANONICAL, PreparedMoE
-from ..runner import Runner
+from ..runner import Runner, check_dtype
 from .gemm_glue import (
     ExpertBlocks,
     activate,
     align_blocks,
-    check_dtype,
     device_refusal,
     weighted_sum,
 )

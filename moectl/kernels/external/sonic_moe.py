@@ -20,8 +20,8 @@ from ...capabilities.external_kernels import SONIC_MOE
 from ...errors import Unavailable
 from ...problem.moe_problem import MoEProblem
 from ..prepared_layer import PreparedMoE
-from ..runner import Runner
-from .gemm_glue import check_dtype, device_refusal
+from ..runner import Runner, check_dtype
+from .gemm_glue import device_refusal
 from .grouped_formats import accumulation, grouped_refusal, layout_for
 from .import_library import failing_as, module, package, unavailable_reason
 

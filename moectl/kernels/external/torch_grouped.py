@@ -20,8 +20,8 @@ from ...errors import Unavailable
 from ...problem.moe_problem import MoEProblem
 from ..activation import activate as activate_in_torch
 from ..prepared_layer import PreparedMoE
-from ..runner import Runner
-from .gemm_glue import check_dtype, device_refusal, weighted_sum
+from ..runner import Runner, check_dtype
+from .gemm_glue import device_refusal, weighted_sum
 from .grouped_formats import accumulation, grouped_refusal, layout_for, row_for
 from .grouped_rows import WHOLE_ROWS, RowScales, activate_rows, place_rows, scatter_tokens
 from .import_library import failing_as, unavailable_reason

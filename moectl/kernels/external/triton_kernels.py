@@ -20,8 +20,8 @@ from ...errors import NoBackend, Unavailable
 from ...problem.moe_problem import MoEProblem, Routing
 from ...problem.padding import pad
 from ..prepared_layer import PreparedMoE
-from ..runner import LIBRARY, Runner, chosen_by
-from .gemm_glue import INPUT_WEIGHT_REFUSAL, activate, check_dtype, device_refusal, sort_assignments
+from ..runner import LIBRARY, Runner, check_dtype, chosen_by
+from .gemm_glue import INPUT_WEIGHT_REFUSAL, activate, device_refusal, sort_assignments
 from .import_library import failing_as, module, package, unavailable_reason
 
 NAME = "triton_kernels"

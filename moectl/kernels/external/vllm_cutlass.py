@@ -20,13 +20,12 @@ from ...capabilities.unpacked_libraries import CUTLASS_PEER
 from ...errors import Unavailable
 from ...problem.moe_problem import MoEProblem
 from ..prepared_layer import PreparedMoE
-from ..runner import Runner
+from ..runner import Runner, check_dtype
 from ..tolerance import DECLARED
 from .fp8_rows import ExpertRows, expert_rows, formats_refusal, fp8_matrix, quantize_rows
 from .gemm_glue import (
     ACT_ORDER_REFUSAL,
     INPUT_WEIGHT_REFUSAL,
-    check_dtype,
     device_refusal,
     weighted_sum,
 )

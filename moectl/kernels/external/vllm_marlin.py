@@ -21,14 +21,13 @@ from ...errors import Unavailable
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL, WeightFormat
 from ..prepared_layer import PreparedMoE
-from ..runner import Runner
+from ..runner import Runner, check_dtype
 from ..triton.kernel_family import multiprocessors
 from .gemm_glue import (
     ACT_ORDER_REFUSAL,
     ExpertBlocks,
     activate,
     align_blocks,
-    check_dtype,
     device_refusal,
     scale_refusal,
     weighted_sum,

@@ -44,7 +44,7 @@ from ...errors import Unavailable
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL
 from ..prepared_layer import PreparedMoE
-from ..runner import Runner
+from ..runner import Runner, check_dtype
 from ..tolerance import DECLARED
 from .fp8_rows import GROUP, formats_refusal, fp8_matrix, quantize_rows
 from .gemm_glue import (
@@ -52,7 +52,6 @@ from .gemm_glue import (
     ExpertBlocks,
     activate,
     align_blocks,
-    check_dtype,
     device_refusal,
     weighted_sum,
 )

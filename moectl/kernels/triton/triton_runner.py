@@ -32,7 +32,7 @@ from ..choice.tile_family import launch_of as launch_named
 from ..choice.tile_family import scale_name
 from ..choice.tma_launches import tile_for
 from ..prepared_layer import PreparedMoE
-from ..runner import ActivationFormat, Runner
+from ..runner import ActivationFormat, Runner, check_dtype
 from ..tolerance import DECLARED
 from .expert_batches import CHOSEN_FOR, compute_batch, layer_one_each, one_each
 from .hopper.mid import MID_FAMILY
@@ -78,6 +78,7 @@ def run_into(
 ) -> Tensor:
     """`run_with` into an existing contiguous output `y` with the shape and dtype of `x`; returns `y`."""
     kernel_family = _legal(prepared.problem, launch)
+    check_dtype(prepared.problem, x)
     if not len(x):
         return y
     # Code for tensors that are not aligned would be another binary to compile.
@@ -91,6 +92,7 @@ def run_into(
 def run_batch_with(prepared: PreparedMoE, x: Tensor, counts: Tensor, launch: Launch) -> Tensor:
     """`Runner.batched` with a given launch; UsageError if it is not legal."""
     kernel_family = _legal(one_each(prepared.problem), launch)
+    check_dtype(prepared.problem, x)
     layer = replace(layer_of(prepared), problem=one_each(prepared.problem))
     return compute_batch(aligned(x), counts, lambda call: kernel_family.run(layer, call, launch.tile))
 
