@@ -16,7 +16,8 @@ from moectl.kernels.runner import Runner
 from moectl.kernels.triton import kernel_family
 from moectl.kernels.triton.hopper.gemm_spec import exact_weights
 from moectl.kernels.triton.kernel_family import exponents_of, exponents_of_each, layer_of
-from moectl.kernels.triton.triton_runner import aligned
+from moectl.kernels.triton.launches import launch_for
+from moectl.kernels.triton.triton_runner import aligned, run_batch_with, run_with
 from moectl.problem.moe_problem import Activation
 from moectl.problem.schemes import MXFP8, NVFP4, Scheme, int_format
 from support.random_layers import GPT_OSS, KIMI, canonical_roles
@@ -150,6 +151,21 @@ def test_tokens_are_copied_where_kernels_could_not_read_them() -> None:
     made = aligned(odd)
     assert made.data_ptr() % 16 == 0 and torch.equal(made, odd)
     assert aligned(even.T).is_contiguous()
+
+
+@pytest.mark.parametrize("scheme", [Scheme(MXFP8), KIMI.scheme], ids=str)
+def test_tokens_have_the_layer_s_dtype(scheme: Scheme) -> None:
+    """Kernels turn codes into numbers of the layer's dtype, and read tokens as bytes of it."""
+    problem = replace(KIMI, scheme=scheme)
+    prepared = expert_layer(problem, canonical_roles(problem)).prepared("moectl", "cpu")
+    ids, weights = torch.zeros(3, problem.top_k, dtype=torch.int32), torch.ones(3, problem.top_k)
+    x = torch.zeros(3, problem.dims.hidden, dtype=torch.float16)
+    launch = launch_for(problem, 3)
+    with pytest.raises(UsageError, match=r"x must be torch.bfloat16, the model's dtype, got torch.float16"):
+        run_with(prepared, x, ids, weights, launch)
+    batch = torch.zeros(problem.local_experts, 2, problem.dims.hidden, dtype=torch.float16)
+    with pytest.raises(UsageError, match=r"x must be torch.bfloat16, the model's dtype, got torch.float16"):
+        run_batch_with(prepared, batch, torch.zeros(problem.local_experts, dtype=torch.int32), launch)
 
 
 def test_kernels_are_imported_when_they_are_launched() -> None:
