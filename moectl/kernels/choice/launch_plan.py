@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import indexOf
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ...problem.moe_problem import MoEProblem
@@ -65,6 +66,9 @@ SINGLE = 4.0
 """How much losses at one token count where it was measured: decoding a single sequence is what latency is
 judged by, and there a launch for two tokens that the model sees no difference in took 6% longer (gpt-oss on
 an H200)."""
+
+KNOWN = 2.0
+"""The same at other numbers of tokens that were measured: what the model says of others is less certain."""
 
 FEW, WITH_FEW = 1.5, 1.03
 """Tiles of families that were made for several tokens of an expert count as this much slower below so many:
@@ -156,33 +160,24 @@ def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> 
                 if fitted(name, made.shape, problem.scheme.weight) and not family.fits(problem, tile):
                     candidates[made.launch, made.single] = made
                     small = max(small, family.small_binaries)
-    fastest = [_measured(problem, tokens, GpuModel(capability, gpu.sms)) for tokens in SIZES]
-    candidates |= {(measured.launch, measured.single): measured for measured in fastest if measured}
-    indices = {key: index for index, key in enumerate(candidates)}
-    rows = [indices[it.launch, it.single] if it else None for it in fastest]
-    return plan(problem, gpu, [*candidates.values()], rows, small)
-
-
-def _measured(problem: MoEProblem, tokens: int, gpu: GpuModel) -> CandidateLaunch | None:
-    """The launch that was measured for this very layer near `tokens` tokens and can run, if any.
-
-    Rows are of whole layers: a rank's share of the experts gets fewer assignments than a layer of so many.
-    """
-    if problem.local_experts != problem.experts:
-        return None
-    for row in own_rows(problem, tokens, gpu):
+    rows = []
+    for row in own_rows(problem, GpuModel(capability, gpu.sms)):
         launch = launch_of(MODELLED, row.family, row.tile)
         if launch and not MODELLED[row.family].fits(problem, launch.tile):
-            made = CandidateLaunch.each_of(problem, launch)
-            return next(it for it in made if it.single is None or it.single == (tokens == 1))
-    return None
+            forms = CandidateLaunch.each_of(problem, launch)
+            made = next(it for it in forms if it.single is None or it.single == (row.tokens == 1))
+            candidates[made.launch, made.single] = made
+            rows.append((row.tokens, (made.launch, made.single)))
+    places = {key: place for place, key in enumerate(candidates)}
+    measured = {tokens: places[key] for tokens, key in rows}
+    return plan(problem, gpu, [*candidates.values()], measured, small)
 
 
 def plan(
     problem: MoEProblem,
     gpu: GpuRates,
     candidates: Sequence[CandidateLaunch],
-    measured: Sequence[int | None] = (None,) * len(SIZES),
+    measured: Mapping[int, int] = MappingProxyType({}),
     small: int = 3,
 ) -> Plan | None:
     """The launches of a layer; None if there is a number of tokens for which no candidate was fitted.
@@ -192,28 +187,29 @@ def plan(
 
     Args:
         candidates: those of unfitted families or formats are only taken where they are `measured`.
-        measured: for each of `SIZES` the candidate that was measured to be the fastest there, if any was.
+        measured: the candidate that was measured to be the fastest, at some of `SIZES`.
         small: compiled kernels beside the GEMMs.
     """
     us = _predicted(problem, gpu, candidates)
     fastest = [min(times, default=math.inf) for times in zip(*us, strict=True)]
     if not fastest or not all(map(math.isfinite, fastest)):
         return None
+    us = _corrected(us, measured)
     # What a measured launch takes by the model, since it is the model that compares the others with it.
+    rows = [measured.get(tokens) for tokens in SIZES]
     reference = [
-        time if row is None or us[row][i] == math.inf else us[row][i]
-        for i, (time, row) in enumerate(zip(fastest, measured, strict=True))
+        min(times) if row is None or times[row] == math.inf else times[row]
+        for times, row in zip(zip(*us, strict=True), rows, strict=True)
     ]
     # A loss for each candidate at each number of tokens.
     losses = [
         [
-            _loss_beside(time / best, row, index) * (1.0 if tokens > 1 or row is None else SINGLE)
-            for tokens, time, best, row in zip(SIZES, times, reference, measured, strict=True)
+            _loss_beside(time / best, row, index) * _weight(tokens, row is not None)
+            for tokens, time, best, row in zip(SIZES, times, reference, rows, strict=True)
         ]
         for index, times in enumerate(us)
     ]
-    known = any(row is not None for row in measured)
-    most_gemms = (MOST_IF_MEASURED if known else MOST_BINARIES) - small
+    most_gemms = (MOST_IF_MEASURED if measured else MOST_BINARIES) - small
     chosen = _chosen(losses, [candidate.binaries for candidate in candidates], most_gemms)
     least = [list(each) for each in zip(*(losses[index] for index in chosen), strict=True)]
     if not least or max(map(min, least)) >= UNFITTED:
@@ -226,6 +222,23 @@ def plan(
         for i in ends
     ]
     return Plan(tuple(most), tuple(candidates[picks[i]].launch for i in ends))
+
+
+def _corrected(us: list[list[float]], measured: Mapping[int, int]) -> list[list[float]]:
+    """Predicted times, at each of `SIZES`, with what measurements say of those next to theirs.
+
+    A launch that was measured to be the fastest is mostly predicted to take a little longer than another: by
+    that ratio the model says too much of it. Its times at the next sizes, for which the model decides, are
+    divided by the square root of that.
+    """
+    corrected = [times.copy() for times in us]
+    for tokens, index in measured.items():
+        size = SIZES.index(tokens)
+        over = us[index][size] / min(times[size] for times in us)
+        for beside in (size - 1, size + 1):
+            if over < math.inf and 0 <= beside < len(SIZES) and measured.get(SIZES[beside]) != index:
+                corrected[index][beside] /= math.sqrt(over)
+    return corrected
 
 
 def _predicted(
@@ -249,6 +262,13 @@ def _predicted(
             ]
         )
     return predicted
+
+
+def _weight(tokens: int, measured: bool) -> float:
+    """How much losses at a number of tokens count."""
+    if not measured:
+        return 1.0
+    return SINGLE if tokens == 1 else KNOWN
 
 
 def _loss_beside(ratio: float, measured: int | None, index: int) -> float:

@@ -3,9 +3,9 @@
 An entry is one layer on one GPU, measured by ``scripts/tune_kernels``; its rows are the fastest kernel
 family and tile at a number of tokens. A layer takes what the model of time predicts, and of its own rows
 (`own_rows`) as many as share few compiled kernels (``launch_plan``). Where the model does not know the
-format or the GPU, it takes its own rows, else the nearest row of a GPU of the same capability (`nearest`),
-by weight format, sizes, number of active experts and tokens per expert. Launches that `moectl tune`
-measured for the same layer on the same machine come first (`tuned`).
+format or the GPU, it takes the nearest row of a GPU of the same capability (`nearest`), by weight format,
+sizes, number of active experts and tokens per expert. Launches that `moectl tune` measured for the same
+layer on the same machine come first (`tuned`).
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class TokenSpread:
 class MeasuredLaunch:
     """The fastest launch of a layer at one number of tokens: kernel family and fields of its tile."""
 
+    tokens: int
     spread: TokenSpread
     family: str
     tile: Mapping[str, int]
@@ -116,8 +117,9 @@ def entries() -> tuple[LayerLaunches, ...]:
 def _entry(item: Mapping[str, Any]) -> LayerLaunches:
     experts, top_k = item["experts"], item["top_k"]
     rows = tuple(
-        MeasuredLaunch(TokenSpread.of(experts, top_k, row["tokens"]), row["family"], row["tile"], row["us"])
+        MeasuredLaunch(tokens, TokenSpread.of(experts, top_k, tokens), row["family"], row["tile"], row["us"])
         for row in item["rows"]
+        for tokens in [row["tokens"]]
     )
     major, minor = item["capability"]
     gpu = GpuModel((major, minor), item["sms"])
@@ -141,24 +143,18 @@ def tuned(problem: MoEProblem, tokens: int, device: Device) -> Iterator[Measured
     for row in sorted(rows, key=lambda row: distances[row.tokens]):
         if distances[row.tokens] <= MAX_CACHE_DISTANCE:
             spread = TokenSpread.local(problem, row.tokens)
-            yield MeasuredLaunch(spread, row.family, row.tile, row.us)
+            yield MeasuredLaunch(row.tokens, spread, row.family, row.tile, row.us)
 
 
-MAX_OWN_DISTANCE = 0.75
-"""Maximum distance, in powers of two of the tokens per expert, at which a layer's own shipped row is used."""
+def own_rows(problem: MoEProblem, gpu: GpuModel) -> tuple[MeasuredLaunch, ...]:
+    """Shipped launches of this very layer on GPUs of this model.
 
-
-def own_rows(problem: MoEProblem, tokens: int, gpu: GpuModel) -> Iterator[MeasuredLaunch]:
-    """Shipped launches of this very layer near `tokens` tokens, nearest first."""
-    per_expert = TokenSpread.local(problem, tokens).tokens_per_expert
-    found = [
-        (abs(math.log2(row.spread.tokens_per_expert / per_expert)), row)
-        for entry in entries()
-        if entry.gpu == gpu and not entry.distance(problem)
-        for row in entry.rows
-    ]
-    found.sort(key=itemgetter(0))
-    yield from (row for distance, row in found if distance <= MAX_OWN_DISTANCE)
+    Rows are of whole layers: a rank's share of the experts gets fewer assignments than a layer of so many.
+    """
+    if problem.local_experts != problem.experts:
+        return ()
+    found = (entry.rows for entry in entries() if entry.gpu == gpu and not entry.distance(problem))
+    return tuple(row for rows in found for row in rows)
 
 
 def nearest(problem: MoEProblem, tokens: int, gpu: GpuModel) -> Iterator[MeasuredLaunch]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ...environment import Device
 from ...environment.named_devices import published_matrix_rate
 from ...problem.moe_problem import MoEProblem
-from .launch import Launch
 from .launch_model import GpuRates, coefficients, predicted_us
 from .launch_plan import FITTED_CAPABILITY, MODELLED, planned
-from .launch_table import GpuModel, MeasuredLaunch, own_rows
-from .tile_family import launch_of
 
 
 @dataclass(frozen=True)
@@ -46,22 +42,6 @@ class PredictedTimes:
     median_error: float | None
 
 
-def shipped_launch(
-    problem: MoEProblem,
-    tokens: int,
-    gpu: GpuModel,
-    rates: GpuRates,
-    runnable: Callable[[MeasuredLaunch], Launch | None],
-) -> Launch | None:
-    """A launch of the layer's plan, else the one that was measured for this very layer; None without either.
-
-    `runnable` gives the launch of a measured row, or None if it cannot run.
-    """
-    if plan := planned(problem, rates, gpu.capability):
-        return plan.launch(tokens)
-    return next(filter(None, map(runnable, own_rows(problem, tokens, gpu))), None)
-
-
 @lru_cache(maxsize=64)
 def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]) -> PredictedTimes:
     """The predicted times of `problem`, a rank's share, on `device` with the launches that ship.
@@ -74,22 +54,17 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
         ['stream', 'mid']
     """
 
-    def runnable(row: MeasuredLaunch) -> Launch | None:
-        launch = launch_of(MODELLED, row.family, row.tile)
-        return launch if launch and not MODELLED[row.family].fits(problem, launch.tile) else None
-
     times: list[PredictedTime] = []
     errors: list[float] = []
     fitted_arch = "sm{}{}".format(*FITTED_CAPABILITY)
     if device.arch == fitted_arch and device.sms and device.bandwidth:
-        gpu = GpuModel(FITTED_CAPABILITY, device.sms)
         rates = GpuRates.of(device.sms, device.bandwidth, published_matrix_rate(device.name))
-        for m in sorted(tokens):
-            launch = shipped_launch(problem, m, gpu, rates, runnable)
-            shape = MODELLED[launch.family].shape if launch else None
-            if launch is None or shape is None:
-                continue
-            us = predicted_us(problem, m, launch.family, shape(problem, launch.tile), rates)
+        plan = planned(problem, rates, FITTED_CAPABILITY)
+        for m, launch in [(m, plan.launch(m)) for m in sorted(tokens)] if plan else ():
+            shape = MODELLED[launch.family].shape
+            us = (
+                predicted_us(problem, m, launch.family, shape(problem, launch.tile), rates) if shape else None
+            )
             if us is not None:
                 times.append(PredictedTime(m, us, launch.family))
                 error = coefficients().error(launch.family, problem.scheme.weight, device.name)

@@ -25,9 +25,8 @@ from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import A16
 from ..choice.launch import Launch
 from ..choice.launch_model import GpuRates, predicted_us
-from ..choice.launch_plan import FITTED_CAPABILITY
+from ..choice.launch_plan import FITTED_CAPABILITY, planned
 from ..choice.launch_table import GpuModel, MeasuredLaunch, TokenSpread, nearest, tuned
-from ..choice.predicted_times import shipped_launch
 from ..choice.tile_family import launch_of as launch_named
 from ..choice.tile_family import scale_name
 from ..choice.tma_launches import tile_for
@@ -137,19 +136,15 @@ def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> La
     """A launch that does not depend on measurements of this machine.
 
     In this order: one of the layer's plan, by the model of time and the shipped ones that were measured for
-    this layer; without a plan, such a shipped one, the nearest of another layer, one by rules: those of `tma`
-    for weights that it reads, and of the portable kernels.
+    this layer; without a plan, the nearest shipped one, one by rules: those of `tma` for weights that it
+    reads, and of the portable kernels.
     """
     if device.type == "cuda" and tokens:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         gpu = GpuModel(torch.cuda.get_device_capability(device), sms)
 
-        def runnable(row: MeasuredLaunch) -> Launch | None:
-            launch = launch_of(row.family, row.tile)
-            return launch if launch and is_runnable(launch, problem, device) else None
-
-        if shipped := shipped_launch(problem, tokens, gpu, _rates_of(device), runnable):
-            return shipped
+        if plan := planned(problem, _rates_of(device), gpu.capability):
+            return plan.launch(tokens)
         per_expert = TokenSpread.local(problem, tokens).tokens_per_expert
         for row in nearest(problem, tokens, gpu):
             if not _is_near(row, per_expert):

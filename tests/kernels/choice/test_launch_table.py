@@ -11,7 +11,7 @@ import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from devtools.inspection.published_kernels import MODELS, layer_without_weights
 
-from moectl.kernels.choice import launch_table, predicted_times
+from moectl.kernels.choice import launch_table
 from moectl.kernels.choice.launch_table import (
     GpuModel,
     LayerLaunches,
@@ -21,6 +21,7 @@ from moectl.kernels.choice.launch_table import (
     nearest,
 )
 from moectl.kernels.choice.prefill_launches import PROMISING
+from moectl.kernels.triton import triton_runner
 from moectl.kernels.triton.expert_batches import one_each
 from moectl.kernels.triton.hopper.mid import MID_FAMILY
 from moectl.kernels.triton.launches import launch_for
@@ -37,7 +38,7 @@ H200 = GpuModel((9, 0), 132)
 
 def _entry(weight: str, hidden: int, experts: int, top_k: int, name: str) -> LayerLaunches:
     rows = tuple(
-        MeasuredLaunch(TokenSpread.of(experts, top_k, tokens), f"{name} {tokens}", {}, 1.0)
+        MeasuredLaunch(tokens, TokenSpread.of(experts, top_k, tokens), f"{name} {tokens}", {}, 1.0)
         for tokens in (1, 16, 1024)
     )
     return LayerLaunches(H200, weight, hidden, hidden, experts, top_k, rows)
@@ -158,10 +159,10 @@ def test_wider_codes_take_a_row_with_a_shorter_ring() -> None:
 
 
 def test_few_tokens_are_no_work_for_kernels_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill = MeasuredLaunch(TokenSpread.of(128, 4, 8192), "prefill", asdict(PROMISING[0]), 1.0)
+    prefill = MeasuredLaunch(8192, TokenSpread.of(128, 4, 8192), "prefill", asdict(PROMISING[0]), 1.0)
     entry = LayerLaunches(H200, str(OSS.scheme.weight), 2880, 2880, 128, 4, (prefill,))
     monkeypatch.setattr(launch_table, "entries", lambda: (entry,))
-    monkeypatch.setattr(predicted_times, "planned", lambda problem, rates, capability: None)
+    monkeypatch.setattr(triton_runner, "planned", lambda problem, rates, capability: None)
     with compiling_for(OFFLINE_GPUS[90]):
         found = {n: choose_shipped(OSS, n, torch.device("cuda")).family for n in (16, 256, 1024, 65_536)}
     assert found == {16: "decode", 256: "grouped", 1024: "prefill", 65_536: "prefill"}

@@ -96,7 +96,7 @@ def test_steps_of_fp8_products_are_never_longer_than_a_block() -> None:
 
 
 def test_measured_launches_are_used_for_the_same_storage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = MeasuredLaunch(TokenSpread.of(128, 8, 16), "grouped", {}, 1.0)
+    row = MeasuredLaunch(16, TokenSpread.of(128, 8, 16), "grouped", {}, 1.0)
     gpu = GpuModel((9, 0), 132)
     measured = [
         LayerLaunches(gpu, weight, 2048, 768, 128, 8, (replace(row, us=us),))
