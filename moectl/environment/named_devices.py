@@ -124,11 +124,17 @@ def published_bandwidth(name: str) -> float:
 def published_matrix_rate(name: str) -> float:
     """Dense 16-bit FLOP/s of one multiprocessor as published, by any name of its GPU; 0 if unknown.
 
+    A name that begins with the words of one in the table is a variant of that GPU with other memory.
+
     Example:
         >>> published_matrix_rate("NVIDIA H200") / published_matrix_rate("NVIDIA H20") > 3.9
         True
+        >>> published_matrix_rate("NVIDIA H20 192GB") == published_matrix_rate("NVIDIA H20")
+        True
     """
-    key = known_names().get(squeeze(name))
+    words = re.split(r"(?=[\s_()-])", name)
+    beginnings = (squeeze("".join(words[:count])) for count in range(len(words), 0, -1))
+    key = next((known_names()[it] for it in beginnings if it in known_names()), None)
     row = _table()["gpus"][key] if key else {}
     return _scaled(row.get("bf16_tflops")) / (row.get("sms") or 1)
 

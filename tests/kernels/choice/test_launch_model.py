@@ -17,7 +17,7 @@ from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moectl.environment.named_devices import find_device, published_matrix_rate
+from moectl.environment.named_devices import find_device, published_bandwidth, published_matrix_rate
 from moectl.kernels.choice.expert_load import expert_counts, token_tiles_of
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.choice.launch_model import (
@@ -238,6 +238,21 @@ def test_gpus_with_the_matrix_rate_of_measured_ones_are_predicted_as_before(name
     """`matrix` is exactly 1: no prediction has changed by it."""
     known = name if name.startswith("a GPU") else find_device(name).name
     assert GpuRates.of(132, 4.8e12, published_matrix_rate(known)) == H200
+
+
+@pytest.mark.parametrize(
+    ("variant", "gpu"),
+    [("NVIDIA H20-4x", "h20"), ("NVIDIA H100 96GB HBM3", "h100"), ("NVIDIA H800 PCIe X", "h800-pcie")],
+)
+def test_a_variant_with_other_memory_has_the_matrix_rate_of_its_gpu(variant: str, gpu: str) -> None:
+    device = find_device(gpu)
+    assert published_matrix_rate(variant) == published_matrix_rate(device.name) > 0
+    assert published_bandwidth(variant) == 0
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H2000", "NVIDIA", "", "NVIDIA-H", "h"])
+def test_a_name_that_begins_with_no_gpu_s_has_no_matrix_rate(name: str) -> None:
+    assert published_matrix_rate(name) == 0
 
 
 def test_a_lower_matrix_rate_bounds_prefill_and_leaves_decoding_alone() -> None:
