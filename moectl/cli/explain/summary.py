@@ -144,11 +144,10 @@ def predicted_words(decision: Decision) -> str:
     found = predicted_of(decision)
     if found is None:
         return ""
-    device = decision.inputs.device
     own = decision.chosen is not None and decision.chosen.backend.runner == RUNNER
     name = "" if own else f"{RUNNER}: "
     if not found.times:
-        return f"{name}no times: the model does not know {decision.problem.scheme.weight} on {device.name}"
+        return f"{name}no times: {found.reason}"
     first, *rest = found.times
     parts = [f"{duration(first.us / 1e6)} at {count(first.tokens, 'token')}"]
     parts += [f"{duration(time.us / 1e6)} at {time.tokens}" for time in rest]

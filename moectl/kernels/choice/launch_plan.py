@@ -149,7 +149,7 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=256)
 def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> Plan | None:
-    """The launches of a layer; None if the model of time does not know the GPU or the weight format."""
+    """The launches of a layer; None if the model of time knows no kernels for it on the GPU."""
     if capability != FITTED_CAPABILITY:
         return None
     candidates = {}

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ...capabilities.own_kernels import ROW_FORMATS
 from ...environment import Device
 from ...environment.named_devices import published_matrix_rate
 from ...problem.moe_problem import MoEProblem
 from .launch_model import GpuRates, coefficients, predicted_us
 from .launch_plan import FITTED_CAPABILITY, MODELLED, planned
+from .prefill_launches import PrefillTile
+from .tma_launches import TmaTile
+
+FITTED_ARCH = "sm{}{}".format(*FITTED_CAPABILITY)
 
 
 @dataclass(frozen=True)
@@ -32,14 +37,15 @@ class PredictedTimes:
     """Predicted times of a layer on a GPU.
 
     Attributes:
-        times: by number of tokens, in ascending order; empty if the model does not know the GPU or the
-            weight format.
+        times: by number of tokens, in ascending order.
         median_error: median relative error of predictions on this GPU, of layers that the model was not
             fitted to, the largest of the families among the times; None if nothing was measured on it.
+        reason: why there are no times, as a clause; empty if there are.
     """
 
     times: tuple[PredictedTime, ...]
     median_error: float | None
+    reason: str = ""
 
 
 @lru_cache(maxsize=64)
@@ -56,8 +62,7 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
 
     times: list[PredictedTime] = []
     errors: list[float] = []
-    fitted_arch = "sm{}{}".format(*FITTED_CAPABILITY)
-    if device.arch == fitted_arch and device.sms and device.bandwidth:
+    if device.arch == FITTED_ARCH and device.sms and device.bandwidth:
         rates = GpuRates.of(device.sms, device.bandwidth, published_matrix_rate(device.name))
         plan = planned(problem, rates, FITTED_CAPABILITY)
         for m, launch in [(m, plan.launch(m)) for m in sorted(tokens)] if plan else ():
@@ -69,4 +74,22 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
                 times.append(PredictedTime(m, us, launch.family))
                 error = coefficients().error(launch.family, problem.scheme.weight, device.name)
                 errors += [] if error is None else [error]
-    return PredictedTimes(tuple(times), max(errors, default=None))
+    reason = "" if times else _unpredicted(problem, device)
+    return PredictedTimes(tuple(times), max(errors, default=None), reason)
+
+
+_ANY_TILE = {"tma": TmaTile(8, 1, 1, stages=2), "prefill": PrefillTile()}
+"""A tile of each family without which a layer has no plan, that fits every layer of which one does."""
+
+
+def _unpredicted(problem: MoEProblem, device: Device) -> str:
+    """Why the times of a layer on a GPU are not predicted, as a clause."""
+    if device.arch != FITTED_ARCH:
+        return f"they are predicted on {FITTED_ARCH.upper()} only"
+    if not device.sms or not device.bandwidth:
+        return f"the multiprocessors or the memory bandwidth of {device.name} are not known"
+    weight = problem.scheme.weight
+    family = "tma" if weight.name in ROW_FORMATS else "prefill"
+    if refusal := MODELLED[family].fits(problem, _ANY_TILE[family]):
+        return f"portable kernels run this layer, whose times are not predicted ({family}: {refusal})"
+    return f"nothing was measured in {weight} yet"

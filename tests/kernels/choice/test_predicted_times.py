@@ -14,6 +14,7 @@ from moectl.kernels.choice.predicted_times import predicted_times
 from moectl.kernels.triton.triton_runner import bandwidth_of, choose_shipped, predicted_for
 from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
 from moectl.problem.published_layers import SCHEMES, model_problem
+from moectl.problem.schemes import Scheme
 
 TOKENS = (1, 8, 64, 512, 4096)
 H200 = find_device("h200")
@@ -57,9 +58,42 @@ def test_the_error_is_that_of_the_gpu_or_unknown() -> None:
     assert h20.times[0].us > predicted_times(problem, H200, (64,)).times[0].us
 
 
-def test_what_was_not_fitted_has_no_times() -> None:
-    problem = model_problem("gpt-oss-120b")
-    for device in ("a100", "b200", "mi300x", "cpu"):
-        assert predicted_times(problem, find_device(device), (1,)).times == ()
-    assert predicted_times(replace(problem, scheme=SCHEMES["mxfp8"]), H200, (1,)).times == ()
-    assert predicted_times(problem, replace(H200, bandwidth=0.0), (1,)).times == ()
+OSS, BF16, FP8 = (
+    model_problem(*named) for named in (("gpt-oss-120b",), ("qwen3-30b", "bf16"), ("qwen3-30b", "fp8-block"))
+)
+PORTABLE = "portable kernels run this layer, whose times are not predicted"
+NO_TIMES = {
+    "another GPU": (OSS, find_device("a100"), "they are predicted on SM90 only"),
+    "a newer one": (OSS, find_device("b200"), "they are predicted on SM90 only"),
+    "AMD": (OSS, find_device("mi300x"), "they are predicted on SM90 only"),
+    "a GPU that nobody knows": (
+        OSS,
+        replace(H200, bandwidth=0.0),
+        "the multiprocessors or the memory bandwidth of NVIDIA H200 are not known",
+    ),
+    "MXFP8": (replace(OSS, scheme=SCHEMES["mxfp8"]), H200, "nothing was measured in mxfp8 group 32 yet"),
+    "fp16": (
+        replace(OSS, dtype="fp16"),
+        H200,
+        f"{PORTABLE} (prefill: it does not support fp16 tokens with mxfp4 group 32 weights and e8m0 scales)",
+    ),
+    "sizes": (
+        replace(BF16, dims=Dims(2048, 760)),
+        H200,
+        f"{PORTABLE} (tma: it needs sizes that are multiples of 16; the layer's intermediate size is 760)",
+    ),
+    "16-bit tokens": (
+        replace(FP8, scheme=Scheme(FP8.scheme.weight)),
+        H200,
+        f"{PORTABLE} (tma: it multiplies fp8 block 128x128 weights with FP8 tokens only; "
+        "the layer has 16-bit ones)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_TIMES)
+def test_where_there_are_no_times_there_is_a_reason(name: str) -> None:
+    problem, device, reason = NO_TIMES[name]
+    found = predicted_times(problem, device, (1, 64))
+    assert (found.times, found.median_error, found.reason) == ((), None, reason)
+    assert predicted_times(OSS, H200, (1, 64)).reason == ""
