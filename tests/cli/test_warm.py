@@ -17,6 +17,7 @@ from moectl.layer.layer_source import CheckpointLayers
 from moectl.problem.moe_problem import Parallel
 from moectl.run.layer_variants import problem_in_dtype
 from support.invoking import moectl
+from support.sampling import every_nth
 
 GPT = "openai/gpt-oss-20b"
 
@@ -97,9 +98,7 @@ def test_all_ranks_of_a_directory_are_warmed(requests, tiny_gpt_oss, tmp_path):
     assert directory == checkpoint and directory[0][0].problem.dims.intermediate == 64
 
 
-@pytest.mark.parametrize(
-    "deployment", [pytest.param({}, marks=pytest.mark.slow), {"tp": 2}, {"tp": 2, "ep": True}]
-)
+@pytest.mark.parametrize("deployment", every_nth([{"tp": 2, "ep": True}, {"tp": 2}, {}], 3))
 def test_a_server_that_starts_after_it_starts_no_process(deployment, tiny_gpt_oss, tmp_path, monkeypatch):
     """Of a checkpoint that was warmed for a named GPU: the first start for it, in a server's words."""
     gpu = OfflineGpu.of(find_device("a100"))

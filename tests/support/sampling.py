@@ -9,15 +9,21 @@ import pytest
 
 
 def every_nth(cases: Iterable[Any], n: int) -> list[Any]:
-    """The cases of a sweep, all but each `n`-th marked slow; tuples are the values of several parameters.
+    """The cases of a sweep, all but each `n`-th marked slow; tuples are the values of several parameters, and
+    cases of `pytest.param` keep their names and marks.
 
     Example:
         >>> every_nth(["a", "b", "c"], 2)[1].marks[0].name
         'slow'
     """
     return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow if place % n else ()
-        )
-        for place, case in enumerate(cases)
+        pytest.param(*values, marks=(*marks, pytest.mark.slow) if place % n else marks, id=name)
+        for place, (values, marks, name) in enumerate(map(_parts, cases))
     ]
+
+
+def _parts(case: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], str | None]:
+    """The values, marks and name of a case, which may be one of `pytest.param`."""
+    if hasattr(case, "marks"):
+        return tuple(case.values), tuple(case.marks), case.id
+    return case if isinstance(case, tuple) else (case,), (), None

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import stat
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from moectl.convert.restore.verify import verify
 from moectl.errors import CheckpointError
 from support.converted_folders import format_1
 from support.invoking import moectl as command
+from support.sampling import every_nth
 from support.stream_checkpoints import nvfp4_checkpoint
 
 PREFIX = "model.layers.1.mlp.experts."
@@ -151,8 +153,7 @@ def conversions(
     return Conversions(sizes, out, newer, contents(converted(newer, folder / "cold", sizes)))
 
 
-@pytest.mark.parametrize("after", [0, 1, 2])
-@pytest.mark.parametrize("at", PLACES)
+@pytest.mark.parametrize(("at", "after"), every_nth(product(PLACES, [0, 1, 2]), 4))
 def test_an_interrupted_update_is_no_directory_until_it_is_completed(
     conversions: Conversions,
     at: str,

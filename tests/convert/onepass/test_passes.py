@@ -44,6 +44,7 @@ from moectl.convert.steps.transforms import (
 from moectl.errors import CheckpointError
 from moectl.files.tensor_table import TensorType
 from support.layout_cases import EVERY_LAYOUT, as_bytes, moved, problem_for, random_bytes, same
+from support.sampling import every_nth
 
 Run = Callable[[WordProgram, torch.Tensor, torch.Tensor], bool]
 
@@ -71,8 +72,10 @@ def check_both_ways(
     return done
 
 
-@pytest.mark.parametrize(("layout", "weight", "rows"), EVERY_LAYOUT)
-@pytest.mark.parametrize(("hidden", "intermediate"), [(288, 96), (96, 352)])
+@pytest.mark.parametrize(
+    ("layout", "weight", "rows", "hidden", "intermediate"),
+    every_nth([(*case.values, *sizes) for case in EVERY_LAYOUT for sizes in ((288, 96), (96, 352))], 3),
+)
 def test_every_layout_is_one_pass_each_way(layout, weight, rows, hidden, intermediate):
     for name, chain, t in moved(layout, problem_for(layout, weight, rows, hidden, intermediate)):
         check_both_ways(chain, t, needed=composes(name, chain))

