@@ -117,6 +117,8 @@ def fits(problem: MoEProblem, tile: StreamTile) -> str:
         steps = shape.steps(column_multiple * math.ceil(columns / column_multiple), split)
         if shared_memory(shape, steps, tile.tokens) > SHARED_MEMORY:
             return f"{tile.tokens} tokens of {columns} columns do not fit in shared memory"
+    if tile.fused and weight.name == "mxfp8" and tile.depth < 8:
+        return f"ptxas spills registers of one launch with few tiles in flight, of {weight}"
     if tile.fused and (not tile.planned or tile.split > 1 or tile.first.warps != tile.second.warps):
         return f"{tile}: one launch requires a plan, no split, and the same number of warps in both GEMMs"
     if tile.tokens not in TOKENS or (tile.tokens > 1 and not tile.planned):

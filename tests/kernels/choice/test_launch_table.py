@@ -200,7 +200,7 @@ def test_a_thin_slice_takes_the_rows_of_the_same_sizes_in_nvfp4() -> None:
     """Sizes outweigh a format that the model does not know: rows of larger intermediate sizes are farther."""
     problem, like = (_stored("deepseek-v3", name, 8) for name in ("mxfp8", "nvfp4"))
     with compiling_for(OFFLINE_GPUS[90]):
-        for tokens in (16, 64, 8192):
+        for tokens in (1, 256, 8192):
             here, there = (choose_shipped(it, tokens, torch.device("cuda")) for it in (problem, like))
             assert (here.family, replace(here.tile, **_ring(there.tile))) == (there.family, there.tile)
 
