@@ -7,7 +7,6 @@ that padding, value steps and layouts see the same as for a checkpoint that cont
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +15,8 @@ from ..errors import UsageError
 from ..files.tensor_table import TensorType
 from ..lazy_torch import Tensor, torch
 from ..problem.moe_problem import Dims, MoEProblem, expert_range
-from ..problem.schemes import FULL, WeightFormat
+from ..problem.rank_sizes import slice_size
+from ..problem.schemes import FULL
 from .canonical import INTERLEAVED, groups, halves, scale_rows
 from .steps.value_steps import Shapes, Tensors
 from .stream.source_reader import as_bytes
@@ -77,43 +77,6 @@ def shard_of(rank: int, tp_size: int = 1, ep_size: int = 1) -> RankShard:
             hint=f"Ranks are 0 to {tp_size * ep_size - 1}.",
         )
     return RankShard(tp_size, rank % tp_size, ep_size, rank // tp_size)
-
-
-def slice_unit(weight: WeightFormat) -> int:
-    """Smallest number of intermediate channels that can be sliced off: whole bytes, groups and row blocks."""
-    blocks = [size for size in weight.block if size > 0]
-    return math.lcm(8 // weight.bits if weight.bits < 8 else 1, *blocks)
-
-
-def slice_size(problem: MoEProblem, tp_size: int) -> int:
-    """Number of intermediate channels that the first of `tp_size` ranks holds.
-
-    MX formats (power-of-two block scales) are sliced like gpt-oss: every rank gets the blocks of a ceiling
-    division, and the last one fewer. Other formats are cut into equal slices, as engines do.
-
-    Raises UsageError if slices are not whole scale blocks, or a rank would hold nothing.
-    """
-    whole, weight = problem.dims.intermediate, problem.scheme.weight
-    unit = slice_unit(weight)
-    if tp_size == 1:
-        return whole
-    if weight.number.byte_scale == "E8M0":
-        each = unit * math.ceil(math.ceil(whole / unit) / tp_size)
-        if each * (tp_size - 1) >= whole:
-            raise UsageError(
-                f"intermediate size {whole} has {math.ceil(whole / unit)} blocks of {unit} weights, and "
-                f"{each // unit} each for {tp_size} tensor-parallel ranks would leave the last with none.",
-                hint="Choose a smaller --tp-size, or spread whole experts with --ep-size.",
-            )
-        return each
-    if whole % tp_size or whole // tp_size % unit:
-        share = f"{whole / tp_size:.10g}"
-        raise UsageError(
-            f"intermediate size {whole} over {tp_size} tensor-parallel ranks is {share} for each, which is "
-            f"no whole number of blocks of {unit} weights, as {weight} needs.",
-            hint="Choose a smaller --tp-size, or spread whole experts with --ep-size.",
-        )
-    return whole // tp_size
 
 
 @dataclass(frozen=True)

@@ -180,4 +180,4 @@ def _cell(group: LayerGroup, machine: AssumedMachine, question: Question, model:
     except (UsageError, NoBackend) as error:
         uncovered = isinstance(error, OutOfScope)
         return MatrixCell(machine, question.parallel, group.layers, None, error.what, whole, uncovered)
-    return MatrixCell(machine, question.parallel, group.layers, answer, "", inputs.problem)
+    return MatrixCell(machine, question.parallel, group.layers, answer, "", answer.problem)

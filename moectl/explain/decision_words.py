@@ -97,7 +97,8 @@ def fallback_words(answer: GroupExplanation) -> str:
 def refusals(decision: Decision) -> Iterator[str]:
     """Why `decision` has no backend, in sentences; for a request, the failed checks of its nearest class."""
     yield from map(str, decision.gates)
-    requested = decision.inputs.requested if decision.chosen is None and not decision.gates else None
+    unmet = decision.chosen is None and not decision.gates and not decision.refused
+    requested = decision.inputs.requested if unmet else None
     nearest = min(decision.candidates, key=lambda c: len(c.failed), default=None)
     if requested and nearest is not None and nearest.failed:
         yield f"{requested} was requested by name, but it {_lacks(nearest)}"

@@ -19,7 +19,7 @@ from ..oracle.select import decide
 from ..oracle.selection_inputs import SelectionInputs
 from ..problem.layer_ranges import ranges
 from ..problem.model_shape import ModelShape
-from ..problem.moe_problem import MoEProblem, Parallel
+from ..problem.moe_problem import Dims, MoEProblem, Parallel
 from ..problem.other_weights import OtherWeights
 from .answer_rows import answer_row
 from .assumptions import assume
@@ -53,7 +53,7 @@ class OtherAnswer:
 
 @dataclass(frozen=True)
 class GroupExplanation:
-    """Layers with one decision; `problem` is one rank's share.
+    """Layers with one decision; `problem` is one rank's share, as the policy slices experts.
 
     `sources`, `notes` and `details` are those of the checkpoint's layer group; `others`: the answers of
     further policies; `evidence`: measurements of the layer on the device.
@@ -248,12 +248,14 @@ def explained(
 ) -> GroupExplanation:
     """The decision for `inputs` with memory and roofline times, and the automatic choices of `others`."""
     decision = decide(inputs)
+    dims = decision.problem.dims
+    share = replace(inputs.problem, dims=Dims(dims.hidden, dims.intermediate))
     return GroupExplanation(
         layers,
-        inputs.problem,
+        share,
         decision,
         memory_of(decision),
-        roofline_of(replace(inputs.problem, scheme=decision.held.scheme), inputs.device),
+        roofline_of(replace(share, scheme=decision.held.scheme), inputs.device),
         sources,
         notes,
         tuple(_other(inputs, policy) for policy in others),

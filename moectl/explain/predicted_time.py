@@ -18,7 +18,7 @@ RUNNER = "moectl"
 
 def predicted_of(decision: Decision) -> PredictedTimes | None:
     """Predicted times of a layer by moectl's own kernels; None if no usable candidate is theirs."""
-    if not any(c.usable and c.backend.runner == RUNNER for c in decision.candidates):
+    if decision.refused or not any(c.usable and c.backend.runner == RUNNER for c in decision.candidates):
         return None
     from ..kernels.choice.predicted_times import predicted_times
 

@@ -125,6 +125,6 @@ def _padded(decision: Decision, parallel: Parallel) -> int:
     own = decision.held
     if parallel == own.parallel:
         return sum(own.matrix_bytes(padded=True)) * own.local_experts
-    share = own.on(parallel)
+    share = replace(decision.inputs.problem.on(parallel), scheme=own.scheme)
     padding = sum(own.matrix_bytes(padded=True)) / sum(own.matrix_bytes())
     return int(share.expert_bytes() * share.local_experts * padding)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from convert.sources.test_storages import READABLE, read, storage_id
 from moectl.checkpoint.tensors.storage import Storage
-from moectl.convert.rank_slice import RankSlice, shard_of, slice_unit
+from moectl.convert.rank_slice import RankSlice, shard_of
+from moectl.problem.rank_sizes import slice_unit
 from moectl.convert.recipe.recipe import Recipe, StoredOutput
 from moectl.convert.sources import LayerMapping
 from moectl.errors import CheckpointError, UsageError

@@ -10,7 +10,8 @@ import torch
 
 from moectl.checkpoint.tensors.storage import Storage
 from moectl.convert.canonical import canonical_shapes
-from moectl.convert.rank_slice import RankSlice, shard_of, slice_unit
+from moectl.convert.rank_slice import RankSlice, shard_of
+from moectl.problem.rank_sizes import slice_unit
 from moectl.convert.sources import map_layer
 from moectl.convert.stream.expert_batches import ExpertBatches
 from moectl.problem.moe_problem import Dims

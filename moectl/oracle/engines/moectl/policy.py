@@ -1,9 +1,14 @@
 """moectl's own policy: the priority order of the backends that it runs."""
 
+from dataclasses import replace
+
 from ....environment import Device
-from ....problem.moe_problem import MoEProblem, Parallel
+from ....errors import UsageError
+from ....problem.moe_problem import Dims, MoEProblem, Parallel
 from ....problem.number_formats import NUMBER_FORMATS
-from ...backend import ANY, Backend
+from ....problem.rank_sizes import slice_size
+from ...backend import ANY, Backend, SupportQuery
+from ...decision import Failure
 from ...gpu_archs import CPU, OUT_OF_TREE, TPU
 from ...policy import Policy, ServeOptions
 from ...route import DECLARED_ACT, EngineSubstitute, Order, OrderMove, Route
@@ -47,6 +52,18 @@ def _routing(problem: MoEProblem) -> str:
     return problem.routing.scoring
 
 
+def _slice_as_converted(ask: SupportQuery, named: tuple[Backend, ...]) -> SupportQuery | Failure:
+    """`ask` with the channels that the first rank holds, by the rule of the conversion; or its refusal."""
+    problem, ranks = ask.problem, ask.problem.parallel.tp_size
+    dims = problem.dims
+    whole = replace(problem, dims=Dims(dims.hidden, dims.intermediate * ranks))
+    try:
+        channels = slice_size(whole, ranks)
+    except UsageError as error:
+        return Failure(error.what, "UsageError")
+    return replace(ask, problem=replace(problem, dims=Dims(dims.hidden, channels)))
+
+
 POLICY = Policy(
     name="moectl",
     routes=(
@@ -56,6 +73,7 @@ POLICY = Policy(
             storages=ANY,
             weights=frozenset(NUMBER_FORMATS),
             act=DECLARED_ACT,
+            fit_shard=_slice_as_converted,
             rounds=True,
             orders=(Order(BACKENDS),),
             moves=(
