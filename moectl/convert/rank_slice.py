@@ -15,7 +15,7 @@ from ..errors import UsageError
 from ..files.tensor_table import TensorType
 from ..lazy_torch import Tensor, torch
 from ..problem.moe_problem import Dims, MoEProblem, expert_range
-from ..problem.rank_sizes import slice_size
+from ..problem.rank_sizes import slice_range, slice_size
 from ..problem.schemes import FULL
 from .canonical import INTERLEAVED, groups, halves, scale_rows
 from .steps.value_steps import Shapes, Tensors
@@ -103,10 +103,8 @@ class RankSlice:
 
     @cached_property
     def intermediate(self) -> tuple[int, int]:
-        """First and last intermediate channel (exclusive) of each expert; raises like `slice_size`."""
-        each = slice_size(self.whole, self.shard.tp_size)
-        first = self.shard.tp_rank * each
-        return first, min(first + each, self.whole.dims.intermediate)
+        """First and last intermediate channel (exclusive) of each expert; raises like `slice_range`."""
+        return slice_range(self.whole, self.shard.tp_size, self.shard.tp_rank)
 
     @property
     def problem(self) -> MoEProblem:

@@ -15,32 +15,61 @@ def slice_unit(weight: WeightFormat) -> int:
     return math.lcm(8 // weight.bits if weight.bits < 8 else 1, *blocks)
 
 
-def slice_size(problem: MoEProblem, tp_size: int) -> int:
-    """Number of intermediate channels that the first of `tp_size` ranks holds.
+def slice_range(problem: MoEProblem, tp_size: int, rank: int) -> tuple[int, int]:
+    """First and last intermediate channel (exclusive) of tensor-parallel rank `rank` of `tp_size`.
 
-    MX formats (power-of-two block scales) are sliced like gpt-oss: every rank gets the blocks of a ceiling
-    division, and the last one fewer. Other formats are cut into equal slices, as engines do.
+    Slices are whole scale blocks. Engines cut most formats into equal slices, and MX formats (power-of-two
+    block scales) like gpt-oss: every rank gets the blocks of a ceiling division, and the last one fewer.
+    Where that leaves no whole blocks, or none for the last rank, the first ranks get one block more than the
+    others.
 
-    Raises UsageError if slices are not whole scale blocks, or a rank would hold nothing.
+    Raises UsageError if there are fewer blocks than ranks.
+
+    Example:
+        >>> from moectl.problem.published_layers import model_problem
+        >>> problem = model_problem("qwen3-30b", "fp8-block")
+        >>> problem.dims.intermediate, [slice_range(problem, 4, rank) for rank in range(4)]
+        (768, [(0, 256), (256, 512), (512, 640), (640, 768)])
     """
+    whole, unit = problem.dims.intermediate, slice_unit(problem.scheme.weight)
+    if equal := engine_slice(problem, tp_size):
+        return rank * equal, min((rank + 1) * equal, whole)
+    blocks = math.ceil(whole / unit)
+    if blocks < tp_size:
+        raise UsageError(
+            f"intermediate size {whole} has {blocks} blocks of {unit} weights, fewer than {tp_size} "
+            "tensor-parallel ranks.",
+            hint="Choose a smaller --tp-size, or spread whole experts with --ep-size.",
+        )
+    each, more = divmod(blocks, tp_size)
+    first = rank * each + min(rank, more)
+    return unit * first, min(unit * (first + each + (rank < more)), whole)
+
+
+def slice_size(problem: MoEProblem, tp_size: int) -> int:
+    """Number of intermediate channels that the first of `tp_size` ranks holds: no rank has more."""
+    first, last = slice_range(problem, tp_size, 0)
+    return last - first
+
+
+def engine_slice(problem: MoEProblem, tp_size: int) -> int:
+    """Number of channels of all ranks but the last where engines slice a layer; 0 where they cannot."""
     whole, weight = problem.dims.intermediate, problem.scheme.weight
     unit = slice_unit(weight)
     if tp_size == 1:
         return whole
     if weight.number.byte_scale == "E8M0":
         each = unit * math.ceil(math.ceil(whole / unit) / tp_size)
-        if each * (tp_size - 1) >= whole:
-            raise UsageError(
-                f"intermediate size {whole} has {math.ceil(whole / unit)} blocks of {unit} weights, and "
-                f"{each // unit} each for {tp_size} tensor-parallel ranks would leave the last with none.",
-                hint="Choose a smaller --tp-size, or spread whole experts with --ep-size.",
-            )
-        return each
-    if whole % tp_size or whole // tp_size % unit:
-        share = f"{whole / tp_size:.10g}"
-        raise UsageError(
-            f"intermediate size {whole} over {tp_size} tensor-parallel ranks is {share} for each, which is "
-            f"no whole number of blocks of {unit} weights, as {weight} needs.",
-            hint="Choose a smaller --tp-size, or spread whole experts with --ep-size.",
-        )
-    return whole // tp_size
+        return each if each * (tp_size - 1) < whole else 0
+    return 0 if whole % tp_size or whole // tp_size % unit else whole // tp_size
+
+
+def engine_slice_refusal(problem: MoEProblem, tp_size: int) -> str:
+    """Why engines' kernels cannot take slices of a layer, in a sentence; empty if they can."""
+    if engine_slice(problem, tp_size):
+        return ""
+    whole, weight = problem.dims.intermediate, problem.scheme.weight
+    return (
+        f"engines cut intermediate size {whole} for {tp_size} tensor-parallel ranks into slices of one size, "
+        f"which is no whole number of blocks of {slice_unit(weight)} weights for each, as {weight} needs"
+    )

@@ -13,7 +13,6 @@ from torch import Tensor
 from convert.sources.test_storages import READABLE, read, storage_id
 from moectl.checkpoint.tensors.storage import Storage
 from moectl.convert.rank_slice import RankSlice, shard_of
-from moectl.problem.rank_sizes import slice_unit
 from moectl.convert.recipe.recipe import Recipe, StoredOutput
 from moectl.convert.sources import LayerMapping
 from moectl.errors import CheckpointError, UsageError
@@ -21,6 +20,7 @@ from moectl.kernels.prepared_layer import CANONICAL, PreparedMoE
 from moectl.layer.experts import ExpertLayer, LayerOrigin
 from moectl.layer.rank_share import rank_share
 from moectl.layer.refit import refit
+from moectl.problem.rank_sizes import slice_unit
 from support.layout_cases import as_bytes
 from support.one_thread import one_thread  # noqa: F401
 from support.refit_cases import random_slice

@@ -32,6 +32,8 @@ from moectl.kernels.layer_inputs import make_inputs
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
 from moectl.layer.prepare import checkpoint_layer, load_prepared
+from moectl.problem.schemes import A16
+from moectl.synth import synthesize
 from support.converted_folders import edit_rank
 from support.runners import apply
 from support.stream_checkpoints import (
@@ -202,6 +204,53 @@ def test_partial_sums_add_up(
         )
     assert 0.1 < wanted.abs().max() < 100
     assert (total - wanted).abs().max() < 1e-9
+
+
+UNEQUAL = {
+    "mxfp4": ("openai/gpt-oss-20b", 192, (64, 64, 32, 32)),
+    "int4": ("moonshotai/Kimi-K2-Thinking", 128, (64, 32, 32)),
+    "fp8-block": ("Qwen/Qwen3-30B-A3B-FP8", 384, (256, 128)),
+    "nvfp4": ("nvidia/Qwen3-30B-A3B-NVFP4", 80, (48, 32)),
+}
+"""Model, intermediate size, and channels of each rank, where engines' slices would be no whole blocks."""
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_ranks_hold_whole_blocks_where_equal_slices_do_not(name: str, tmp_path: Path) -> None:
+    model, intermediate, channels = UNEQUAL[name]
+    sizes = {"layers": 1, "experts": 4, "top_k": 2, "hidden": 256, "intermediate": intermediate}
+    source = synthesize(model, tmp_path / "source", **sizes)
+    ranks, out, back = len(channels), tmp_path / "out", tmp_path / "back"
+    with pytest.raises(
+        UsageError, match=f"engines cut intermediate size {intermediate} for {ranks}"
+    ) as refused:
+        shard_all(source, out, ranks, target="marlin")
+    assert "--to moectl, whose ranks may hold unequal slices" in refused.value.hint
+    assert not out.exists()
+    shard_all(source, out, ranks, target="moectl")
+    number = open_checkpoint(source).groups[0].layers[0]
+    whole = checkpoint_layer(open_checkpoint(source), number)
+    inputs = make_inputs(whole.problem, 5, seed=4)
+    exact = {"dtype": torch.float64}
+    wanted = moe_reference(inputs.x, inputs.ids, inputs.weights, whole.reference, whole.problem, **exact)
+    total = torch.zeros_like(wanted)
+    held = []
+    for rank in range(ranks):
+        layer = load_prepared(out, number, "torch", rank=rank)
+        held.append(layer.problem.dims.intermediate)
+        if whole.problem.scheme.act == A16:  # otherwise ranks round the products of their channels alone
+            total += moe_reference(inputs.x, inputs.ids, inputs.weights, layer.expert, layer.problem, **exact)
+    assert tuple(held) == channels
+    assert whole.problem.scheme.act != A16 or (total - wanted).abs().max() < 1e-9 < wanted.abs().max()
+    assert verify(out, source).ok
+    unconvert(out, back)
+    assert same_tensors(all_tensors(source), all_tensors(back))
+
+
+def test_more_ranks_than_blocks_are_refused(tmp_path: Path) -> None:
+    source = synthesize("openai/gpt-oss-20b", tmp_path / "source", layers=1, experts=4, intermediate=96)
+    with pytest.raises(UsageError, match="96 has 3 blocks of 32 weights, fewer than 4 tensor-parallel ranks"):
+        shard_all(source, tmp_path / "out", 4, target="moectl")
 
 
 def test_the_torch_backend_runs_a_share(tiny_gpt_oss: Path, tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import torch
 from moectl.checkpoint.tensors.storage import Storage
 from moectl.convert.canonical import canonical_shapes
 from moectl.convert.rank_slice import RankSlice, shard_of
-from moectl.problem.rank_sizes import slice_unit
 from moectl.convert.sources import map_layer
 from moectl.convert.stream.expert_batches import ExpertBatches
 from moectl.problem.moe_problem import Dims
+from moectl.problem.rank_sizes import slice_unit
 from moectl.torch_dtypes import TORCH_DTYPES
 from support.sampling import every_nth
 from support.stored_layers import EXPERTS, LAYER, cases, make_layer
