@@ -27,6 +27,7 @@ from ..files.tensor_table import TensorInfo
 from ..layer.experts import layout_recipe
 from ..layer.layer_source import CheckpointLayers
 from ..layer.rank_share import rank_share
+from ..problem.rank_sizes import check_slices
 from .parameter_dump import PLACES, ParameterRecord
 
 LayerParameters = Mapping[str, ParameterRecord]
@@ -126,7 +127,9 @@ def laid_out(
 
     Raises UsageError if the layer cannot be sharded so.
     """
-    experts = rank_share(source.layer(layer), shard)
+    whole = source.layer(layer)
+    check_slices(whole.problem, shard.tp_size, layout.name)
+    experts = rank_share(whole, shard)
     share = experts.rank_slice or RankSlice(experts.problem)
     recipe = layout_recipe(layout.name, share, experts.recipe.shapes)
     tensors = experts.repack(recipe, torch.device("cpu"))

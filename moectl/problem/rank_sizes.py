@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ..errors import UsageError
+from .layouts import OWN_LAYOUTS
 from .moe_problem import MoEProblem
 from .schemes import WeightFormat
 
@@ -64,12 +65,14 @@ def engine_slice(problem: MoEProblem, tp_size: int) -> int:
     return 0 if whole % tp_size or whole // tp_size % unit else whole // tp_size
 
 
-def engine_slice_refusal(problem: MoEProblem, tp_size: int) -> str:
-    """Why engines' kernels cannot take slices of a layer, in a sentence; empty if they can."""
-    if engine_slice(problem, tp_size):
-        return ""
+def check_slices(problem: MoEProblem, tp_size: int, layout: str) -> None:
+    """Raises UsageError if `layout` is an engine's, whose kernels cannot take such slices of a layer."""
+    if layout in OWN_LAYOUTS or engine_slice(problem, tp_size):
+        return
     whole, weight = problem.dims.intermediate, problem.scheme.weight
-    return (
+    raise UsageError(
         f"engines cut intermediate size {whole} for {tp_size} tensor-parallel ranks into slices of one size, "
-        f"which is no whole number of blocks of {slice_unit(weight)} weights for each, as {weight} needs"
+        f"which is no whole number of blocks of {slice_unit(weight)} weights for each, as {weight} needs.",
+        hint="Choose another --tp-size, spread whole experts with --ep-size, or choose --to moectl, whose "
+        "ranks may hold unequal slices.",
     )

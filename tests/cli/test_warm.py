@@ -151,7 +151,7 @@ def test_failures_are_said(monkeypatch, requests):
         (["--gpu", "v100"], "moectl has no kernels for"),
         (["--gpu", "h200", "--backend", "marlin"], "moectl_marlin"),
         (["--gpu", "h200", "--from", "nowhere"], "has no kernels.json"),
-        (["--gpu", "h200", "--tp", "31"], "would leave the last with none"),
+        (["--gpu", "h200", "--tp", "96"], "has 90 blocks of 32 weights, fewer than 96"),
         (["--gpu", "h200", "--tp", "33", "--ep"], "cannot be spread over 33 ranks"),
     ],
 )

@@ -9,9 +9,8 @@ from ...checkpoint.checkpoint import Checkpoint, LayerGroup
 from ...errors import CheckpointError, Unavailable, UsageError
 from ...files.safetensors_writer import TensorSpec, plan_file
 from ...files.tensor_table import TensorInfo, files_of
-from ...problem.layouts import OWN_LAYOUTS
 from ...problem.moe_problem import MoEProblem
-from ...problem.rank_sizes import engine_slice_refusal
+from ...problem.rank_sizes import check_slices
 from ...torch_dtypes import TORCH_DTYPES
 from ..layouts.registry import WeightLayout
 from ..manifest.manifest_records import (
@@ -62,13 +61,7 @@ def plan_conversion(
     consumed: dict[str, str] = {}
     for group in checkpoint.groups:
         rank_slice = RankSlice(group.problem, shard)
-        refusal = engine_slice_refusal(group.problem, shard.tp_size)
-        if refusal and layout.name not in OWN_LAYOUTS:
-            raise UsageError(
-                f"{refusal}.",
-                hint="Choose another --tp-size, spread whole experts with --ep-size, or choose --to moectl, "
-                "whose ranks may hold unequal slices.",
-            )
+        check_slices(group.problem, shard.tp_size, layout.name)
         maps = map_group(checkpoint, group)
         consumed |= {info.name: info.file for mapped in maps for info in mapped.tensors}
         record, planned = _plan_group(group, rank_slice, maps, layout, memory)
