@@ -110,7 +110,7 @@ def _fits(problem: MoEProblem, tile: MidTile) -> str:
         return f"{tile} supports only groups of 16, 32 and 128 without zero points, the layer has {weight}"
     if tile.tma_scales and max(weight.group, 64 * tile.depth) % min(weight.group, 64 * tile.depth):
         return f"{64 * tile.depth} columns of a stage are not aligned with scale groups of {weight.group}"
-    if tile.blocks_m > 1 and weight.name == "mxfp8":
+    if tile.blocks_m > 1 and weight.bits == 8:
         return f"ptxas spills registers of two blocks of {weight} per worker"
     if act.name not in (GATED if act.gated else UNGATED):
         return f"it does not support the activation {act}"
