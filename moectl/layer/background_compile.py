@@ -42,6 +42,7 @@ from ..problem.moe_problem import MoEProblem
 from .compile_ahead import (
     CompileRequest,
     CompileResult,
+    answers_alone,
     cache_directory,
     compile_one_at_a_time,
     python_process,
@@ -191,9 +192,10 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 def serve() -> None:
     """The process of `started`: reads a `CompileRequest`, compiles, and writes the `CompileResult`."""
+    answers = answers_alone()
     request = from_json(CompileRequest, json.loads(sys.stdin.readline()), "request", UsageError)
     try:
-        print(json.dumps(to_json(compile_one_at_a_time(request))), flush=True)
+        print(json.dumps(to_json(compile_one_at_a_time(request))), file=answers, flush=True)
     except MoectlError as error:
         print(error, file=sys.stderr)
         sys.exit(int(error.exit_code))

@@ -381,10 +381,16 @@ def _answered(line: str) -> str | None:
     return None
 
 
+def answers_alone() -> IO[str]:
+    """This process's stdout for its answers; from now on what libraries print there goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
 def work() -> None:
     """A worker process: reads a `CompileRequest`, then keys of binaries, and answers each with JSON."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    answers = answers_alone()
     try:
         request = from_json(CompileRequest, json.loads(sys.stdin.readline()), "request", UsageError)
         with standing_in(request.gpu):

@@ -333,6 +333,25 @@ def test_a_process_that_fails_is_said_and_replaced(
     assert compiled == ["one"] and said.endswith("(the process that compiles kernels failed: Killed)")
 
 
+CHATTY = """
+from moectl.layer import background_compile, compile_ahead
+
+def chatty(request):
+    print("a library says hello")
+    return compile_ahead.CompileResult(3, 2, 1, 0.5)
+
+background_compile.compile_one_at_a_time = chatty
+background_compile.serve()
+"""
+
+
+def test_what_libraries_print_is_no_answer(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_compile, "PROCESS_CODE", CHATTY)
+    load = started(REQUEST)
+    load._wait()
+    assert load.result == CompileResult(3, 2, 1, 0.5) and not load.trouble
+
+
 def test_requests_of_equal_layers_share_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
     requests: list[CompileRequest] = []
     monkeypatch.setattr(background_compile, "_loads", {})
