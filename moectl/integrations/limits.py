@@ -81,3 +81,16 @@ def unsupported(engine: str, limits: Iterable[Limit]) -> NoBackend:
     """The error of `reasons_and_hints`."""
     what, hint = reasons_and_hints(engine, limits)
     return NoBackend(what, hint=hint)
+
+
+def no_adapter(engine: str, release: str, known: Iterable[str]) -> NoBackend:
+    """The error of an engine's release that moectl has no adapter for; `known` are those that have one.
+
+    Example:
+        >>> no_adapter("X", "2.0", ["1.0", "1.1"]).what
+        'moectl has no adapter for X 2.0, only for 1.0 and 1.1'
+    """
+    return NoBackend(
+        f"moectl has no adapter for {engine} {release}, only for {' and '.join(known)}",
+        hint=f"use one of these releases of {engine}, or serve without moectl",
+    )

@@ -338,6 +338,23 @@ def test_another_release_is_refused_in_one_sentence(monkeypatch):
     assert not stubs.HookRegistry.hooks
 
 
+@pytest.mark.parametrize(
+    ("release", "value", "said"),
+    [
+        ("0.6.1", "kernels", "moectl has no adapter for SGLang 0.6.1, only for 0.5.23. Use one of these"),
+        ("0.6.1", "yes", "MOECTL_EXPERTS must be kernels, got yes. Correct it"),
+        ("0.5.23", "yes", "MOECTL_EXPERTS must be kernels, got yes. Correct it"),
+    ],
+)
+def test_what_the_switch_asks_for_ends_sglang_if_it_cannot_be_had(monkeypatch, release, value, said):
+    """SGLang logs the exceptions of plug-ins, and starts."""
+    stubs.install(monkeypatch, release)
+    monkeypatch.setenv("MOECTL_EXPERTS", value)
+    with pytest.raises(SystemExit, match=said):
+        plugin.register()
+    assert "moectl" not in QUANTIZATION_METHODS
+
+
 REAL = os.environ.get("MOECTL_TEST_SGLANG", "")
 """A folder with the unpacked wheel of SGLang 0.5.23, which is read and not imported."""
 

@@ -226,6 +226,14 @@ def test_another_release_is_refused_in_one_sentence(monkeypatch):
         METHODS["moectl"].from_config({"quant_method": "moectl"})
 
 
+def test_another_release_does_not_serve_without_the_experts_that_were_asked_for(monkeypatch):
+    install(monkeypatch, "0.34.0")
+    monkeypatch.setenv("MOECTL_EXPERTS", "kernels")
+    with pytest.raises(MoectlError, match=r"no adapter for vLLM 0.34.0, only for 0.33"):
+        plugin.register()
+    assert not METHODS
+
+
 @pytest.mark.parametrize("load_format", ("auto", "dummy"))
 @pytest.mark.parametrize(("folder", "backend"), [("", ""), ("", "torch"), ("whole", "torch")])
 def test_backends_are_chosen_once_for_equal_layers(

@@ -5,9 +5,12 @@ quantization method is in one adapter for a range of releases (`ADAPTERS`).
 """
 
 import re
+import sys
 from importlib import import_module
 
-from ...errors import NoBackend
+from ...errors import UsageError
+from ..engine_names import kernels_asked
+from ..limits import no_adapter
 
 METHOD = "moectl"
 
@@ -19,13 +22,22 @@ def register() -> None:
     """Make ``--quantization moectl`` known to SGLang, with the adapter for its release.
 
     With a release that has no adapter, SGLang starts as ever, and refuses in one sentence to serve with it.
+
+    Exits with a sentence if MOECTL_EXPERTS has a value that moectl does not know, or asks for moectl's
+    experts and there is no adapter: SGLang logs a plug-in's exceptions, goes on, and would serve without.
     """
+    try:
+        asked = kernels_asked()
+    except UsageError as error:
+        sys.exit(str(error))
     from sglang.srt.arg_groups.choices import add_quantization_method_choices
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
     from sglang.version import __version__ as release
 
     found = re.match(r"\d+\.\d+\.\d+", release)
     name = ADAPTERS.get(found[0]) if found else None
+    if asked and name is None:
+        sys.exit(str(no_adapter("SGLang", release, ADAPTERS)))
     method = import_module(f".{name}.registration", __name__).registered() if name else _refusing(release)
     # SGLang asks methods in this order who claims a checkpoint.
     others = dict(QUANTIZATION_METHODS)
@@ -38,10 +50,6 @@ def _refusing(release: str) -> type:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
 
     def refuse(*args: object, **kwargs: object) -> None:
-        known = " and ".join(ADAPTERS)
-        raise NoBackend(
-            f"moectl has no adapter for SGLang {release}, only for {known}",
-            hint="use one of these releases of SGLang, or serve without moectl",
-        )
+        raise no_adapter("SGLang", release, ADAPTERS)
 
     return type("RefusingQuantization", (QuantizationConfig,), {"__init__": refuse, "from_config": refuse})

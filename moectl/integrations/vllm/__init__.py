@@ -6,8 +6,8 @@ of vLLM asks of a quantization method is in one adapter for a range of releases 
 
 from importlib import import_module
 
-from ...errors import NoBackend
 from ..engine_names import kernels_asked
+from ..limits import no_adapter
 
 METHOD = "moectl"
 
@@ -22,7 +22,8 @@ def register() -> None:
     """Make ``quantization="moectl"`` known to vLLM, with the adapter for its release.
 
     With a release that has no adapter, vLLM starts as ever, and refuses in one sentence to serve with moectl.
-    Raises UsageError, which ends vLLM, if MOECTL_EXPERTS has a value that moectl does not know.
+    What is raised here ends vLLM: UsageError if MOECTL_EXPERTS has a value that moectl does not know,
+    NoBackend if it asks for moectl's experts and there is no adapter, for vLLM would serve without them.
     """
     asked = kernels_asked()
     from vllm.model_executor.layers.quantization import register_quantization_config
@@ -30,6 +31,8 @@ def register() -> None:
 
     name = ADAPTERS.get(".".join(release.split(".")[:2]))
     if name is None:
+        if asked:
+            raise no_adapter("vLLM", release, ADAPTERS)
         register_quantization_config(METHOD)(_refusing(release))
         return
     adapter = import_module(f".{name}.quantization", __name__)
@@ -42,10 +45,6 @@ def _refusing(release: str) -> type:
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
     def refuse(*args: object, **kwargs: object) -> None:
-        known = " and ".join(ADAPTERS)
-        raise NoBackend(
-            f"moectl has no adapter for vLLM {release}, only for {known}",
-            hint="use one of these releases of vLLM, or serve without moectl",
-        )
+        raise no_adapter("vLLM", release, ADAPTERS)
 
     return type("RefusingQuantization", (QuantizationConfig,), {"__init__": refuse, "from_config": refuse})
