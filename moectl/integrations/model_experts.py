@@ -94,6 +94,21 @@ class ModelExperts:
             return RankSlice(self.source.checkpoint.group_of(layer).problem, shard).problem
         return unpadded(self._of_rank(shard).manifest.problem_of(layer))
 
+    def refuse_weight_on_input(
+        self, library: str, layers: Iterable[int] | None = None, shard: RankShard = WHOLE
+    ) -> None:
+        """NoBackend if one of `layers`, by default all, applies router weights to its input, as Llama 4 does.
+
+        Libraries multiply tokens by the weights themselves then, or have no way to say it.
+        """
+        for number in sorted(self.layers if layers is None else layers):
+            if self.problem_of(number, shard).routing.weight_on_input:
+                raise NoBackend(
+                    f"layer {number} applies router weights to its input, which moectl's experts in "
+                    f"{library} do not do",
+                    hint=f"use {library} without moectl",
+                )
+
     def prepared(
         self,
         layer: int,
@@ -141,11 +156,6 @@ class ModelExperts:
         """The layer of `request` in its dtype, and the backend for it."""
         layer, device, dtype, backend, shard = request
         experts = in_dtype(self._experts(layer, shard, device), dtype)
-        if experts.problem.routing.weight_on_input:
-            raise UsageError(
-                f"layer {layer} applies router weights to its input, which this model's experts do outside",
-                hint="leave these experts to the library itself",
-            )
         supporting = self.backends(experts.problem, device, experts.layout, backend)
         return experts, backend or supporting[0]
 

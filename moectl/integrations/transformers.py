@@ -186,6 +186,7 @@ class MoectlQuantizer(HfQuantizer):
             raise NoBackend(ONE_RANK, hint="leave tp_plan out")
         self.dtype = model.dtype
         self.experts = experts = open_experts(self._reference(model.config))
+        experts.refuse_weight_on_input("transformers")
         self._delegate(model, experts, kwargs)
         for name, module in list(model.named_modules()):
             found = _LAYER.search(name)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import moectl  # noqa: E402
-from moectl.errors import CheckpointError, UsageError  # noqa: E402
+from moectl.errors import CheckpointError, NoBackend, UsageError  # noqa: E402
 from moectl.integrations.model_experts import ModelExperts  # noqa: E402
 from moectl.integrations.transformers import MoectlExperts, moectl_config, refuse_offloading  # noqa: E402
 
@@ -286,3 +286,23 @@ def test_a_gpu_computes_the_same_with_moectl_kernels(folders, kind):
     with torch.no_grad():
         assert relative(compiled(X.cuda()).logits, got) < 0.02
     assert told.shape == (2, 24)
+
+
+def test_router_weights_on_the_input_are_refused_before_weights_are_loaded(tmp_path, monkeypatch):
+    config = transformers.Llama4TextConfig(
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        intermediate_size=128,
+        intermediate_size_mlp=128,
+        interleave_moe_layer_step=1,
+        **{key: value for key, value in SMALL.items() if key != "num_experts_per_tok"},
+    )
+    folder = tmp_path / "llama4"
+    transformers.Llama4ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    opened = []
+    monkeypatch.setattr("transformers.modeling_utils.safe_open", lambda *words, **named: opened.append(words))
+    with pytest.raises(
+        NoBackend, match=r"layer 0 applies router weights to its input, .* in transformers do"
+    ):
+        load(folder, config=moectl_config(folder))
+    assert not opened

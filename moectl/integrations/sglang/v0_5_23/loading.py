@@ -75,6 +75,7 @@ def _own_layers(experts: ModelExperts) -> dict[int, str]:
     parallel = get_parallel()
     shard = RankShard(parallel.moe_tp_size, parallel.moe_tp_rank, parallel.moe_ep_size, parallel.moe_ep_rank)
     backends, left = experts.own_backends(default_device(), shard)
+    experts.refuse_weight_on_input("SGLang", backends, shard)
     for scheme, numbers in left.items():
         logger.info("moectl leaves experts in %s to SGLang (layers %s): no kernel here", scheme, numbers)
     return backends

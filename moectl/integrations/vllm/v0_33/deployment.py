@@ -53,11 +53,6 @@ def refuse(moe: FusedMoEConfig, problem: MoEProblem, number: int) -> None:
     if limits := refusals(options):
         says, hint = sentence(limits)
         raise NoBackend(says, hint=hint)
-    if problem.routing.weight_on_input:
-        raise NoBackend(
-            f"layer {number} applies router weights to its input, which moectl's experts in vLLM do not do",
-            hint="serve without moectl",
-        )
     ours = (problem.experts, problem.top_k, problem.dims.hidden)
     theirs = (moe.num_experts, moe.experts_per_token, moe.hidden_dim)
     if ours != theirs:

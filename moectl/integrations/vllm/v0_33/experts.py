@@ -55,6 +55,7 @@ def experts_method(
     shard = shard_of(moe)
     problem = experts.problem_of(number, shard)
     refuse(moe, problem, number)
+    experts.refuse_weight_on_input("vLLM", (number,), shard)
     if dummy():
         experts = experts.at_random
     asked = os.environ.get(BACKEND, "")
