@@ -65,6 +65,7 @@ class ModelExperts:
         expert_names: regular expressions of the full names of the experts' tensors in its files.
         others_quantized: whether other tensors than experts are quantized, and need another loader.
         random: whether layers get random weights of the same kind instead of their own; nothing is read then.
+        hub_cache: the folder that takes weights from the Hub; None for the Hub's own cache.
     """
 
     source: LayerSource
@@ -72,6 +73,7 @@ class ModelExperts:
     expert_names: tuple[str, ...]
     others_quantized: bool
     random: bool = False
+    hub_cache: str | None = None
 
     @property
     def converted(self) -> bool:
@@ -82,6 +84,29 @@ class ModelExperts:
     def at_random(self) -> ModelExperts:
         """The same layers with random weights."""
         return replace(self, random=True)
+
+    def in_cache(self, folder: str | None) -> ModelExperts:
+        """The same layers; weights that are still to come from the Hub go to `folder` (`hub_cache`)."""
+        return self if folder == self.hub_cache else replace(self, hub_cache=folder)
+
+    @cached_property
+    def _here(self) -> CheckpointLayers:
+        """The layers of a published checkpoint with their weights, which are downloaded unless they are here.
+
+        Engines download them to the same place, so that there is nothing left to download once they have.
+        """
+        assert isinstance(self.source, CheckpointLayers)
+        checkpoint = self.source.checkpoint
+        if checkpoint.folder is not None:
+            return self.source
+        from ..checkpoint.source.hub import download_files
+
+        name, commit = checkpoint.origin.name, checkpoint.origin.revision
+        assert commit is not None, "open_experts takes no headers without a commit"
+        files = sorted({info.file for info in checkpoint.tensors.values()})
+        return CheckpointLayers(
+            replace(checkpoint, folder=download_files(name, commit, files, self.hub_cache))
+        )
 
     @cached_property
     def layers(self) -> frozenset[int]:
@@ -193,7 +218,7 @@ class ModelExperts:
         if following is None or self.random:
             return
         if isinstance(self.source, CheckpointLayers):
-            self.source.expect(following, shard)
+            self._here.expect(following, shard)
         else:
             self._of_rank(shard).expect(following)
 
@@ -265,7 +290,7 @@ class ModelExperts:
         if self.random:
             return RandomLayer(self.problem_of(layer, shard), device).experts
         if isinstance(self.source, CheckpointLayers):
-            return rank_share(self.source.layer(layer), shard)
+            return rank_share(self._here.layer(layer), shard)
         return self._of_rank(shard).layer(layer)
 
     def _of_rank(self, shard: RankShard) -> ConvertedLayers:
@@ -315,15 +340,27 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
-def open_experts(name: str | Path, *, offline: bool = True) -> ModelExperts:
+def open_experts(
+    name: str | Path, *, revision: str | None = None, offline: bool = True, download: bool = False
+) -> ModelExperts:
     """The experts of `name`: a converted directory, a checkpoint's directory, or a Hub id in the local cache.
+
+    Args:
+        revision: a branch, tag or commit of a Hub id; of no meaning for directories, as engines have it.
+        offline: do not use the network, as with HF_HUB_OFFLINE.
+        download: of a Hub id whose weights are not on this machine, config and headers are enough: weights
+            are downloaded when the first are read (`ModelExperts.in_cache` says where to).
 
     Raises:
         CheckpointError: it has no MoE layers, is damaged, or has tensors of a kind that is not supported.
-        Unavailable: its weights are not on this machine.
+        Unavailable: its weights are not on this machine; with `download`, not even their headers can be had.
     """
     folder = Path(name)
-    return _converted(folder) if (folder / MANIFEST).exists() else _published(str(name), offline)
+    if (folder / MANIFEST).exists():
+        return _converted(folder)
+    return _published(
+        f"{name}@{revision}" if revision and not folder.is_dir() else str(name), offline, download
+    )
 
 
 def _converted(folder: Path) -> ModelExperts:
@@ -346,9 +383,10 @@ def _with_config(
     return ModelExperts(source, quantization_of(config), tuple(patterns), _quantized(others))
 
 
-def _published(name: str, offline: bool) -> ModelExperts:
+def _published(name: str, offline: bool, download: bool) -> ModelExperts:
     checkpoint = open_checkpoint(name, offline=offline)
-    if checkpoint.folder is None:
+    headers = checkpoint.origin.kind in ("hub", "cache") and bool(checkpoint.tensors)
+    if checkpoint.folder is None and not (download and headers):
         raise weights_missing(checkpoint.origin.name)
     if not checkpoint.groups:
         raise CheckpointError(f"{name} has no MoE layers", hint="load it without moectl")

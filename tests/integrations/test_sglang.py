@@ -23,6 +23,7 @@ from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.schemes import A16, FP8_ACT_TOKEN, MXFP4, NVFP4_ACT, Scheme
 from support import sglang_stubs as stubs
 from support.sglang_stubs import QUANTIZATION_METHODS, BypassedTopKOutput, FusedMoE, StandardTopKOutput
+from support.stored_problems import apply_router_weights_to_inputs
 
 EXPERTS, TOP_K, HIDDEN = 8, 4, 256
 
@@ -260,6 +261,21 @@ def test_what_it_does_not_do_is_refused_with_every_reason(tiny_gpt_oss):
 def test_layers_of_another_kind_are_refused(tiny_gpt_oss, config, reason):
     with pytest.raises(MoectlError, match=reason):
         loaded(tiny_gpt_oss, lambda quantization: Model(quantization, **config))
+
+
+def test_router_weights_on_the_input_are_refused_before_the_model_is_built(tiny_gpt_oss, monkeypatch):
+    apply_router_weights_to_inputs(monkeypatch)
+    with pytest.raises(
+        MoectlError, match=r"layer 0 applies router weights to its input, .* in SGLang do not"
+    ):
+        quantization_of(tiny_gpt_oss)
+
+
+def test_weights_of_the_hub_come_from_where_sglang_downloads_to(tiny_gpt_oss):
+    load = SimpleNamespace(download_dir="downloads")
+    config = model_config(tiny_gpt_oss)
+    config.revision = "main"  # of no meaning for a directory
+    assert loader()._get_quantization_config(config, load).experts.hub_cache == "downloads"
 
 
 def test_another_model_is_refused(tiny_gpt_oss):

@@ -12,6 +12,7 @@ from moectl.errors import MoectlError
 from moectl.integrations import vllm as plugin
 from moectl.kernels.modular.fused_moe_kernel import map_of
 from moectl.layer.layer_source import CheckpointLayers
+from support.stored_problems import apply_router_weights_to_inputs
 from support.vllm_stubs import (
     CURRENT,
     LOGGED,
@@ -197,6 +198,30 @@ def test_what_it_does_not_do_is_refused_with_every_reason(tiny_gpt_oss):
     other = FusedMoEConfig(EXPERTS, 2, HIDDEN, ParallelConfig())
     with pytest.raises(MoectlError, match=r"layer 0 has .* vLLM's model has \(8, 2, 256\)"):
         quantization.get_quant_method(RoutedExperts(other), "model.layers.0.mlp.experts")
+
+
+def test_router_weights_on_the_input_are_refused_before_weights_are_loaded(tiny_gpt_oss, monkeypatch):
+    apply_router_weights_to_inputs(monkeypatch)
+    layer = RoutedExperts(FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, ParallelConfig()))
+    with pytest.raises(MoectlError, match=r"layer 0 applies router weights to its input, .* in vLLM do not"):
+        opened(tiny_gpt_oss).get_quant_method(layer, "model.layers.0.mlp.experts")
+
+
+def test_a_revision_of_a_directory_is_ignored(tiny_gpt_oss):
+    """vLLM passes ``--revision`` on with every name."""
+    quantization = METHODS["moectl"].from_config({"quant_method": "mxfp4"})
+    quantization.maybe_update_config(str(tiny_gpt_oss), revision="main")
+    assert quantization.experts.layers == {0, 1}
+
+
+def test_weights_of_the_hub_come_from_where_vllm_downloads_to(tiny_gpt_oss):
+    quantization = opened(tiny_gpt_oss)
+    CURRENT[0] = engine_config(download_dir="downloads")
+    layer = RoutedExperts(FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, ParallelConfig()))
+    for number in (0, 1):
+        quantization.get_quant_method(layer, f"model.layers.{number}.mlp.experts")
+    first, second = (method.experts for method in quantization.methods.values())
+    assert first is second is quantization.experts and first.hub_cache == "downloads"
 
 
 def test_layers_without_a_kernel_are_left_to_vllm(tiny_gpt_oss, converted, monkeypatch):

@@ -140,8 +140,10 @@ class FusedMoEConfig:
 def engine_config(model: str = "", **options: Any) -> SimpleNamespace:
     """vLLM's config, as far as moectl asks: what `options` do not say has vLLM's default."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(model=model),
-        load_config=SimpleNamespace(load_format=options.get("load_format", "auto")),
+        model_config=SimpleNamespace(model=model, revision=None),
+        load_config=SimpleNamespace(
+            load_format=options.get("load_format", "auto"), download_dir=options.get("download_dir")
+        ),
         parallel_config=SimpleNamespace(
             enable_elastic_ep=options.get("enable_elastic_ep", False),
             expert_placement_strategy=options.get("expert_placement_strategy", "linear"),

@@ -6,7 +6,7 @@ Headers are requested concurrently and cached by commit (`hub_cache`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -104,6 +104,29 @@ def read_hub(repo: str, revision: str | None, token: str | None, optional: tuple
         if refused := move_into_cache(staged, _cache()):
             found = replace(found, note=found.note or f"documents could not be cached: {refused}")
     return found
+
+
+def download_files(repo: str, commit: str, files: Sequence[str], cache: str | None = None) -> Path:
+    """The snapshot of `repo` at `commit` in the Hub's cache, with those of `files` that it lacked downloaded.
+
+    Nothing is asked of the Hub for files that are there. Takes as long as it takes: the limits of
+    `hub_limits` are for headers.
+
+    Args:
+        cache: another folder in the place of the Hub's cache.
+
+    Raises:
+        NotOnHub: no such model, revision or file.
+        HubUnreachable: no network, no answer, or no permission; or HF_HUB_OFFLINE, and a file is missing.
+    """
+    from huggingface_hub import hf_hub_download
+
+    def download(name: str) -> Path:
+        return Path(hf_hub_download(repo, name, revision=commit, cache_dir=cache))
+
+    with _explained(repo, commit):
+        first, *_ = at_once(download, files, WORKERS)
+    return first.parents[len(Path(files[0]).parts) - 1]
 
 
 def _read(

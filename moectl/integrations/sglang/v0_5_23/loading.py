@@ -61,8 +61,9 @@ def quantization_of(original: Load, model_config: Any, load_config: Any) -> Quan
             f"moectl's experts take bfloat16 or float16, not {model_config.dtype}",
             hint="use --dtype bfloat16",
         )
-    revision = model_config.revision
-    experts = open_experts(f"{name}@{revision}" if revision and not Path(name).is_dir() else name)
+    # SGLang downloads weights later, to the same folder: headers are enough.
+    experts = open_experts(name, revision=model_config.revision, offline=False, download=True)
+    experts = experts.in_cache(getattr(load_config, "download_dir", None))
     if resolved_view(get_server_args()).load_format == "dummy":
         experts = experts.at_random
     backends = _own_layers(experts)

@@ -65,6 +65,12 @@ def dummy() -> bool:
     return config is not None and config.load_config.load_format == "dummy"
 
 
+def download_folder() -> str | None:
+    """Where vLLM downloads weights to (``--download-dir``); None for the Hub's own cache."""
+    config = get_current_vllm_config_or_none()
+    return None if config is None else config.load_config.download_dir
+
+
 def check_map(expert_map: Tensor | None, problem: MoEProblem, first: int, number: int) -> None:
     """NoBackend unless vLLM gives this rank the consecutive experts from `first`."""
     ids = torch.arange(problem.experts)

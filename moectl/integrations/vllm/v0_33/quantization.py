@@ -72,11 +72,14 @@ class MoectlQuantization(QuantizationConfig):
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Open the checkpoint: this call, right after `from_config`, is the first that names it."""
+        """Open the checkpoint: this call, right after `from_config`, is the first that names it.
+
+        vLLM has its config.json then, and downloads weights later: headers are enough.
+        """
         from ...model_experts import open_experts
 
         self.name = model_name
-        self.experts = open_experts(f"{model_name}@{revision}" if revision else model_name)
+        self.experts = open_experts(model_name, revision=revision, offline=False, download=True)
         published = self.experts.published
         if published:
             name = _method_of(published, hf_config)
@@ -116,9 +119,11 @@ class MoectlQuantization(QuantizationConfig):
 
         number = extract_layer_index(prefix) if isinstance(layer, RoutedExperts) else None
         if number is not None and number in self.experts.layers:
+            from .deployment import download_folder
             from .engine_calls import refuse_calls
             from .experts import experts_method
 
+            self.experts = self.experts.in_cache(download_folder())
             method = experts_method(self.experts, layer, number, prefix, self.inner)
             if method is not None:
                 self.methods[number] = method
