@@ -25,7 +25,7 @@ from ..convert.rank_slice import RankShard, RankSlice
 from ..errors import CheckpointError, NoBackend, UsageError
 from ..kernels.prepared_layer import PreparedMoE
 from ..layer.converted_ranks import ConvertedRanks
-from ..layer.experts import ExpertLayer, layout_recipe
+from ..layer.experts import CPU, ExpertLayer, LayerForm, layout_recipe
 from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
 from ..layer.layers_ahead import LayerRequest, LayersAhead
 from ..layer.random_layer import RandomLayer
@@ -190,18 +190,30 @@ class ModelExperts:
         Raises UsageError if the directory was written by another version of its layout, or for another
         deployment.
         """
-        manifest = self._of_rank(shard).manifest
-        experts, layout = self._experts(layer, shard, device), manifest.layout.name
+        if not self.random:
+            return self._current(layer, device, shard).stored(device)
+        experts = self._experts(layer, shard, device)
+        recipe = layout_recipe(self.layout_of(shard), RankSlice(experts.problem), experts.recipe.shapes)
+        return experts.repack(recipe, device)
+
+    def _current(self, layer: int, device: torch.device, shard: RankShard) -> ExpertLayer:
+        """`layer` of a converted directory; UsageError if its layout's version is another than today's."""
+        manifest, experts = self._of_rank(shard).manifest, self._experts(layer, shard, device)
         rank_slice = experts.rank_slice or RankSlice(experts.problem)
-        recipe = layout_recipe(layout, rank_slice, experts.recipe.shapes)
-        if self.random:
-            return experts.repack(recipe, device)
-        if recipe != experts.recipe:
+        if layout_recipe(experts.layout, rank_slice, experts.recipe.shapes) != experts.recipe:
             raise UsageError(
-                f"{manifest.folder} has an older version of {layout}, which no kernel reads as it is",
+                f"{manifest.folder} has an older version of {experts.layout}, which no kernel reads as it is",
                 hint="convert it again",
             )
-        return experts.stored(device)
+        return experts
+
+    def form_of(self, layer: int, dtype: str, backend: str, shard: RankShard = WHOLE) -> LayerForm:
+        """What `prepared` would return with these arguments; reads no weights."""
+        return in_dtype(self._experts(layer, shard, CPU), dtype).form_for(backend)
+
+    def stored_form(self, layer: int, shard: RankShard = WHOLE) -> LayerForm:
+        """What `stored` would return; reads no weights, and raises as it does."""
+        return self._current(layer, CPU, shard).form
 
     def layout_of(self, shard: RankShard = WHOLE) -> str:
         """Name of the layout of a converted directory; empty for a published checkpoint."""

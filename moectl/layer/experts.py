@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,54 @@ class LoadExperts(Protocol):
 
     def __call__(self, ids: Ids, device: torch.device | None = None) -> Mapping[str, Tensor]:
         """The experts `ids` on `device`; by default on the CPU, or where the layer's own storage is."""
+
+
+class LayerForm(NamedTuple):
+    """What a layer's stored tensors are, apart from their values.
+
+    Attributes:
+        layout: its name; `CANONICAL` for a checkpoint.
+        tensors: dtype and shape by role.
+    """
+
+    layout: str
+    tensors: Mapping[str, TensorType]
+
+    def misfit(self, layout: str, weights: Mapping[str, Tensor]) -> str:
+        """Why its values cannot be copied into `weights`, which are in `layout`; empty if they can.
+
+        Dtypes of 16-bit numbers may differ: copies convert them.
+
+        Example:
+            >>> form = LayerForm("marlin-mxfp4", {"w2_bias": TensorType("BF16", (8, 256))})
+            >>> form.misfit("marlin-mxfp4", {"w2_bias": torch.zeros(8, 256, dtype=torch.float16)})
+            ''
+            >>> form.misfit("humming-mxfp4", {})
+            'in the layout marlin-mxfp4, expected the layout humming-mxfp4'
+            >>> form.misfit("marlin-mxfp4", {"w2_bias": torch.zeros(8, 128)})
+            'with w2_bias of bfloat16 [8, 256], expected float32 [8, 128]'
+        """
+        if layout != self.layout:
+            return f"in {_named(self.layout)}, expected {_named(layout)}"
+        if self.tensors.keys() != weights.keys():
+            return f"with {', '.join(sorted(self.tensors))}, expected {', '.join(sorted(weights))}"
+        for role, (name, shape) in self.tensors.items():
+            dtype, t = TORCH_DTYPES[name], weights[role]
+            if tuple(shape) != t.shape or (dtype != t.dtype and not {dtype, t.dtype} <= SIXTEEN):
+                return f"with {role} of {_spelt(dtype, shape)}, expected {_spelt(t.dtype, t.shape)}"
+        return ""
+
+
+SIXTEEN = frozenset((torch.bfloat16, torch.float16))
+"""Dtypes that a model's own numbers may have."""
+
+
+def _spelt(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _named(layout: str) -> str:
+    return "a published checkpoint's own storage" if layout == CANONICAL else f"the layout {layout}"
 
 
 @dataclass(frozen=True)
@@ -146,6 +194,15 @@ class ExpertLayer:
             runner.ready(prepared)
         return prepared
 
+    def form_for(self, backend: str) -> LayerForm:
+        """What `prepared` for `backend` makes of it; reads no weights, and raises as it does."""
+        return _form(*self._read_by(backend))
+
+    @property
+    def form(self) -> LayerForm:
+        """What `stored` returns."""
+        return _form(self.layout, self.recipe)
+
     def is_read_as_stored(self, backend: str) -> bool:
         """Whether `prepared` for `backend` takes the stored tensors as they are; raises as it does."""
         return self._read_by(backend) == (self.layout, self.recipe)
@@ -228,6 +285,10 @@ class ExpertLayer:
             return decode(recipe.restore(selected, len(index)), self.problem)
 
         return dense
+
+
+def _form(layout: str, recipe: Recipe) -> LayerForm:
+    return LayerForm(layout, {name: recipe.stored[name] for name in recipe.outputs})
 
 
 @dataclass(frozen=True)

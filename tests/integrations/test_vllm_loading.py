@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -62,9 +63,9 @@ def layer_of(dtype=torch.bfloat16, **parallel):
     return RoutedExperts(FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, ParallelConfig(**parallel), dtype))
 
 
-def loaded(quantization, layer=None):
+def loaded(quantization, layer=None, name=NAME):
     layer = layer or layer_of()
-    method = quantization.get_quant_method(layer, NAME)
+    method = quantization.get_quant_method(layer, name)
     method.create_weights(layer, EXPERTS, HIDDEN, 192, torch.bfloat16)
     assert not any(parameter.numel() for parameter in layer.parameters())
     method.process_weights_after_loading(layer)
@@ -248,6 +249,132 @@ def test_weights_of_another_checkpoint_are_taken_and_another_model_is_refused(
     vllm_stubs.CURRENT[0] = engine_config(str(tiny_kimi))
     with pytest.raises(MoectlError, match=r"layers 0 of .*kimi are not those of"):
         quantization.get_checkpoint_weight_mapper()
+
+
+def bits(layer):
+    return {name: p.data.clone().view(torch.uint8) for name, p in layer.named_parameters()}
+
+
+def same(layer, before):
+    now = bits(layer)
+    return now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in now)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "backend", "why"),
+    [
+        ("marlin", "humming", "", "in the layout humming-mxfp4, expected the layout marlin-mxfp4"),
+        ("marlin", "moectl", "", "in the layout moectl-mtile64, expected the layout marlin-mxfp4"),
+        ("marlin", "", "", "in a published checkpoint's own storage, expected the layout marlin-mxfp4"),
+        ("", "marlin", "torch", "in the layout marlin-mxfp4, expected a published checkpoint's own storage"),
+        ("marlin", "", "torch", "in a published checkpoint's own storage, expected the layout marlin-mxfp4"),
+    ],
+)
+def test_tensors_of_another_form_are_refused_before_any_is_replaced(
+    tiny_gpt_oss, converted, monkeypatch, first, second, backend, why
+):
+    monkeypatch.setenv("MOECTL_BACKEND", backend)
+    old, new = (converted / name if name else tiny_gpt_oss for name in (first, second))
+    quantization = opened(old)
+    layers = [loaded(quantization, name=name)[1] for name in (NAME, NAME.replace("0", "1"))]
+    before = [bits(layer) for layer in layers]
+    vllm_stubs.CURRENT[0] = engine_config(str(new))
+    with pytest.raises(MoectlError) as error:
+        quantization.get_checkpoint_weight_mapper()
+    assert why in str(error.value)
+    assert all(map(same, layers, before)) and quantization.name == str(old)
+
+
+def test_another_version_of_a_layout_is_refused_before_any_tensor_is_replaced(
+    converted, tmp_path, monkeypatch
+):
+    folder = shutil.copytree(converted / "marlin", tmp_path / "old")
+    quantization = opened(converted / "marlin")
+    _, layer = loaded(quantization)
+    before = bits(layer)
+    monkeypatch.setattr("moectl.integrations.model_experts.layout_recipe", lambda *words: None)
+    vllm_stubs.CURRENT[0] = engine_config(str(folder))
+    with pytest.raises(MoectlError, match=r"old has an older version of marlin-mxfp4.* Convert it again"):
+        quantization.get_checkpoint_weight_mapper()
+    assert same(layer, before)
+
+
+def test_a_later_layer_that_does_not_fit_keeps_all_as_they_are(tiny_gpt_oss, monkeypatch, tmp_path):
+    from moectl.synth import synthesize
+
+    other = synthesize(str(tiny_gpt_oss), tmp_path / "other", seed=5)
+    experts = importlib.import_module("moectl.integrations.vllm.v0_33.experts")
+    monkeypatch.setenv("MOECTL_BACKEND", "torch")
+    quantization = opened(tiny_gpt_oss)
+    layers = [loaded(quantization, name=name)[1] for name in (NAME, NAME.replace("0", "1"))]
+    before, seen = [bits(layer) for layer in layers], []
+    vllm_stubs.CURRENT[0] = engine_config(str(other))
+
+    def ranges(prepared):
+        seen.append(prepared)
+        return (1 if len(seen) < 4 else 2,)
+
+    monkeypatch.setattr(experts, "scale_ranges", ranges)
+    with pytest.raises(MoectlError, match=r"layer 1 of .*other has scales of another range than kernels "):
+        quantization.get_checkpoint_weight_mapper()
+    assert len(seen) == 4 and all(map(same, layers, before))
+    monkeypatch.setattr(experts, "scale_ranges", lambda prepared: (1,))
+    quantization.get_checkpoint_weight_mapper()
+    assert not any(map(same, layers, before)) and quantization.name == str(other)
+
+
+def test_what_cannot_be_reloaded_is_refused_before_vllm_takes_weights_away(
+    tiny_gpt_oss, converted, monkeypatch
+):
+    """vLLM empties the model before it asks for new weights: it could not go on serving the old ones."""
+    reloaded = []
+    quantization = opened(converted / "marlin")
+    config = engine_config(str(converted / "marlin"))
+    config.quant_config = quantization
+
+    def reload(vllm_config, model, weights_iterator=None, weights_path=None, is_checkpoint_format=True):
+        reloaded.append(weights_path)
+        vllm_config.model_config.model = weights_path or vllm_config.model_config.model
+        vllm_stubs.CURRENT[0] = vllm_config
+        quantization.get_checkpoint_weight_mapper()
+
+    runner = SimpleNamespace(reload_weights=reload)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", runner)
+    _, layer = loaded(quantization)
+    before = bits(layer)
+    with pytest.raises(MoectlError, match=r"layer 0 of .*humming cannot take the place .* No weights were"):
+        runner.reload_weights(config, None, weights_path=str(converted / "humming"))
+    assert not reloaded and same(layer, before)
+    read = []
+    checking = importlib.import_module("moectl.integrations.vllm.v0_33.reload")
+    opening = checking.open_experts
+    monkeypatch.setattr(checking, "open_experts", lambda *a, **n: read.append(a) or opening(*a, **n))
+    runner.reload_weights(config, None, weights_path=str(converted / "marlin"))
+    runner.reload_weights(config, None)
+    assert len(read) == len(reloaded) == 2 and same(layer, before) and not quantization.ahead
+
+
+def test_ranges_are_those_of_kernels_that_have_some():
+    ranges = importlib.import_module("moectl.integrations.vllm.v0_33.experts").scale_ranges
+    known = SimpleNamespace(exponents=(1, 2), numbers=True)
+    for matrix, found in ((known, (((1, 2), True),) * 2), (SimpleNamespace(), ())):
+        layer = SimpleNamespace(w13=matrix, w2=matrix)
+        assert ranges(SimpleNamespace(derived={"moectl": layer})) == found
+    assert ranges(SimpleNamespace(derived={})) == ()
+
+
+def test_a_directory_for_some_ranks_is_reloaded_by_each(tiny_gpt_oss, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOECTL_BACKEND", "torch")
+    for name in ("one", "two"):
+        moectl.convert(tiny_gpt_oss, tmp_path / name, "marlin", tp_size=2)
+    quantization = opened(tmp_path / "one")
+    _, layer = loaded(quantization, layer_of(tp_size=2, tp_rank=1))
+    before = bits(layer)
+    for parameter in layer.parameters():
+        parameter.data.view(torch.uint8).zero_()
+    vllm_stubs.CURRENT[0] = engine_config(str(tmp_path / "two"))
+    quantization.get_checkpoint_weight_mapper()
+    assert same(layer, before)
 
 
 def test_weights_that_are_handed_over_are_refused(tiny_gpt_oss, monkeypatch):

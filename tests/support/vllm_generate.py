@@ -3,8 +3,9 @@
 usage: vllm_generate.py MODEL OPTIONS [STEP ...]
 
 OPTIONS is a JSON object of arguments of ``vllm.LLM``. Steps after the first generation: ``reload`` calls
-``reload_weights``; ``hand-over`` calls it with weights in memory; ``sleep`` asks for sleep that discards
-weights; ``methods`` names the experts' classes.
+``reload_weights``; ``reload=PATH`` calls it with a path and tells what came of it, and the tokens after it;
+``hand-over`` calls it with weights in memory; ``sleep`` asks for sleep that discards weights; ``methods``
+names the experts' classes.
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ def handed_over(worker: Any) -> str:
     return "taken"
 
 
+def reloaded(worker: Any, path: str) -> str:
+    try:
+        worker.reload_weights(weights_path=path)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "taken"
+
+
 def discarded(worker: Any) -> str:
     """As a worker on a GPU sleeps: one on a CPU ignores the call."""
     from vllm.v1.worker.gpu_worker import Worker
@@ -75,6 +84,8 @@ def main() -> None:
         elif step == "reload":
             engine.collective_rpc("reload_weights")
             told[step] = generated()
+        elif step.startswith("reload="):
+            told["reload="] = [engine.collective_rpc(reloaded, args=(step[7:],))[0], generated()]
         elif step == "hand-over":
             told[step] = engine.collective_rpc(handed_over)[0]
         elif step == "sleep":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -61,8 +62,9 @@ def claim_unquantized() -> None:
 def refuse_calls() -> None:
     """Have vLLM refuse what would leave moectl's experts with wrong weights.
 
-    That is `reload_weights` with weights in memory, and sleep that discards weights: `reload_weights` brings
-    back parameters alone, and a layer has other tensors in the memory that vLLM discards.
+    That is `reload_weights` with weights in memory or of a checkpoint that cannot take the place of the one
+    that was loaded, and sleep that discards weights: `reload_weights` brings back parameters alone, and a
+    layer has other tensors in the memory that vLLM discards.
     """
     for module in RUNNERS:
         _wrap(sys.modules.get(module), "reload_weights", _from_a_path)
@@ -85,7 +87,11 @@ def _from_a_path(function: Function) -> Function:
     ) -> Any:
         if weights_iterator is not None:
             raise refused(HANDED_OVER if named.get("is_checkpoint_format", True) else KERNELS_FORMAT)
-        return function(vllm_config, model, weights_iterator, *others, **named)
+        reloading = getattr(getattr(vllm_config, "quant_config", None), "reloading", None)
+        path = others[0] if others else named.get("weights_path")
+        # vLLM takes all weights from the model before it asks for new ones: what is refused then ends it.
+        with nullcontext() if reloading is None else reloading(vllm_config, path):
+            return function(vllm_config, model, weights_iterator, *others, **named)
 
     return reload_weights
 

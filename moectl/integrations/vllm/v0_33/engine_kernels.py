@@ -19,6 +19,8 @@ from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepar
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from ....errors import NoBackend
+from ....kernels.prepared_layer import CANONICAL
+from ....layer.experts import LayerForm
 from ....problem.layouts import LAYOUTS
 from ....problem.moe_problem import MoEProblem
 from ....problem.padding import pad
@@ -150,7 +152,8 @@ def engine_method(
     loading = _Loading(experts, method, kernel, names, number)
     method.create_weights = loading.create_weights
     method.process_weights_after_loading = loading.process
-    method.refill = loading.refill
+    for name in ("problem_of", "misfit", "unsuited", "refill"):  # `reload.Refillable`
+        setattr(method, name, getattr(loading, name))
     logger.info_once("vLLM's %s computes prepared experts in %s", kernel.backend, layout)
     return method
 
@@ -220,8 +223,20 @@ class _Loading:
         stored = self.experts.stored(self.number, default_device(), shard_of(self.method.moe))
         return {role: t.to(dtype) if t.dtype in DTYPES else t for role, t in stored.items()}
 
+    def problem_of(self, experts: ModelExperts) -> MoEProblem:
+        return experts.problem_of(self.number, shard_of(self.method.moe))
+
+    def misfit(self, experts: ModelExperts) -> str:
+        shard = shard_of(self.method.moe)
+        mine = self.experts.layout_of(shard)
+        if not experts.converted:
+            return LayerForm(CANONICAL, {}).misfit(mine, {})
+        return experts.stored_form(self.number, shard).misfit(mine, self.tensors)
+
+    def unsuited(self, experts: ModelExperts) -> str:
+        return ""
+
     def refill(self, experts: ModelExperts) -> None:
-        """Replace the layer's values in place by those of `experts`."""
         self.experts = experts
         for role, tensor in self.read().items():
             self.tensors[role].copy_(tensor)

@@ -20,6 +20,7 @@ from ....errors import NoBackend
 from ....kernels.modular.fused_moe_kernel import FusedMoEKernel, layer_kernel
 from ....kernels.prepared_layer import PreparedMoE
 from ....kernels.registry import runner_for
+from ....problem.moe_problem import MoEProblem
 from ...model_experts import BACKEND, DTYPES, OWN, ModelExperts, default_device, hold_nothing, takes_over
 from .. import OWN_KERNELS
 from .compile_at_load import begin, take
@@ -137,25 +138,33 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         dtype = DTYPES[self.moe.in_dtype]
         return self.experts.prepared(self.number, default_device(), dtype, self.backend, shard_of(self.moe))
 
-    def refill(self, experts: ModelExperts) -> None:
-        """Replace the layer's values in place by those of `experts`; graphs that were captured stay valid.
+    def problem_of(self, experts: ModelExperts) -> MoEProblem:
+        return experts.problem_of(self.number, shard_of(self.moe))
 
-        Raises NoBackend for scales of another range than those that its kernels were chosen for.
-        """
+    def misfit(self, experts: ModelExperts) -> str:
+        assert self.kernel is not None
+        mine, dtype = self.kernel.prepared, DTYPES[self.moe.in_dtype]
+        form = experts.form_of(self.number, dtype, self.backend, shard_of(self.moe))
+        return form.misfit(mine.layout, mine.weights)
+
+    def unsuited(self, experts: ModelExperts) -> str:
+        """Whether kernels were chosen for another range of scales, which takes the layer laid out to say."""
+        assert self.kernel is not None
+        ranges = scale_ranges(self.kernel.prepared)
+        if not any(ranges):
+            return ""
+        device, dtype = default_device(), DTYPES[self.moe.in_dtype]
+        fresh = experts.prepared(self.number, device, dtype, self.backend, shard_of(self.moe))
+        return "" if scale_ranges(fresh) == ranges else "scales of another range than kernels were chosen for"
+
+    def refill(self, experts: ModelExperts) -> None:
         assert self.kernel is not None
         self.experts = experts
         fresh, mine = self._prepared(), self.kernel.prepared
-        ranges = scale_ranges(mine)
         for role, tensor in mine.weights.items():
             tensor.copy_(fresh.weights[role])
         mine.derived.clear()
         runner_for(self.backend).ready(mine)
-        if scale_ranges(mine) != ranges:
-            raise NoBackend(
-                f"the scales of layer {self.number} have another range than those that its kernels were "
-                "chosen for",
-                hint="start vLLM again with the new weights",
-            )
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> Any:
         # Tokens stay in 16 bits; scales and biases are the kernel's own.
@@ -187,9 +196,14 @@ class MoectlMoEMethod(FusedMoEMethodBase):
 
 
 def scale_ranges(prepared: PreparedMoE) -> tuple[object, ...]:
-    """The ranges of its scales that moectl's kernels of a layer depend on; empty for other backends."""
+    """What moectl's kernels of a layer depend on besides its form, by matrix.
+
+    That is the range of its scales, and whether all its codes are numbers. Empty for other backends, and for
+    layers in rows.
+    """
     layer = prepared.derived.get("moectl")
-    return () if layer is None else (layer.w13.exponents, layer.w2.exponents)
+    matrices = () if layer is None else (layer.w13, layer.w2)
+    return tuple((m.exponents, m.numbers) for m in matrices if getattr(m, "exponents", None) is not None)
 
 
 class VllmExperts(mk.FusedMoEExpertsModular):

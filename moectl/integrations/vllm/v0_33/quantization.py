@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
@@ -30,6 +31,7 @@ class MoectlQuantization(QuantizationConfig):
         inner: the published config of the other layers, and of experts that moectl has no kernel for.
         name: the checkpoint's name or path, as vLLM gave it.
         methods: methods of the layers whose experts moectl loads, by their numbers.
+        ahead: while vLLM reloads, the experts that will take these layers' place, by the checkpoint's name.
     """
 
     def __init__(self, stated: Mapping[str, Any] | None = None) -> None:
@@ -39,6 +41,7 @@ class MoectlQuantization(QuantizationConfig):
         self.inner: QuantizationConfig | None = None
         self.name = ""
         self.methods: dict[int, Any] = {}
+        self.ahead: dict[str, Any] = {}
 
     @classmethod
     def get_name(cls) -> str:
@@ -103,7 +106,7 @@ class MoectlQuantization(QuantizationConfig):
 
         from .reload import reload
 
-        self.experts, self.name = reload(self.experts, self.name, self.methods)
+        self.experts, self.name = reload(self.experts, self.name, self.methods, self.ahead.get)
         mapper = (self.inner or QuantizationConfig).get_checkpoint_weight_mapper()
         layers = "|".join(map(str, sorted(self.methods)))
         dropped = {
@@ -112,6 +115,25 @@ class MoectlQuantization(QuantizationConfig):
             if layers
         }
         return mapper | WeightsMapper(orig_to_new_regex=dropped)
+
+    @contextmanager
+    def reloading(self, config: Any, path: str | None) -> Iterator[None]:
+        """Around vLLM's ``reload_weights`` of `path`, None: the same again.
+
+        Raises what `reload.checked` does, before vLLM changes anything.
+        """
+        from .reload import checked
+
+        model, now = config.model_config, path or config.model_config.model
+        if any(method.moe_kernel for method in self.methods.values()) and (
+            config.load_config.load_format != "dummy"
+        ):
+            revision = None if path else model.revision  # vLLM drops it with the name that it belongs to
+            self.ahead[now] = checked(self.experts, self.name, self.methods, now, revision)
+        try:
+            yield
+        finally:
+            self.ahead.clear()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         from vllm.model_executor.layers.fused_moe import RoutedExperts
