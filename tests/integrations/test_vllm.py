@@ -132,6 +132,15 @@ def test_each_data_parallel_rank_has_its_own_directory_and_experts(tiny_gpt_oss,
             method.process_weights_after_loading(layer)
 
 
+def test_ranks_with_unequal_slices_add_up(tiny_gpt_oss, tmp_path):
+    """Six blocks of intermediate channels over four ranks: two for the first two, then one."""
+    moectl.convert(tiny_gpt_oss, tmp_path / "out", "moectl", tp_size=4)
+    whole = wanted(tiny_gpt_oss).float()
+    for source in (tiny_gpt_oss, tmp_path / "out"):
+        parts = [built(opened(source), tp_size=4, tp_rank=rank)(*inputs()).float() for rank in range(4)]
+        assert (sum(parts) - whole).norm() < 0.01 * whole.norm()
+
+
 def test_a_directory_of_another_deployment_is_refused(converted):
     with pytest.raises(MoectlError, match=r"was converted for rank 0 of 2 .* this is rank 0 of 1"):
         built(opened(converted / "tp"))
