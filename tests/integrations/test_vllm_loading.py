@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import moectl
+from moectl.checkpoint import open_checkpoint
 from moectl.convert.manifest.manifest import load_layer, load_manifest
 from moectl.convert.sources import output_name
 from moectl.errors import MoectlError
 from moectl.integrations import vllm as plugin
+from moectl.integrations.vllm.engine_layouts import untaken
 from moectl.integrations.vllm.limits import LIMITS, refusals
 from moectl.problem.layouts import FOLDER_READERS, OWN_LAYOUTS
 from moectl.problem.moe_problem import Dims, MoEProblem
@@ -30,6 +32,7 @@ from moectl.problem.schemes import (
     Scheme,
     int_format,
 )
+from moectl.synth import synthesize
 from support import vllm_stubs
 from support.vllm_stubs import METHODS, FusedMoEConfig, ParallelConfig, RoutedExperts, engine_config, install
 
@@ -446,6 +449,42 @@ def test_every_limit_is_asked_of_vllm():
     asked = deployment.options_of(engine_config(), layer_of().moe_config)
     assert asked.keys() == LIMITS.keys()
     assert not refusals(asked), "vLLM's defaults are supported"
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    (
+        ("openai/gpt-oss-20b", ("marlin-mxfp4", "triton-hopper", "triton-blackwell", "cutlass-sm90")),
+        ("openai/gpt-oss-20b", ("trtllm-mxfp4", "humming-mxfp4", "humming-mxfp4-sm100")),
+        ("moonshotai/Kimi-K2-Thinking", ("marlin-int4", "humming-int4", "humming-int4-e0m3")),
+        ("Qwen/Qwen3-30B-A3B-GPTQ-Int4", ("marlin-int4", "humming-int4")),
+        ("RedHatAI/Qwen3-Coder-Next-NVFP4", ("humming-nvfp4", "humming-nvfp4-rows", "humming-nvfp4-sm100")),
+        ("Qwen/Qwen3-30B-A3B-FP8", ("humming-fp8", "humming-fp8-sm100")),
+        ("MiniMaxAI/MiniMax-M3-MXFP8", ("humming-mxfp8", "humming-mxfp8-sm100")),
+    ),
+)
+def test_what_was_compared_with_vllms_own_loading_is_taken(model, layouts):
+    problem = open_checkpoint(model, offline=True).groups[0].problem
+    assert [untaken(layout, problem) for layout in layouts] == [""] * len(layouts)
+
+
+def test_other_exporters_and_schemes_are_refused_as_by_the_method(tmp_path):
+    for model, to, layout in (
+        ("amd/Kimi-K2.5-MXFP4", "marlin", "marlin-mxfp4"),
+        ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8", "humming", "humming-fp8"),
+    ):
+        source = synthesize(model, tmp_path / layout, layers=2, experts=8, hidden=256, intermediate=256)
+        moectl.convert(source, out := tmp_path / f"{layout}-out", to)
+        experts = opened(out).experts
+        number = min(experts.layers)
+        problem = experts.problem_of(number)
+        sizes = (problem.experts, problem.top_k, problem.dims.hidden)
+        layer = RoutedExperts(FusedMoEConfig(*sizes, ParallelConfig(), torch.bfloat16))
+        with pytest.raises(MoectlError, match="neither moectl's kernels nor vLLM's take as it is"):
+            opened(out).get_quant_method(layer, f"model.layers.{number}.mlp.experts")
+        assert f"do not take {problem.scheme.words} in the layout {layout}" in untaken(layout, problem)
+    problem = open_checkpoint("nvidia/Qwen3-30B-A3B-NVFP4", offline=True).groups[0].problem
+    assert "with ModelOptNvFp4FusedMoE, and moectl does not know" in untaken("humming-nvfp4", problem)
 
 
 def test_directories_that_vllm_loads_are_listed():

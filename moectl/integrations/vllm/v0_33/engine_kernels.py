@@ -24,85 +24,51 @@ from ....layer.experts import LayerForm
 from ....problem.layouts import LAYOUTS
 from ....problem.moe_problem import MoEProblem
 from ....problem.padding import pad
-from ....problem.schemes import A16, FP8_BLOCK, Scheme, WeightFormat
 from ...model_experts import DTYPES, ModelExperts, default_device
+from ..engine_layouts import ENGINE_LAYOUTS, PARAMETERS, EngineLayout, ParameterNames
 from .deployment import check_map, shard_of
-from .engine_parameters import ParameterNames, Place, in_humming, register, wrapped
+from .engine_parameters import Place, in_humming, register, wrapped
 from .log import logger_of
 
 logger = logger_of(__name__)
 
 
 @dataclass(frozen=True)
-class EngineKernel:
+class EngineKernel(EngineLayout):
     """How a kernel of vLLM's takes a layout.
 
     Attributes:
-        backend: the value of ``--moe-backend`` that selects it.
         scales: the dtype by which it tells formats apart; None if that of the files.
         place: puts the tensors in place; None for parameters of the method's own names.
-        quantizes: whether the published checkpoint may ask for quantized tokens, which it leaves in 16 bits.
-        weight: the only weights of the layout that were compared with vLLM's own loading; None for all.
     """
 
-    backend: str
     scales: torch.dtype | None = None
     place: Place | None = None
-    quantizes: bool = False
-    weight: WeightFormat | None = None
-
-    def takes(self, scheme: Scheme) -> bool:
-        """Whether it computes layers of `scheme`."""
-        return (self.quantizes or scheme.act == A16) and self.weight in (None, scheme.weight)
-
-
-_OF_INTEGERS = ParameterNames("qweight", "scales", "qzeros", aliased=True)
-
-PARAMETERS: Mapping[str, ParameterNames] = {
-    "GptOssMxfp4MoEMethod": ParameterNames(),
-    "Mxfp4MoEMethod": ParameterNames(),
-    "CompressedTensorsWNA16MoEMethod": ParameterNames("weight_packed", aliased=True),
-    "AutoGPTQMoEMethod": _OF_INTEGERS,
-    "AutoAWQMoEMethod": _OF_INTEGERS,
-    "CompressedTensorsW4A4Nvfp4MoEMethod": ParameterNames(),
-    "Fp8MoEMethod": ParameterNames(),
-    "ModelOptMxFp8FusedMoE": ParameterNames(),
-}
-"""By the class of vLLM's method."""
-
-
-_TRITON = EngineKernel("triton", place=wrapped)
-
-
-def _humming(layout: str, scales: torch.dtype | None = None, **others: Any) -> EngineKernel:
-    place = partial(in_humming, layout=layout, magnitude="-e0m" in layout)
-    return EngineKernel("humming", scales, place, **others)
 
 
 _E8M0, _E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 
-KERNELS: Mapping[str, EngineKernel] = {
-    "marlin-mxfp4": EngineKernel("marlin", scales=torch.float8_e8m0fnu),
-    "marlin-int4": EngineKernel("marlin"),
-    "marlin-int8": EngineKernel("marlin"),
-    "triton-hopper": _TRITON,
-    "triton-blackwell": _TRITON,
-    "cutlass-sm90": EngineKernel("flashinfer_cutlass"),
-    "trtllm-mxfp4": EngineKernel("flashinfer_trtllm", scales=torch.float8_e4m3fn),
-    **{name: _humming(name) for name in ("humming-int4", "humming-int8")},
-    **{name: _humming(name) for name in ("humming-int4-e0m3", "humming-int8-e0m7")},
-    **{name: _humming(name, _E8M0) for name in ("humming-mxfp4", "humming-mxfp4-sm100")},
-    **{name: _humming(name, _E8M0, quantizes=True) for name in ("humming-mxfp8", "humming-mxfp8-sm100")},
-    **{
-        name: _humming(name, _E4M3, quantizes=True)
-        for name in ("humming-nvfp4", "humming-nvfp4-rows", "humming-nvfp4-sm100")
-    },
-    **{
-        name: _humming(name, quantizes=True, weight=FP8_BLOCK)
-        for name in ("humming-fp8", "humming-fp8-sm100")
-    },
+SCALES: Mapping[str, torch.dtype] = {
+    **dict.fromkeys(("marlin-mxfp4", "humming-mxfp4", "humming-mxfp4-sm100"), _E8M0),
+    **dict.fromkeys(("humming-mxfp8", "humming-mxfp8-sm100"), _E8M0),
+    **dict.fromkeys(("humming-nvfp4", "humming-nvfp4-rows", "humming-nvfp4-sm100"), _E4M3),
+    "trtllm-mxfp4": _E4M3,
 }
-"""By the layout of the directory. A layout's row is all that another kernel of vLLM's needs."""
+"""By the layout: dtypes of scales by which kernels tell formats apart, where the files have another."""
+
+
+def _place(layout: str) -> Place | None:
+    if layout.startswith("triton-"):
+        return wrapped
+    magnitude = "-e0m" in layout
+    return partial(in_humming, layout=layout, magnitude=magnitude) if layout.startswith("humming-") else None
+
+
+KERNELS: Mapping[str, EngineKernel] = {
+    name: EngineKernel(facts.backend, facts.quantizes, facts.weight, SCALES.get(name), _place(name))
+    for name, facts in ENGINE_LAYOUTS.items()
+}
+"""By the layout of the directory. A layout's row in `ENGINE_LAYOUTS` is all that another kernel needs."""
 
 TARGETS = frozenset(LAYOUTS[name].target for name in KERNELS)
 """What ``convert --to`` calls these layouts."""

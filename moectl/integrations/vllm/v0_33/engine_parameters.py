@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -17,31 +16,11 @@ from ....errors import NoBackend
 from ....problem.moe_problem import MoEProblem
 from ....problem.schemes import FULL
 from ...model_experts import default_device
+from ..engine_layouts import ParameterNames
 
 Weights = Mapping[str, Tensor]
 Place = Callable[[FusedMoEMethodBase, RoutedExperts, Weights, MoEProblem], None]
 """Puts a layer's tensors by role where vLLM's method and kernel look for them."""
-
-
-@dataclass(frozen=True)
-class ParameterNames:
-    """The names of a method's parameters, without ``w13_`` and ``w2_``.
-
-    Attributes:
-        aliased: whether the kernel reads the weights as ``w13_weight`` and ``w2_weight`` too.
-    """
-
-    weight: str = "weight"
-    scale: str = "weight_scale"
-    zero: str = "weight_zero_point"
-    second: str = "weight_scale_2"
-    aliased: bool = False
-
-    def of(self, role: str) -> str:
-        """The parameter's name for a role such as ``w13_scale``."""
-        matrix, _, kind = role.partition("_")
-        names = {"": self.weight, "scale": self.scale, "zero": self.zero, "global": self.second}
-        return f"{matrix}_{names.get(kind, kind)}"
 
 
 @cache
