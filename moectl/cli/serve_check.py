@@ -68,6 +68,7 @@ def serve_check(
             release,
             verify,
             offline,
+            stated=gpu is not None,
         )
     )
     brief = report.serve if report.works else [f.says for f in report.findings if f.level == "refused"]
@@ -81,8 +82,13 @@ def serve_check(
     return ExitCode.DONE if report.works else ExitCode.FOUND
 
 
+_FLAGS = {"true": True, "false": False}
+
+
 def parsed_options(texts: list[str] | tuple[str, ...]) -> dict[str, object]:
-    """Options such as ``enable-eplb`` or ``--load-format=auto``, by name with dashes; True for flags.
+    """Options such as ``enable-eplb`` or ``--load-format=auto``, by name with dashes.
+
+    A flag is True, and so are ``true`` and ``false`` the values that they name.
 
     Raises UsageError for an option without a name, or one that is given twice.
     """
@@ -92,7 +98,7 @@ def parsed_options(texts: list[str] | tuple[str, ...]) -> dict[str, object]:
         name = "--" + name.strip().lstrip("-").replace("_", "-")
         if name == "--" or name in options:
             raise UsageError(f"--option takes each NAME or NAME=VALUE once, got {text!r}")
-        options[name] = value if equals else True
+        options[name] = _FLAGS.get(value.lower(), value) if equals else True
     return options
 
 

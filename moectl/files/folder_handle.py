@@ -84,7 +84,7 @@ class FolderHandle(AbstractContextManager["FolderHandle"]):
         except OSError as error:
             if error.errno == errno.ENOENT:
                 raise CheckpointError(
-                    f"{where}: the file cannot be found ({error.strerror}).", hint="Download it again."
+                    f"{where}: the file cannot be found ({error.strerror}).", hint="Fetch or write it again."
                 ) from error
             raise CheckpointError(
                 f"{where} cannot be read: {error.strerror or error}.",
@@ -187,15 +187,18 @@ def sha256_inside(folder: Path, name: str) -> str:
         return descriptor_sha256(file.fileno())
 
 
-def file_findings(folder: Path, name: str, size: int, sha256: str) -> list[str]:
-    """Sentences on how a file differs from its recorded size and SHA-256; empty if it does not."""
+def file_findings(folder: Path, name: str, size: int, sha256: str = "") -> list[str]:
+    """Sentences on how a file differs from its recorded size and SHA-256; empty if it does not.
+
+    Without a `sha256` its size alone is compared, and nothing is read.
+    """
     if not os.path.lexists(folder / name):
         return [f"{name} is missing"]
     try:
         with open_inside(folder, name) as file:
             if (got := os.fstat(file.fileno()).st_size) != size:
                 return [f"{name} must have {size} bytes, got {got}"]
-            found = descriptor_sha256(file.fileno())
+            found = descriptor_sha256(file.fileno()) if sha256 else ""
     except CheckpointError as error:
         return [error.what]
     return [] if found == sha256 else [f"{name} does not have the SHA-256 that was written"]

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..capabilities.own_kernels import TRITON
 from ..checkpoint import open_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.config.model_shape import model_shape
 from ..checkpoint.source.catalogue import weights_missing
 from ..checkpoint.source.open_checkpoint import MANIFEST
 from ..convert.manifest.checked_files import source_config
@@ -30,6 +31,7 @@ from ..layer.layer_source import CheckpointLayers, ConvertedLayers, LayerSource
 from ..layer.layers_ahead import LayerRequest, LayersAhead
 from ..layer.random_layer import RandomLayer
 from ..layer.rank_share import rank_share
+from ..problem.model_shape import UNKNOWN_MODEL, ModelShape
 from ..problem.moe_problem import MoEProblem, expert_range
 from ..run.layer_variants import in_dtype
 from ..run.run_machine import RunMachine, choose_backends
@@ -64,6 +66,7 @@ class ModelExperts:
         published: the ``quantization_config`` that the checkpoint was published with; empty without one.
         expert_names: regular expressions of the full names of the experts' tensors in its files.
         others_quantized: whether other tensors than experts are quantized, and need another loader.
+        model: sizes outside the experts, where the config tells them.
         random: whether layers get random weights of the same kind instead of their own; nothing is read then.
         hub_cache: the folder that takes weights from the Hub; None for the Hub's own cache.
     """
@@ -72,6 +75,7 @@ class ModelExperts:
     published: dict[str, Any]
     expert_names: tuple[str, ...]
     others_quantized: bool
+    model: ModelShape = UNKNOWN_MODEL
     random: bool = False
     hub_cache: str | None = None
 
@@ -392,7 +396,8 @@ def _with_config(
 ) -> ModelExperts:
     """The experts of a converted directory, with the source's `config`."""
     patterns = sorted({_pattern(name) for name in names})
-    return ModelExperts(source, quantization_of(config), tuple(patterns), _quantized(others))
+    published, model = quantization_of(config), model_shape(config)
+    return ModelExperts(source, published, tuple(patterns), _quantized(others), model)
 
 
 def _published(name: str, offline: bool, download: bool) -> ModelExperts:
@@ -405,9 +410,9 @@ def _published(name: str, offline: bool, download: bool) -> ModelExperts:
     names = tuple(sorted(set(_expert_names(checkpoint))))
     known = re.compile("|".join(names))
     others = (tensor for tensor in checkpoint.tensors if not known.fullmatch(tensor))
-    return ModelExperts(
-        CheckpointLayers(checkpoint), quantization_of(checkpoint.config), names, _quantized(others)
-    )
+    published = quantization_of(checkpoint.config)
+    layers, model = CheckpointLayers(checkpoint), model_shape(checkpoint.config)
+    return ModelExperts(layers, published, names, _quantized(others), model)
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:

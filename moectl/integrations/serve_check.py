@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.source.open_checkpoint import MANIFEST, rank_folder
+from ..convert.manifest.manifest import Manifest
 from ..convert.rank_slice import RankShard
 from ..environment import Device, Packages
 from ..environment.cache_folder import cache_folder
 from ..environment.installed_packages import distribution_version
-from ..errors import MoectlError, UsageError, install_hint
+from ..errors import MoectlError, NoBackend, UsageError, install_hint
+from ..files.folder_handle import file_findings
 from ..kernels.registry import RUNNERS
 from ..layer.layer_source import CheckpointLayers, ConvertedLayers
 from ..oracle.machine_packages import packages_from
 from ..oracle.registry import policy_named
-from ..oracle.select import OutOfScope, select
+from ..oracle.select import select
 from ..problem.layer_ranges import ranges
-from ..problem.layouts import LAYOUTS, loads_folder
+from ..problem.layouts import LAYOUTS
 from ..problem.moe_problem import MoEProblem
 from ..run.run_plan import POLICY
 from .engine_names import kernels_asked
 from .limits import reasons_and_hints
 from .model_experts import BACKEND, OWN, ModelExperts, open_experts, takes_over
 from .serve_report import FINE, REFUSED, WARNING, ServedLayers, ServeFinding, ServeReport
-from .served_engines import ServedEngine
+from .served_engines import RELAID, ServedEngine
 
 OLDEST = 80
 """Lowest compute capability of moectl's kernels in engines, as ten times its number."""
@@ -37,6 +40,9 @@ OLDEST = 80
 DTYPES = ("auto", "bfloat16", "float16", "half")
 SPARE_DISK = 2 << 30
 """Bytes that compiled kernels may need on the disk of the caches."""
+
+HASHED = 64 << 20
+"""Largest size in bytes of a document or tokenizer's file that is always hashed."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,11 @@ class ServeRequest:
         checkpoint: a directory or Hub id.
         device: the GPU of each rank.
         tp, ep: sizes of tensor and expert parallelism, as the engine counts.
-        options: of the engine's command line, ``--name`` to value; True for flags.
+        options: of the engine's command line, ``--name`` to value; True and False for flags.
         release: of the engine, to be assumed; None for what is installed.
         verify: hash all files of a converted directory.
         offline: do not contact the Hub.
+        stated: whether `device` was stated, not found on this machine.
     """
 
     checkpoint: str
@@ -62,6 +69,7 @@ class ServeRequest:
     release: str | None = None
     verify: bool = False
     offline: bool = False
+    stated: bool = False
 
 
 def check_serving(request: ServeRequest) -> ServeReport:
@@ -69,25 +77,35 @@ def check_serving(request: ServeRequest) -> ServeReport:
 
     Errors of the checkpoint are findings. Raises UsageError for arguments that mean nothing.
     """
-    engine, findings = request.engine, list(_engine_findings(request))
+    engine = request.engine
+    sizes = engine.deployed(request.tp, request.ep, request.options)
+    request = replace(request, tp=sizes.tp, ep=sizes.ep, options=sizes.options)
+    findings = list(_engine_findings(request))
+    findings += [ServeFinding("ranks", REFUSED, says, "use --tp and --ep") for says in sizes.unclear]
     findings += _option_findings(request)
     findings += _device_findings(request)
     findings += _backend_findings(request)
     layers: tuple[ServedLayers, ...] = ()
     converted: bool | None = None
-    served, shards = request.checkpoint, engine.shards(request.tp, request.ep, request.options)
+    read, served = _places(request.checkpoint)
+    shards = engine.shards(request.tp, request.ep, request.options)
     if isinstance(shards, str):
         findings.append(ServeFinding("ranks", REFUSED, shards, "choose other sizes"))
         shards = ()
     try:
-        read, served = _places(request.checkpoint)
         experts = open_experts(read, offline=request.offline)
         converted = experts.converted
+        if top := _above(experts):
+            served = str(top)
+            says = f"{request.checkpoint} has one rank's experts alone, and no config.json"
+            findings.append(ServeFinding("files", REFUSED, says, f"serve {top}"))
         files = list(_file_findings(request, experts, shards))
         findings += files
+        findings += _head_findings(request, experts)
         if shards and all(finding.level != REFUSED for finding in files):
-            layers = tuple(_layers(request, experts, shards[0]))
-            findings += _layer_findings(request, experts, layers, shards[0])
+            kinds = tuple(_kinds(request, experts, shards[0]))
+            layers = tuple(kind.layers for kind in kinds)
+            findings += _layer_findings(request, experts, kinds, shards[0])
             findings += _memory_findings(request, experts, shards)
     except MoectlError as error:
         findings.append(_finding("checkpoint", error))
@@ -103,7 +121,7 @@ def check_serving(request: ServeRequest) -> ServeReport:
         converted=converted,
         findings=tuple(findings),
         layers=layers,
-        serve=engine.command(served, request.tp, request.ep, kept, bool(converted)),
+        serve=engine.command(served, request.tp, request.ep, kept, (Path(read) / MANIFEST).exists()),
     )
 
 
@@ -114,7 +132,8 @@ def _refused_option(engine: ServedEngine, name: str, value: object) -> bool:
 
 
 def _finding(about: str, error: MoectlError) -> ServeFinding:
-    return ServeFinding(about, REFUSED, " ".join(filter(None, (error.what, error.reason))), error.hint)
+    says = ". ".join(filter(None, (error.what, error.reason.removesuffix("."))))
+    return ServeFinding(about, REFUSED, says, error.hint)
 
 
 def _places(checkpoint: str) -> tuple[str, str]:
@@ -124,6 +143,14 @@ def _places(checkpoint: str) -> tuple[str, str]:
     if (folder / MANIFEST).exists() or not (first / MANIFEST).exists():
         return checkpoint, checkpoint
     return str(first), checkpoint if (folder / "config.json").exists() else str(first)
+
+
+def _above(experts: ModelExperts) -> Path | None:
+    """The directory that has what a rank's own lacks; None if what was opened is whole."""
+    source = experts.source
+    if isinstance(source, ConvertedLayers) and source.manifest.top != source.folder:
+        return source.manifest.top
+    return None
 
 
 def _release(request: ServeRequest) -> str | None:
@@ -184,7 +211,8 @@ def _device_findings(request: ServeRequest) -> Iterator[ServeFinding]:
     capable = device.platform == "cuda" and digits.isdecimal() and int(digits) >= OLDEST
     if not capable and request.engine.own_only:
         says = f"moectl's kernels need an NVIDIA GPU of sm{OLDEST} or newer; {name} is {device.arch}"
-        yield ServeFinding("device", REFUSED, says, "state the server's with --gpu")
+        do = "serve it without moectl there" if request.stated else "state the server's with --gpu"
+        yield ServeFinding("device", REFUSED, says, do)
     free = shutil.disk_usage(_existing(cache_folder())).free
     if free < SPARE_DISK:
         says = f"only {free >> 20} MiB are free for compiled kernels in {cache_folder()}"
@@ -224,10 +252,11 @@ def _file_findings(
     request: ServeRequest, experts: ModelExperts, shards: Iterable[RankShard]
 ) -> Iterator[ServeFinding]:
     """Whether each rank finds its own files, whole; sizes and headers only, unless hashes are asked for."""
-    if not experts.converted:
+    if isinstance(experts.source, CheckpointLayers):
         yield ServeFinding(
             "files", FINE, "every file of the checkpoint is there, with the sizes in its headers"
         )
+        yield from _lone_experts(experts, experts.source.checkpoint.tensors)
         return
     folders = []
     for shard in shards:
@@ -238,7 +267,8 @@ def _file_findings(
             _ = source.manifest.passthrough
         except UsageError as error:
             # Said once for all ranks.
-            yield _finding("files", error)
+            found = _finding("files", error)
+            yield replace(found, do=_sizes_hint(request, experts, shard, found.do))
             return
         except MoectlError as error:
             yield _finding("files", error)
@@ -247,14 +277,69 @@ def _file_findings(
     if not folders:
         return
     manifest = folders[0].manifest
-    layout = manifest.layout.name
-    ranks = f"{len(folders)} ranks, " if len(folders) > 1 else ""
-    yield ServeFinding("files", FINE, f"{ranks}{len(manifest.layers)} layers as {layout}, complete")
+    changed = tuple(_changed_documents(manifest))
+    yield from changed
+    if not changed:
+        ranks = f"{len(folders)} ranks, " if len(folders) > 1 else ""
+        says = f"{ranks}{len(manifest.layers)} layers as {manifest.layout.name}, complete"
+        yield ServeFinding("files", FINE, says)
     if not manifest.passthrough:
         says = "the directory has experts only, no engine finds the other weights in it"
         yield ServeFinding("files", REFUSED, says, "convert without --experts-only")
+    else:
+        yield from _lone_experts(experts, manifest.passthrough)
     if request.verify:
         yield from _hash_findings(folders)
+
+
+def _changed_documents(manifest: Manifest) -> Iterator[ServeFinding]:
+    """What is not as written of the files that engines read themselves: config.json, index, tokenizer."""
+    record = manifest.record
+    for item in (*record.documents, *record.files):
+        sha256 = item.sha256 if item.size <= HASHED else ""
+        for says in file_findings(manifest.top, item.file, item.size, sha256):
+            yield ServeFinding("files", REFUSED, says, "put back what was written, or convert again")
+
+
+def _sizes_hint(request: ServeRequest, experts: ModelExperts, shard: RankShard, hint: str) -> str:
+    """What to do about a directory for another deployment: serve that one, if the engine has it."""
+    here: RankShard = experts.source.shard
+    tp, ep = here.ranks, here.ep_size
+    sizes = (here.tp_size, here.ep_size)
+    theirs = request.engine.shards(tp, ep, request.options)
+    has = not isinstance(theirs, str) and (theirs[0].tp_size, theirs[0].ep_size) == sizes
+    if not has or sizes == (shard.tp_size, shard.ep_size):
+        return hint
+    return f"use --tp {tp}{f' --ep {ep}' if ep > 1 else ''}, or {hint[:1].lower()}{hint[1:]}"
+
+
+def _lone_experts(experts: ModelExperts, names: Iterable[str]) -> Iterator[ServeFinding]:
+    """A warning if no MoE layer has weights outside its MoE block, as every model does: norms, attention.
+
+    `names` are those of the tensors that are not converted.
+    """
+    patterns = set()
+    for name in experts.expert_names:
+        before, number, rest = name.partition(r"\d+")
+        block = rest.split(r"\.")[1]
+        patterns.add(rf"{before}{number}\.(?!{block}\.)")
+    others = re.compile("|".join(patterns))
+    if not any(others.match(name) for name in names):
+        says = "its layers have no weights but those of experts and routers, and engines need all"
+        yield ServeFinding("files", WARNING, says, "serve a whole checkpoint: `moectl synth` writes experts")
+
+
+def _head_findings(request: ServeRequest, experts: ModelExperts) -> Iterator[ServeFinding]:
+    """Whether the tensor-parallel ranks divide the model's attention heads, where these are known."""
+    ranks = request.engine.attention_ranks(request.tp, request.options)
+    heads, pairs = experts.model.attention_heads, experts.model.kv_heads
+    if heads % ranks:
+        says = f"{ranks} tensor-parallel ranks do not divide {heads} attention heads"
+    elif pairs and pairs % ranks and ranks % pairs:
+        says = f"{ranks} tensor-parallel ranks neither divide {pairs} key and value heads nor are a multiple"
+    else:
+        return
+    yield ServeFinding("ranks", REFUSED, says, "choose another --tp")
 
 
 def _hash_findings(folders: Iterable[ConvertedLayers]) -> Iterator[ServeFinding]:
@@ -268,77 +353,132 @@ def _hash_findings(folders: Iterable[ConvertedLayers]) -> Iterator[ServeFinding]
             yield ServeFinding("hashes", FINE, f"every byte of {source.folder} is as written")
 
 
-def _layers(request: ServeRequest, experts: ModelExperts, shard: RankShard) -> Iterator[ServedLayers]:
+@dataclass(frozen=True)
+class _Kind:
+    """Layers of one kind.
+
+    Attributes:
+        layers: who computes them.
+        own: moectl's backend that would compute them in its layout; empty if there is none.
+        unmet: why the backend that was named does not; empty if it does.
+    """
+
+    layers: ServedLayers
+    problem: MoEProblem
+    own: str
+    unmet: str = ""
+
+
+def _kinds(request: ServeRequest, experts: ModelExperts, shard: RankShard) -> Iterator[_Kind]:
     """Who computes the layers of a rank, by the same rules as in the engine."""
+    assumed = request.release is not None
     try:
-        assumed = request.release is not None
         packages = packages_from("torch,triton" if assumed else None)
     except MoectlError:
         packages = packages_from(None)
     numbers: dict[MoEProblem, list[int]] = {}
     for number in sorted(experts.layers):
         numbers.setdefault(experts.problem_of(number, shard), []).append(number)
+    asked = _asked(request)
+    engines = _forced(request) or (not asked and bool(_engine_layout(request, experts, shard)))
     for problem, found in numbers.items():
-        asked = _asked(request)
-        engines = _forced(request) or (not asked and bool(_engine_layout(request, experts, shard)))
-        name = "" if engines else asked or _backend(request, problem, packages, experts.converted)
-        yield ServedLayers(tuple(found), str(problem.scheme), name)
+        own, unmet = _backend(request, problem, packages, experts.converted), ""
+        name = "" if engines else asked or own
+        if asked and not engines:
+            # Nobody knows the packages of another machine.
+            there = packages_from("full") if assumed else packages
+            unmet = _unmet(request, problem, there, asked)
+        yield _Kind(ServedLayers(tuple(found), str(problem.scheme), name), problem, own, unmet)
 
 
 def _engine_layout(request: ServeRequest, experts: ModelExperts, shard: RankShard) -> str:
     """The layout of a converted directory that kernels of the engine itself compute with; else empty."""
     layout = experts.layout_of(shard)
-    readers = LAYOUTS[layout].readers if layout in LAYOUTS else ()
-    theirs = any(reader.engine == request.engine.title for reader in readers)
-    return layout if theirs and loads_folder(request.engine.title, layout) and request.engine.own_only else ""
+    return layout if layout in request.engine.own_layouts else ""
+
+
+def _unmet(request: ServeRequest, problem: MoEProblem, packages: Packages, asked: str) -> str:
+    """Why the backend `asked` does not compute layers such as `problem`; empty if it does."""
+    try:
+        select(problem, request.device, packages, policy_named(POLICY), asked).require()
+    except NoBackend as error:
+        return error.what
+    return ""
 
 
 def _backend(request: ServeRequest, problem: MoEProblem, packages: Packages, converted: bool) -> str:
     try:
         decision = select(problem, request.device, packages, policy_named(POLICY))
-    except OutOfScope:
+    except NoBackend:
         return ""
     name = decision.best_first[0].backend.runner if decision.best_first else ""
     ours = takes_over(name, problem) or (converted and name in OWN)
     return name if ours or not request.engine.own_only else ""
 
 
+def _relaid(engine: ServedEngine, layout: str, backend: str) -> bool:
+    """Whether the experts of a directory in `layout` are laid out again for `backend` of moectl."""
+    reading = [
+        name
+        for name, facts in LAYOUTS.items()
+        if any(reader.engine == POLICY and backend in reader.backends for reader in facts.readers)
+    ]
+    return engine.own_only and bool(layout and reading) and layout not in reading
+
+
 def _layer_findings(
-    request: ServeRequest, experts: ModelExperts, layers: Iterable[ServedLayers], shard: RankShard
+    request: ServeRequest, experts: ModelExperts, kinds: Iterable[_Kind], shard: RankShard
 ) -> Iterator[ServeFinding]:
     engine, own, layout = request.engine, False, _engine_layout(request, experts, shard)
-    takes = LAYOUTS[layout].archs if layout else ()
-    for found in layers:
+    stored = experts.layout_of(shard)
+    for kind in kinds:
+        found = kind.layers
         which = f"layers {ranges(found.layers)} ({found.scheme})"
-        if found.backend:
-            own = True
+        own = own or bool(found.backend)
+        left = "" if found.backend else layout
+        if why := engine.refuses(kind.problem, left):
+            other = f"convert --to {POLICY}, or " if kind.own and not engine.refuses(kind.problem) else ""
+            do = f"{other}serve the checkpoint without moectl"
+            yield ServeFinding("kernels", REFUSED, f"{which}: {why}", do)
+        elif kind.unmet:
+            says = f"{which}: {BACKEND}={found.backend}: {kind.unmet}"
+            yield ServeFinding("kernels", REFUSED, says, "unset it, or name another backend")
+        elif found.backend and _relaid(engine, stored, found.backend):
+            says = f"{which}: moectl's backend {found.backend}, {RELAID} from {stored}"
+            yield ServeFinding("kernels", WARNING, says, "convert for that backend, to start sooner")
+        elif found.backend:
             yield ServeFinding("kernels", FINE, f"{which}: moectl's backend {found.backend}")
-        elif request.device.arch in takes:
-            yield ServeFinding(
-                "kernels", FINE, f"{which}: {engine.title}'s own kernels, on {layout} as it is"
-            )
         elif layout:
-            says = (
-                f"{which}: {layout} is for {', '.join(takes)}, {request.device.name} is {request.device.arch}"
-            )
-            yield ServeFinding("kernels", REFUSED, says, "convert for this GPU")
+            yield _engine_kernels(request, which, layout)
         elif _forced(request):
-            asked = f"{BACKEND}={engine.own_kernels}"
-            if experts.converted:
-                says = (
-                    f"{which}: {asked} asks for {engine.title}'s own kernels, none of which takes "
-                    f"{experts.layout_of(shard)} as it is"
-                )
-                yield ServeFinding("kernels", REFUSED, says, f"unset {BACKEND}, or convert to another layout")
-            else:
-                says = f"{which}: left to {engine.title} by {asked}"
-                yield ServeFinding("kernels", WARNING, says, f"unset {BACKEND} for moectl's kernels")
+            yield _forced_finding(request, experts, which, stored)
         elif experts.converted or not engine.own_only:
             says = f"{which}: moectl has no kernel for them on {request.device.name}"
             yield ServeFinding("kernels", REFUSED, says, "serve the published checkpoint without moectl")
         else:
             says = f"{which}: left to {engine.title}, moectl has no kernel for them on {request.device.name}"
             yield ServeFinding("kernels", WARNING, says, "" if own else "serve it without moectl")
+
+
+def _engine_kernels(request: ServeRequest, which: str, layout: str) -> ServeFinding:
+    """Whether the engine's own kernels for `layout` are for this GPU."""
+    device, takes = request.device, LAYOUTS[layout].archs
+    if device.arch in takes:
+        says = f"{which}: {request.engine.title}'s own kernels, on {layout} as it is"
+        return ServeFinding("kernels", FINE, says)
+    says = f"{which}: {layout} is for {', '.join(takes)}, {device.name} is {device.arch}"
+    return ServeFinding("kernels", REFUSED, says, "convert for this GPU")
+
+
+def _forced_finding(request: ServeRequest, experts: ModelExperts, which: str, stored: str) -> ServeFinding:
+    """What `BACKEND` does that leaves experts to the engine's own kernels, of which none takes `stored`."""
+    engine = request.engine
+    asked = f"{BACKEND}={engine.own_kernels}"
+    if not experts.converted:
+        says = f"{which}: left to {engine.title} by {asked}"
+        return ServeFinding("kernels", WARNING, says, f"unset {BACKEND} for moectl's kernels")
+    says = f"{which}: {asked} asks for {engine.title}'s own kernels, none of which takes {stored} as it is"
+    return ServeFinding("kernels", REFUSED, says, f"unset {BACKEND}, or convert to another layout")
 
 
 def _memory_findings(

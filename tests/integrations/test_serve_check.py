@@ -1,5 +1,6 @@
 """`moectl serve-check`: what would keep a server from starting, by the facts of its adapter."""
 
+import json
 import re
 import shlex
 import shutil
@@ -7,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import moectl as package
 from moectl.environment import find_device
@@ -85,7 +88,12 @@ def test_ranks_must_be_those_of_the_directory(folders, engine):
         "was converted for rank 0 of 1 (tp 1, ep 1), this is rank 0 of 2"
         in refused(document)["files"]["says"]
     )
-    assert "Convert with --tp-size" in refused(document)["files"]["do"] and document["layers"] == []
+    assert refused(document)["files"]["do"].startswith("use --tp 1, or convert with --tp-size")
+    assert document["layers"] == []
+    document = checked(folders / "tp", engine, code=1)
+    assert refused(document)["files"]["do"].startswith("use --tp 2, or convert with --tp-size 1")
+    document = checked(folders / "ep", engine, "--tp", "2", code=1)
+    assert refused(document)["files"]["do"].startswith("use --tp 2 --ep 2, or convert")
     impossible = checked(folders / "whole", engine, "--tp", "3", "--ep", "2", code=1)
     assert "ranks" in refused(impossible)
 
@@ -135,7 +143,7 @@ def test_layers_without_a_kernel_are_the_engines_or_an_error(tmp_path, folders):
     )
     document = checked(source, "vllm")
     assert document["works"] and document["layers"][0]["backend"] == ""
-    (left,) = (finding for finding in document["findings"] if finding["level"] == "warning")
+    (left,) = (f for f in document["findings"] if f["level"] == "warning" and f["about"] == "kernels")
     assert "left to vLLM" in left["says"] and left["do"] == "serve it without moectl"
     document = checked(folders / "whole", "vllm", gpu="v100", code=1)
     assert "no kernel for them on" in refused(document)["kernels"]["says"]
@@ -174,8 +182,9 @@ def test_the_backend_that_is_named_is_the_plug_ins(tiny_gpt_oss, folders, tmp_pa
     # A backend of moectl's takes a directory for vLLM's own kernels, too: it lays it out anew.
     monkeypatch.setenv("MOECTL_BACKEND", "moectl")
     assert kernels(checked(marlin, "vllm")) == (
-        "fine",
-        "layers 0-1 (mxfp4 group 32, a16 activations): moectl's backend moectl",
+        "warning",
+        "layers 0-1 (mxfp4 group 32, a16 activations): moectl's backend moectl, laid out again while loading "
+        "from marlin-mxfp4",
     )
     monkeypatch.setenv("MOECTL_BACKEND", "moectle")
     document = checked(marlin, "vllm", code=1)
@@ -183,6 +192,193 @@ def test_the_backend_that_is_named_is_the_plug_ins(tiny_gpt_oss, folders, tmp_pa
     assert "choose from vllm, moectl, moectl_marlin" in refused(document)["backend"]["do"]
     # A program that imports moectl names the backend itself.
     assert checked(folders / "whole", "transformers")["layers"][0]["backend"] == "moectl"
+
+
+def test_a_named_backend_must_support_the_layers(folders, monkeypatch):
+    monkeypatch.setenv("MOECTL_BACKEND", "flashinfer_trtllm")
+    document = checked(folders / "whole", "vllm", code=1)
+    assert "needs SM100-SM109; this device is SM90" in refused(document)["kernels"]["says"]
+    assert checked(folders / "whole", "vllm", gpu="b200")["works"]
+    monkeypatch.setenv("MOECTL_BACKEND", "torch")
+    assert checked(folders / "whole", "sglang")["works"]
+
+
+@pytest.mark.parametrize("engine", ENGINE_NAMES)
+def test_weights_on_the_input_are_refused(tmp_path, engine):
+    source = synthesize(
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+        tmp_path / "l4",
+        layers=1,
+        experts=4,
+        hidden=256,
+        intermediate=256,
+    )
+    package.convert(source, tmp_path / "out", "moectl")
+    for folder in (source, tmp_path / "out"):
+        document = checked(folder, engine, code=1)
+        assert "router weights are applied to their input" in refused(document)["kernels"]["says"]
+        assert refused(document)["kernels"]["do"] == "serve the checkpoint without moectl"
+    words = ("--to", "moectl", "--dry-run", "--offline")
+    said = moectl("convert", source, tmp_path / "again", *words)
+    assert "router weights are applied to their input" in " ".join(said.stderr.split())
+    assert "serve it with" not in moectl("convert", source, tmp_path / "third", "--to", "moectl").stderr
+    told = moectl("explain", source, "--policy", "moectl", "--gpu", "h200", "--offline").stdout
+    assert "moectl run" in told and "--quantization moectl" not in told
+
+
+@pytest.mark.parametrize(
+    ("model", "to", "reason"),
+    (
+        ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8", "humming", "do not take fp8 per tensor"),
+        ("amd/Kimi-K2.5-MXFP4", "marlin", "do not take mxfp4 group 32, mxfp4 dynamic activations"),
+        ("nvidia/Qwen3-30B-A3B-NVFP4", "humming", "computes them with ModelOptNvFp4FusedMoE"),
+    ),
+)
+def test_layouts_of_the_engines_kernels_are_refused_as_by_the_plug_in(tmp_path, model, to, reason):
+    source = synthesize(model, tmp_path / "source", layers=2, experts=8, hidden=256, intermediate=256)
+    out = tmp_path / "out"
+    said = " ".join(moectl("convert", source, out, "--to", to).stderr.replace("moectl:", "").split())
+    assert reason in said and "vllm serve" not in said and "in SGLang it is laid out again" in said
+    document = checked(out, "vllm", code=1)
+    assert reason in refused(document)["kernels"]["says"]
+    # moectl's kernels do not quantize tokens to MXFP4.
+    own = "mxfp4 dynamic" not in reason
+    assert refused(document)["kernels"]["do"].startswith("convert --to moectl") is own
+    level, says = kernels(checked(out, "sglang", code=0 if own else 1))
+    assert level == ("warning" if own else "refused")
+    assert ("moectl, laid out again while loading" in says) is own
+
+
+def test_what_is_laid_out_again_is_a_warning_everywhere(tiny_gpt_oss, tmp_path):
+    out = tmp_path / "fp8"
+    said = " ".join(moectl("convert", tiny_gpt_oss, out, "--to", "marlin", "--act", "fp8").stderr.split())
+    assert "in vLLM and SGLang it is laid out again while loading, if moectl has a kernel for it" in said
+    package.convert(tiny_gpt_oss, tmp_path / "humming", "humming")
+    for folder, engine in ((out, "vllm"), (out, "sglang"), (tmp_path / "humming", "sglang")):
+        document = checked(folder, engine)
+        level, says = kernels(document)
+        assert document["works"] and level == "warning" and "laid out again while loading from" in says
+    assert kernels(checked(tmp_path / "humming", "vllm"))[0] == "fine"
+
+
+def test_the_directory_of_one_rank_is_not_served(folders):
+    rank = folders / "tp" / "rank-00"
+    document = checked(rank, "vllm", "--tp", "2", code=1)
+    assert "one rank's experts alone, and no config.json" in refused(document)["files"]["says"]
+    assert refused(document)["files"]["do"] == f"serve {folders / 'tp'}"
+    assert document["serve"] == f"vllm serve {folders / 'tp'} --tensor-parallel-size 2"
+
+
+def test_documents_are_checked(folders, tmp_path):
+    for name in ("config.json", "model.safetensors.index.json", "source.config.json"):
+        for number, change in enumerate((Path.unlink, lambda path: path.write_text("{}\n"))):
+            copy = tmp_path / f"{name}{number}"
+            shutil.copytree(folders / "whole", copy)
+            change(copy / name)
+            document = checked(copy, "vllm", code=1)
+            found = refused(document).get("files") or refused(document)["checkpoint"]
+            assert name in found["says"]
+            assert not any("complete" in finding["says"] for finding in document["findings"])
+
+
+def test_a_missing_file_of_a_rank_is_converted_again(folders, tmp_path):
+    copy = tmp_path / "tp"
+    shutil.copytree(folders / "tp", copy)
+    next((copy / "rank-01").glob("*.experts")).unlink()
+    found = refused(checked(copy, "vllm", "--tp", "2", code=1))["files"]
+    assert "cannot be found" in found["says"] and found["do"] == "Fetch or write it again."
+
+
+@pytest.mark.parametrize("engine", SERVING)
+def test_sizes_are_those_of_the_engines_options(folders, engine):
+    tp, ep = folders / "tp", folders / "ep"
+    size = "--tensor-parallel-size 2" if engine == "vllm" else "--tp-size 2"
+    for options in (("tensor-parallel-size=2",), ("tp=2", "seed=7")):
+        words = [word for option in options for word in ("--option", option)]
+        document = checked(tp, engine, *words)
+        assert document["tp"] == 2 and document["serve"].count("2") == 1 + str(tp).count("2")
+        assert size in document["serve"]
+    spread = "enable-expert-parallel" if engine == "vllm" else "ep-size=2"
+    document = checked(ep, engine, "--tp", "2", "--option", spread)
+    assert document["ep"] == 2 and document["serve"].count("expert" if engine == "vllm" else "--ep") == 1
+    assert "files" in refused(checked(tp, engine, "--tp", "2", "--option", spread, code=1))
+    for words in (("--tp", "2", "--option", "tp=4"), ("--option", "tp=many"), ("--option", "tp")):
+        found = refused(checked(tp, engine, *words, code=1))["ranks"]
+        assert found["do"] == "use --tp and --ep"
+
+
+def test_vllms_short_options_are_written_out(folders):
+    document = checked(folders / "ep", "vllm", "--ep", "2", "--option", "dp=2")
+    assert document["serve"].endswith("--enable-expert-parallel --data-parallel-size 2")
+    wrong = refused(checked(folders / "ep", "vllm", "--tp", "2", "--option", "ep=2", code=1))["ranks"]
+    assert wrong["says"] == "--enable-expert-parallel takes no value, got 2"
+
+
+@pytest.mark.parametrize(
+    ("engine", "option", "left"),
+    (
+        ("vllm", "cpu-offload-gb=0", "--cpu-offload-gb 0"),
+        ("vllm", "offload-group-size=0", "--offload-group-size 0"),
+        ("vllm", "enable-lora=false", "--no-enable-lora"),
+        ("vllm", "enable-expert-parallel=False", ""),
+        ("sglang", "enable-lora=false", ""),
+        ("sglang", "cpu-offload-gb=0", "--cpu-offload-gb 0"),
+        ("sglang", "trust-remote-code=true", "--trust-remote-code"),
+    ),
+)
+def test_what_switches_off_is_not_refused(folders, engine, option, left):
+    document = checked(folders / "whole", engine, "--option", option)
+    assert document["works"] and document["serve"].endswith(f"{folders / 'whole'} {left}".rstrip())
+    on = option.replace("=0", "=4").replace("=false", "=true")
+    if "lora" in on or "=4" in on:
+        assert "options" in refused(checked(folders / "whole", engine, "--option", on, code=1))
+
+
+@pytest.mark.parametrize("engine", SERVING)
+def test_ranks_divide_attention_heads(tiny_gpt_oss, engine):
+    # 64 heads, and 8 pairs of keys and values.
+    found = refused(checked(tiny_gpt_oss, engine, "--tp", "3", code=1))
+    assert found["ranks"]["says"] == "3 tensor-parallel ranks do not divide 64 attention heads"
+    assert "ranks" not in refused(checked(tiny_gpt_oss, engine, "--tp", "16", code=1))
+    config = tiny_gpt_oss / "config.json"
+    assert '"num_key_value_heads": 8' in config.read_text()
+    served = SERVED_ENGINES["sglang"]
+    assert served.attention_ranks(8, {"--enable-dp-attention": True, "--dp-size": "4"}) == 2
+
+
+def test_slices_are_refused_with_their_reason(tiny_gpt_oss):
+    says = refused(checked(tiny_gpt_oss, "vllm", "--tp", "16", code=1))["checkpoint"]["says"]
+    assert "would leave the last with none" in says
+
+
+def test_experts_alone_are_no_model(tiny_gpt_oss, folders, tmp_path):
+    lone = "its layers have no weights but those of experts and routers, and engines need all"
+
+    def warned(folder):
+        return [f["says"] for f in checked(folder, "vllm")["findings"] if f["level"] == "warning"]
+
+    assert warned(tiny_gpt_oss) == warned(folders / "whole") == [lone]
+    whole = tmp_path / "whole"
+    shutil.copytree(tiny_gpt_oss, whole)
+    norms = {f"model.layers.{n}.input_layernorm.weight": torch.ones(256) for n in (0, 1)}
+    save_file(norms, whole / "model-norms.safetensors")
+    if (index := whole / "model.safetensors.index.json").exists():
+        document = json.loads(index.read_text())
+        document["weight_map"] |= dict.fromkeys(norms, "model-norms.safetensors")
+        index.write_text(json.dumps(document))
+    else:
+        names = [*norms, *load_file(whole / "model.safetensors")]
+        places = {n: "model-norms.safetensors" if n in norms else "model.safetensors" for n in names}
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    assert not warned(whole)
+
+
+def test_a_stated_gpu_is_not_asked_for_again(folders):
+    found = refused(checked(folders / "whole", "vllm", gpu="t4", code=1))["device"]
+    assert found["do"] == "serve it without moectl there"
+    request = ServeRequest(str(folders / "whole"), SERVED_ENGINES["vllm"], find_device("cpu"))
+    (found,) = (item for item in check_serving(request).findings if item.about == "device")
+    assert found.do == "state the server's with --gpu"
 
 
 def test_damage_is_found(folders, tmp_path):

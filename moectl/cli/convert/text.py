@@ -5,6 +5,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...integrations.served_engines import RELAID, SERVED_ENGINES, directory_commands
 from ...problem.layer_ranges import ranges
 from ...problem.layouts import folder_readers
 from ..output import count, duration, gib, size, table
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from ...convert.execute.rank_plans import RankPlan
     from ...convert.plan.conversion_plan import ConversionPlan
     from ...convert.plan.rate_estimate import ConversionRate
+    from ...problem.layouts import DirectoryReader
+    from ...problem.moe_problem import MoEProblem
 
 
 def ranks_document(plans: "Sequence[RankPlan]", documents: list[dict[str, Any]]) -> dict[str, Any]:
@@ -48,11 +51,7 @@ def _named(layers: "Sequence[int]") -> str:
 def unread_warning(plan: "ConversionPlan") -> str:
     """What to know before work begins if no engine loads the output; empty if one does."""
     if plan.finalizer is None:
-        loading = folder_readers(plan.layout.name)
-        if any(reader.serve for reader in loading):
-            return ""
-        programs = " and ".join(f"{reader.program} ({', '.join(reader.how)})" for reader in loading)
-        return f"no serving engine loads this directory as it is; it is for {programs}"
+        return _unserved_warning(plan)
     if plan.finalizer.served:
         return ""
     readers = " and ".join(["moectl", *plan.layout.readers])
@@ -60,14 +59,47 @@ def unread_warning(plan: "ConversionPlan") -> str:
     return f"no engine loads {model} in {plan.layout.name}; {readers} read it"
 
 
+def _unserved_warning(plan: "ConversionPlan") -> str:
+    """The same for a kernel layout: why engines refuse the directory, and which lay it out again."""
+    layout, problems, readers = plan.layout.name, _problems(plan), _readers(plan)
+    if any(reader.serve for reader in readers):
+        return ""
+    programs = " and ".join(f"{reader.program} ({', '.join(reader.how)})" for reader in readers)
+    why = "; ".join(dict.fromkeys(filter(None, _refusals(plan).values())))
+    again = [
+        engine.title
+        for engine in SERVED_ENGINES.values()
+        if all(engine.relays(problem, layout) for problem in problems)
+    ]
+    text = f"no serving engine loads this directory as it is{': ' if why else ''}{why}; it is for {programs}"
+    return text + (f"; in {' and '.join(again)} it is {RELAID}, if moectl has a kernel for it" * bool(again))
+
+
+def _refusals(plan: "ConversionPlan") -> dict[str, str]:
+    """By the official name of an engine, why its plug-in does not take the directory; empty if it may."""
+    layout, problems = plan.layout.name, _problems(plan)
+    return {
+        engine.title: next(filter(None, (engine.refuses(problem, layout) for problem in problems)), "")
+        for engine in SERVED_ENGINES.values()
+    }
+
+
+def _readers(plan: "ConversionPlan") -> "list[DirectoryReader]":
+    """Who loads the directory as it is."""
+    refusals = _refusals(plan)
+    return [reader for reader in folder_readers(plan.layout.name) if not refusals.get(reader.program)]
+
+
+def _problems(plan: "ConversionPlan") -> "tuple[MoEProblem, ...]":
+    return tuple(dict.fromkeys(group.problem for group in plan.groups))
+
+
 def serve_commands(plan: "ConversionPlan", target: Path) -> tuple[str, ...]:
     """The commands by which engines serve the finished `target` as it is; none for experts alone."""
     if plan.finalizer is not None or plan.experts_only:
         return ()
     shard = plan.shard
-    readers = folder_readers(plan.layout.name)
-    commands = (reader.command(str(target), shard.tp_size, shard.ep_size) for reader in readers)
-    return tuple(filter(None, commands))
+    return directory_commands(str(target), plan.layout.name, _problems(plan), shard.tp_size, shard.ep_size)
 
 
 def source_bytes(plans: "Sequence[RankPlan]") -> int:
@@ -112,7 +144,7 @@ def plan_document(plan: "ConversionPlan") -> dict[str, Any]:
         ],
         "layout": layout.name,
         "layout_version": layout.version,
-        "readers": list(layout.readers) if portable else list(map(str, folder_readers(layout.name))),
+        "readers": list(layout.readers) if portable else list(map(str, _readers(plan))),
         "kernels": [] if portable else list(layout.readers),
         "layer_kinds": {kind: list(layers) for kind, layers in layer_kinds(plan).items()},
         "tensors_in": plan.tensors_in,
@@ -234,7 +266,7 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
 def folder_rows(plan: "ConversionPlan") -> dict[str, str]:
     """Who loads a directory in a kernel layout, and which kernels have that layout."""
     return {
-        "loaded by": "; ".join(map(str, folder_readers(plan.layout.name))),
+        "loaded by": "; ".join(map(str, _readers(plan))),
         "layout of": f"{'; '.join(plan.layout.readers)} (in memory)",
     }
 

@@ -10,6 +10,7 @@ from ...explain import Explanation, GroupExplanation, OtherAnswer, StepTimes, We
 from ...explain.decision_words import fallback_words, refusals
 from ...explain.explanation import stages_of
 from ...explain.fallback import serves_request
+from ...integrations.served_engines import SERVED_ENGINES
 from ...oracle.backend import GROUPS, UNTRIED, Backend
 from ...oracle.decision import Decision
 from ...oracle.registry import policy_named, versioned
@@ -131,8 +132,10 @@ def _choice(group: GroupExplanation) -> Iterator[Block]:
             yield TextLine(text, strong=True)
         return
     kind = "router logits (monolithic)" if chosen.variant.monolithic else "top-k ids and weights (modular)"
-    layout = chosen.layout
-    if layout in LAYOUTS and loads_folder(decision.inputs.policy.partition("-")[0], layout):
+    layout, engine = chosen.layout, decision.inputs.policy.partition("-")[0]
+    served = SERVED_ENGINES.get(engine)
+    refused = served.refuses(group.problem, layout) if served else ""
+    if layout in LAYOUTS and loads_folder(engine, layout) and not refused:
         layout = f"{layout}: moectl convert CKPT OUT --to {LAYOUTS[layout].target}"
     yield LabelledValues(
         (

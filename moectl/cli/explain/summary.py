@@ -14,6 +14,7 @@ from ...explain.decision_words import failure, fallback_words, reason_words, ref
 from ...explain.explanation import ASSUMED, with_expert_parallel
 from ...explain.predicted_time import RUNNER, predicted_of
 from ...explain.rank_memory import TENSOR_PARALLEL
+from ...integrations.served_engines import take_over_commands
 from ...oracle.backend import UNTRIED
 from ...oracle.decision import Candidate, Decision
 from ...oracle.format_keys import act_key
@@ -21,7 +22,6 @@ from ...oracle.policy import Policy
 from ...oracle.registry import engine_named, policy_named, versioned
 from ...oracle.verdict_sentences import INVARIANCE
 from ...problem.layer_ranges import ranges
-from ...problem.layouts import FOLDER_READERS
 from ...problem.moe_problem import Parallel
 from ...problem.schemes import A16, Scheme
 from ...run.run_plan import POLICY
@@ -273,12 +273,11 @@ def plug_in_commands(explanation: Explanation) -> tuple[str, ...]:
     parallel, chosen = explanation.parallel, [group.decision.chosen for group in explanation.groups]
     if explanation.policy != POLICY or parallel.dp > 1 or parallel.pp > 1:
         return ()
-    name, groups = local_name(explanation.origin), parallel.ep_size if parallel.ep else 1
-    return tuple(
-        f"{reader.spelled(name, parallel.tp, groups)} {reader.take_over}"
-        for reader in FOLDER_READERS
-        if reader.take_over and all(found and found.backend.name.startswith(POLICY) for found in chosen)
-    )
+    if not all(found and found.backend.name.startswith(POLICY) for found in chosen):
+        return ()
+    groups = parallel.ep_size if parallel.ep else 1
+    problems = {group.problem for group in explanation.groups}
+    return take_over_commands(local_name(explanation.origin), problems, parallel.tp, groups)
 
 
 def run_command(explanation: Explanation) -> str:

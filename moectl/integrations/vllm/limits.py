@@ -30,8 +30,8 @@ _ROWS = (
         values=("sharded_state", "runai_streamer_sharded", "tensorizer", "ipc_cache"),
     ),
     Limit("--weight-transfer-config", "weights from a trainer", "call reload_weights with a path"),
-    Limit("--cpu-offload-gb", "offloading to the CPU", "leave out --cpu-offload-gb"),
-    Limit("--offload-group-size", "offloading to the CPU", "leave out --offload-group-size"),
+    Limit("--cpu-offload-gb", "offloading to the CPU", "leave out --cpu-offload-gb", only=("0", "0.0")),
+    Limit("--offload-group-size", "offloading to the CPU", "leave out --offload-group-size", only=("0",)),
     Limit("--moe-backend", "a backend that vLLM is told to use", "set MOECTL_BACKEND", only=("auto",)),
 )
 
