@@ -160,6 +160,9 @@ class _Search:
         if first.gates:
             yield self.name, "; ".join(map(str, first.gates))
             return
+        if first.refused:
+            yield self.name, f"is not asked: {first.error}"
+            return
         nearest: dict[str, Candidate] = {}
         for candidate in first.candidates:
             name = candidate.backend.name

@@ -326,7 +326,7 @@ def _lone_experts(experts: ModelExperts, names: Iterable[str]) -> Iterator[Serve
     others = re.compile("|".join(patterns))
     if not any(others.match(name) for name in names):
         says = "its layers have no weights but those of experts and routers, and engines need all"
-        yield ServeFinding("files", WARNING, says, "serve a whole checkpoint: `moectl synth` writes experts")
+        yield ServeFinding("files", WARNING, says, "serve a whole checkpoint: `moectl synth` writes no more")
 
 
 def _head_findings(request: ServeRequest, experts: ModelExperts) -> Iterator[ServeFinding]:

@@ -5,7 +5,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...integrations.served_engines import RELAID, SERVED_ENGINES, directory_commands
 from ...problem.layer_ranges import ranges
 from ...problem.layouts import folder_readers
 from ..output import count, duration, gib, size, table
@@ -61,6 +60,8 @@ def unread_warning(plan: "ConversionPlan") -> str:
 
 def _unserved_warning(plan: "ConversionPlan") -> str:
     """The same for a kernel layout: why engines refuse the directory, and which lay it out again."""
+    from ...integrations.served_engines import RELAID, SERVED_ENGINES
+
     layout, problems, readers = plan.layout.name, _problems(plan), _readers(plan)
     if any(reader.serve for reader in readers):
         return ""
@@ -77,6 +78,8 @@ def _unserved_warning(plan: "ConversionPlan") -> str:
 
 def _refusals(plan: "ConversionPlan") -> dict[str, str]:
     """By the official name of an engine, why its plug-in does not take the directory; empty if it may."""
+    from ...integrations.served_engines import SERVED_ENGINES
+
     layout, problems = plan.layout.name, _problems(plan)
     return {
         engine.title: next(filter(None, (engine.refuses(problem, layout) for problem in problems)), "")
@@ -98,6 +101,8 @@ def serve_commands(plan: "ConversionPlan", target: Path) -> tuple[str, ...]:
     """The commands by which engines serve the finished `target` as it is; none for experts alone."""
     if plan.finalizer is not None or plan.experts_only:
         return ()
+    from ...integrations.served_engines import directory_commands
+
     shard = plan.shard
     return directory_commands(str(target), plan.layout.name, _problems(plan), shard.tp_size, shard.ep_size)
 

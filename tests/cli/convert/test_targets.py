@@ -71,10 +71,14 @@ def test_a_layout_says_that_no_engine_loads_it(tmp_path):
 
 def test_explain_proposes_a_conversion_only_where_it_is_loaded():
     loaded = ("gpt-oss-20b", "--gpu", "h100")
+    humming = ("--gpu", "h200", "--policy", "vllm-0.33.0", "--backend", "humming")
     for words, advised in (
         ((*loaded, "--policy", "vllm-0.33.0"), True),
         ((*loaded, "--policy", "moectl"), True),
         (("deepseek-ai/DeepSeek-V3", "--gpu", "b200", "--tp", "8", "--policy", "vllm-0.33.0"), False),
+        (("RedHatAI/Qwen3-Coder-Next-NVFP4", *humming), True),
+        # vLLM's method of ModelOpt's NVFP4 is none that the plug-in knows.
+        (("nvidia/Qwen3-30B-A3B-NVFP4", *humming), False),
     ):
         text = moectl("explain", *words, "--offline", "-v").stdout
         assert ("moectl convert" in text) is advised, words

@@ -14,6 +14,7 @@ from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.registry import policy_named
 from moectl.oracle.select import select
 from moectl.problem.moe_problem import Parallel
+from support.invoking import moectl
 
 MOECTL, FULL, H200 = policy_named("moectl"), packages_from("full"), find_device("h200")
 
@@ -70,3 +71,10 @@ def test_slices_of_unequal_blocks_are_the_largest_s() -> None:
     checkpoint = open_checkpoint("MiniMaxAI/MiniMax-M2", offline=True)
     answer = explain(checkpoint, H200, FULL, Question(MOECTL, Parallel(tp=8)))
     assert answer.usable and answer.groups[0].problem.dims.intermediate == 256
+
+
+def test_the_question_why_has_the_same_reason() -> None:
+    words = ("--policy", "moectl", "--gpu", "h200", "--tp", "16", "--why", "moectl", "--offline")
+    said = " ".join(moectl("explain", "MiniMaxAI/MiniMax-M2", *words, code=None).stdout.split())
+    assert "moectl is not asked: intermediate size 1536 has 12 blocks of 128 weights, fewer than 16" in said
+    assert "passes all checks" not in said and "--tensor-parallel-size 4" in said
