@@ -9,8 +9,10 @@ from typing import Any
 from ..cache import backend_times_file, launches_file
 from ..cache.backend_times import MeasuredTimes
 from ..environment import Device, Packages
+from ..errors import UsageError
 from ..files.records import to_json
 from ..problem.moe_problem import MoEProblem
+from ..problem.rank_sizes import as_sliced
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,14 @@ def nothing(device: Device, problem: MoEProblem, packages: Packages) -> Measured
 
 
 def cached(device: Device, problem: MoEProblem, packages: Packages) -> MeasuredEvidence:
-    """What the user's cache has for a layer on a device, with the versions of `packages` if known."""
+    """What the user's cache has for a rank's share of a layer, with the versions of `packages` if known.
+
+    Shares are measured as conversions slice them; of those that cannot be sliced nothing is known.
+    """
+    try:
+        problem = as_sliced(problem)
+    except UsageError:
+        return MeasuredEvidence()
     times = backend_times_file.known(device, problem, packages.versions)
     rows, note = launches_file.rows_of(problem, device)
     return MeasuredEvidence(times.measured, rows, (*times.notes, *([note] if note else [])))

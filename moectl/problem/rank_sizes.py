@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ..errors import UsageError
 from .layouts import OWN_LAYOUTS
-from .moe_problem import MoEProblem
+from .moe_problem import Dims, MoEProblem
 from .schemes import WeightFormat
 
 
@@ -76,3 +77,19 @@ def check_slices(problem: MoEProblem, tp_size: int, layout: str) -> None:
         hint="Choose another --tp-size, spread whole experts with --ep-size, or choose --to moectl, whose "
         "ranks may hold unequal slices.",
     )
+
+
+def as_sliced(share: MoEProblem) -> MoEProblem:
+    """`share`, as of `MoEProblem.on`, with the channels that the first of its ranks holds.
+
+    Raises like `slice_size`.
+
+    Example:
+        >>> from moectl.problem.moe_problem import Parallel
+        >>> from moectl.problem.published_layers import model_problem
+        >>> as_sliced(model_problem("gpt-oss-120b").on(Parallel(tp=4))).dims.intermediate
+        736
+    """
+    ranks, dims = share.parallel.tp_size, share.dims
+    whole = replace(share, dims=Dims(dims.hidden, dims.intermediate * ranks))
+    return replace(share, dims=Dims(dims.hidden, slice_size(whole, ranks)))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from moectl.cache import backend_times_file
 from moectl.cache.backend_times import BackendTime, MeasuredTimes
+from moectl.convert.rank_slice import RankShard, RankSlice
 from moectl.environment import find_device
 from moectl.errors import UsageError
 from moectl.explain.fallback import fallback_of
@@ -18,6 +19,7 @@ from moectl.oracle.machine_packages import packages_from
 from moectl.oracle.registry import policy_named
 from moectl.oracle.select import select
 from moectl.oracle.selection_inputs import replay_inputs
+from moectl.problem.moe_problem import Parallel
 from moectl.problem.published_layers import MODELS
 from moectl.run.run_machine import RunMachine, choose_backends
 
@@ -113,3 +115,11 @@ def test_evidence_is_of_the_layer_on_the_device():
     assert len(cached(H200, KIMI, BARE).measured.rows) == 3
     assert not cached(find_device("h100"), KIMI, BARE).measured.rows
     assert not cached(H200, replace(KIMI, top_k=4), BARE).measured.rows
+
+
+def test_evidence_of_a_rank_is_of_the_slice_that_it_holds():
+    whole = MODELS["gpt-oss-120b"]
+    held = RankSlice(whole, RankShard(4)).problem
+    backend_times_file.save(H200, held, FASTER_MARLIN.rows, versions={}, source="moectl bench")
+    assert len(cached(H200, whole.on(Parallel(tp=4)), BARE).measured.rows) == 3
+    assert not cached(H200, whole.on(Parallel(tp=16)), BARE).measured.rows, "which cannot be sliced"

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from ....environment import Device
 from ....errors import UsageError
-from ....problem.moe_problem import Dims, MoEProblem, Parallel
+from ....problem.moe_problem import MoEProblem, Parallel
 from ....problem.number_formats import NUMBER_FORMATS
-from ....problem.rank_sizes import slice_size
+from ....problem.rank_sizes import as_sliced
 from ...backend import ANY, Backend, SupportQuery
 from ...decision import Failure
 from ...gpu_archs import CPU, OUT_OF_TREE, TPU
@@ -54,14 +54,10 @@ def _routing(problem: MoEProblem) -> str:
 
 def _slice_as_converted(ask: SupportQuery, named: tuple[Backend, ...]) -> SupportQuery | Failure:
     """`ask` with the channels that the first rank holds, by the rule of the conversion; or its refusal."""
-    problem, ranks = ask.problem, ask.problem.parallel.tp_size
-    dims = problem.dims
-    whole = replace(problem, dims=Dims(dims.hidden, dims.intermediate * ranks))
     try:
-        channels = slice_size(whole, ranks)
+        return replace(ask, problem=as_sliced(ask.problem))
     except UsageError as error:
         return Failure(error.what, "UsageError")
-    return replace(ask, problem=replace(problem, dims=Dims(dims.hidden, channels)))
 
 
 POLICY = Policy(
