@@ -357,7 +357,12 @@ def default_device() -> torch.device:
 
 
 def open_experts(
-    name: str | Path, *, revision: str | None = None, offline: bool = True, download: bool = False
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    offline: bool = True,
+    download: bool = False,
+    described: bool = False,
 ) -> ModelExperts:
     """The experts of `name`: a converted directory, a checkpoint's directory, or a Hub id in the local cache.
 
@@ -366,6 +371,7 @@ def open_experts(
         offline: do not use the network, as with HF_HUB_OFFLINE.
         download: of a Hub id whose weights are not on this machine, config and headers are enough: weights
             are downloaded when the first are read (`ModelExperts.in_cache` says where to).
+        described: nothing will be loaded: headers are enough, or the description of a built-in model.
 
     Raises:
         CheckpointError: it has no MoE layers, is damaged, or has tensors of a kind that is not supported.
@@ -375,7 +381,7 @@ def open_experts(
     if (folder / MANIFEST).exists():
         return _converted(folder)
     return _published(
-        f"{name}@{revision}" if revision and not folder.is_dir() else str(name), offline, download
+        f"{name}@{revision}" if revision and not folder.is_dir() else str(name), offline, download, described
     )
 
 
@@ -400,10 +406,10 @@ def _with_config(
     return ModelExperts(source, published, tuple(patterns), _quantized(others), model)
 
 
-def _published(name: str, offline: bool, download: bool) -> ModelExperts:
+def _published(name: str, offline: bool, download: bool, described: bool) -> ModelExperts:
     checkpoint = open_checkpoint(name, offline=offline)
-    headers = checkpoint.origin.kind in ("hub", "cache") and bool(checkpoint.tensors)
-    if checkpoint.folder is None and not (download and headers):
+    loadable = download and checkpoint.origin.kind in ("hub", "cache")
+    if checkpoint.folder is None and not (checkpoint.tensors and (described or loadable)):
         raise weights_missing(checkpoint.origin.name)
     if not checkpoint.groups:
         raise CheckpointError(f"{name} has no MoE layers", hint="load it without moectl")

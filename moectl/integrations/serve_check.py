@@ -11,6 +11,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.source.catalogue import weights_missing
 from ..checkpoint.source.open_checkpoint import MANIFEST, rank_folder
 from ..convert.manifest.manifest import Manifest
 from ..convert.rank_slice import RankShard
@@ -40,6 +42,10 @@ OLDEST = 80
 DTYPES = ("auto", "bfloat16", "float16", "half")
 SPARE_DISK = 2 << 30
 """Bytes that compiled kernels may need on the disk of the caches."""
+
+FULL = 0.95
+"""Share of a GPU's memory beyond which weights leave an engine nothing to work with: it has a context of its
+own, activations and a KV cache beside them."""
 
 HASHED = 64 << 20
 """Largest size in bytes of a document or tokenizer's file that is always hashed."""
@@ -93,7 +99,7 @@ def check_serving(request: ServeRequest) -> ServeReport:
         findings.append(ServeFinding("ranks", REFUSED, shards, "choose other sizes"))
         shards = ()
     try:
-        experts = open_experts(read, offline=request.offline)
+        experts = open_experts(read, offline=request.offline, described=True)
         converted = experts.converted
         if top := _above(experts):
             served = str(top)
@@ -102,7 +108,7 @@ def check_serving(request: ServeRequest) -> ServeReport:
         files = list(_file_findings(request, experts, shards))
         findings += files
         findings += _head_findings(request, experts)
-        if shards and all(finding.level != REFUSED for finding in files):
+        if shards and (not converted or all(finding.level != REFUSED for finding in files)):
             kinds = tuple(_kinds(request, experts, shards[0]))
             layers = tuple(kind.layers for kind in kinds)
             findings += _layer_findings(request, experts, kinds, shards[0])
@@ -253,10 +259,14 @@ def _file_findings(
 ) -> Iterator[ServeFinding]:
     """Whether each rank finds its own files, whole; sizes and headers only, unless hashes are asked for."""
     if isinstance(experts.source, CheckpointLayers):
-        yield ServeFinding(
-            "files", FINE, "every file of the checkpoint is there, with the sizes in its headers"
-        )
-        yield from _lone_experts(experts, experts.source.checkpoint.tensors)
+        checkpoint = experts.source.checkpoint
+        if checkpoint.folder is None:
+            yield _download_finding(request, checkpoint)
+        else:
+            says = "every file of the checkpoint is there, with the sizes in its headers"
+            yield ServeFinding("files", FINE, says)
+        if checkpoint.origin.kind != "catalogue":  # which lists experts alone
+            yield from _lone_experts(experts, checkpoint.tensors)
         return
     folders = []
     for shard in shards:
@@ -290,6 +300,16 @@ def _file_findings(
         yield from _lone_experts(experts, manifest.passthrough)
     if request.verify:
         yield from _hash_findings(folders)
+
+
+def _download_finding(request: ServeRequest, checkpoint: Checkpoint) -> ServeFinding:
+    """What happens at a start without the weights of a model of the Hub."""
+    missing = weights_missing(checkpoint.origin.name)
+    if request.offline:
+        return _finding("files", missing)
+    size = sum(info.nbytes for info in checkpoint.tensors.values()) / 2**30
+    says = f"{missing.what}: {request.engine.name} downloads them when it starts, experts of {size:.3g} GiB"
+    return ServeFinding("files", WARNING, says, missing.hint)
 
 
 def _changed_documents(manifest: Manifest) -> Iterator[ServeFinding]:
@@ -489,8 +509,11 @@ def _memory_findings(
     if not memory:
         return
     name, gib = request.device.name, 2**30
-    text = f"weights of {weights / gib:.3g} GiB per GPU, {name} has {memory / gib:.3g} GiB"
-    if weights > memory:
+    what = "weights"
+    if isinstance(experts.source, CheckpointLayers) and experts.source.checkpoint.origin.kind == "catalogue":
+        what = "experts"
+    text = f"{what} of {weights / gib:.3g} GiB per GPU, {name} has {memory / gib:.3g} GiB"
+    if weights > FULL * memory:
         yield ServeFinding("memory", REFUSED, text, "use more GPUs: --tp, --ep")
     elif weights > 0.85 * memory:
         yield ServeFinding("memory", WARNING, f"{text}: little is left for the KV cache", "use more GPUs")

@@ -57,6 +57,26 @@ def test_what_works_has_its_command(tiny_gpt_oss, folders, engine):
         ]
 
 
+@pytest.mark.parametrize("engine", ENGINE_NAMES)
+def test_a_model_that_is_not_here_is_checked_by_what_is_known_of_it(engine, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    words = ("--engine", engine, "--release", RELEASES[engine], "--gpu", "h100", "--json")
+    document = moectl("serve-check", "openai/gpt-oss-120b", *words, "--tp", "1", code=None).document
+    (files,) = (finding for finding in document["findings"] if finding["about"] == "files")
+    assert files["level"] == "warning" and f"{engine} downloads them when it starts" in files["says"]
+    assert document["layers"][0]["backend"] == "moectl" and "memory" not in refused(document)
+    offline = moectl("serve-check", "openai/gpt-oss-120b", *words, "--offline", code=1).document
+    assert refused(offline)["files"]["says"] == "the weights of openai/gpt-oss-120b are not on this machine"
+    assert offline["layers"] == document["layers"]
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_downloaded(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    words = ("--engine", "vllm", "--release", RELEASES["vllm"], "--gpu", "h100", "--tp", "8", "--json")
+    document = moectl("serve-check", "deepseek-ai/DeepSeek-V3", *words, code=1).document
+    assert refused(document)["memory"]["says"].startswith("experts of 77.8 GiB per GPU")
+
+
 def test_commands_are_the_engines(folders):
     tp, ep = folders / "tp", folders / "ep"
     assert checked(tp, "vllm", "--tp", "2")["serve"] == f"vllm serve {tp} --tensor-parallel-size 2"
