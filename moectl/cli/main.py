@@ -84,7 +84,6 @@ app = typer.Typer(
         EXAMPLES,
         ["Every option has an environment variable MOECTL_<COMMAND>_<OPTION>: MOECTL_EXPLAIN_GPU=b200."],
     ),
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

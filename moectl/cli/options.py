@@ -5,8 +5,9 @@ import difflib
 import functools
 import inspect
 import os
+import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -143,7 +144,7 @@ SHARED = tuple(
             "auto",
             option("--color", help="auto (default), always or never; also NO_COLOR.", show_default=False),
         ),
-        ("debug", False, option("--debug", help="Show tracebacks.", hidden=True)),
+        ("debug", False, option("--debug", help="Show tracebacks of errors.")),
     )
 )
 """Options of every command."""
@@ -174,26 +175,93 @@ def split_names(text: str, what: str) -> list[str]:
 
 
 class PrintableGroup(TyperGroup):
-    """The program: what its parser says of arguments is `printable`."""
+    """The program: without arguments it prints its help; errors of its parser are `_usage_errors`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _printable_usage():
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help(), err=True)
+            ctx.exit(int(ExitCode.USAGE))
+        with _usage_errors("moectl", args):
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        with _printable_usage():
+        with _usage_errors("moectl", args):
             return super().resolve_command(ctx, args)
 
 
 @contextmanager
-def _printable_usage() -> Iterator[None]:
-    """Makes the message of an error of the parser, which may quote any argument, `printable`."""
+def _usage_errors(command: str, args: Sequence[str]) -> Iterator[None]:
+    """Makes the message of an error of the parser, which may quote any argument, `printable`.
+
+    A value that a variable of the environment gave is named with the variable. If JSON is asked for, the
+    error is also printed as a document to stdout.
+    """
+    args = tuple(args)  # the parser takes from the list
     try:
         yield
     except Exception as error:
         if isinstance(message := getattr(error, "message", None), str):
-            error.message = printable_line(message)  # type: ignore[attr-defined]
+            error.message = printable_line(_value_error(error, message, args))  # type: ignore[attr-defined]
+            if _wants_json(command, args):
+                said = printable_line(error.format_message())  # type: ignore[attr-defined]
+                name = "moectl" if command == "moectl" else f"moectl {command}"
+                failure = UsageError(said, hint=f"{name} --help")
+                Output(command, as_json=True).text(Output(command).json({"error": failure.to_json()}))
         raise
+
+
+_PYDANTIC = re.compile(r"(?:Value error, |Input (should be .*?)(?:, unable to .*)?$)")
+"""What pydantic adds to a sentence on a value."""
+
+
+def _value_error(error: Any, message: str, args: Sequence[str]) -> str:
+    """`message` on a parameter's value, with the value and the variable that gave it where they are known."""
+    param, ctx = getattr(error, "param", None), getattr(error, "ctx", None)
+    if param is None or ctx is None:
+        return message
+    value, variable = None, _variable_of(ctx, param)
+    if variable:
+        value = os.environ[variable]
+        error.param_hint = f"{param.get_error_hint(*_context_if_taken(param, ctx))} (from {variable})"
+    else:
+        for text, following in zip(args, [*args, None][1:], strict=True):
+            name, equals, rest = text.partition("=")
+            if name in param.opts:
+                value = rest if equals else following
+    sentence = _PYDANTIC.sub(r"\1", message, count=1)
+    return f"{sentence}, got {value!r}" if value is not None and repr(value) not in sentence else sentence
+
+
+def _context_if_taken(param: Any, ctx: Any) -> tuple[Any, ...]:
+    """The context, as an argument of ``get_error_hint``: click's takes it, and later ones of typer do not."""
+    return (ctx,) if inspect.signature(param.get_error_hint).parameters else ()
+
+
+def _variable_of(ctx: Any, param: Any) -> str | None:
+    """The variable of the environment that the value of `param` comes from; None if it is from elsewhere."""
+    source = ctx.get_parameter_source(param.name)
+    if not source or source.name != "ENVIRONMENT":
+        return None
+    names = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
+    return next((name for name in names if os.environ.get(name)), None)
+
+
+TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
+"""Values of variables that set a flag."""
+
+
+def _wants_json(command: str, args: Sequence[str]) -> bool:
+    """True if ``--json`` is among the options in `args`, or set by a variable."""
+    options = args[: args.index("--")] if "--" in args else args
+    variables = (os.environ.get(name, "") for name in (f"MOECTL_{command.upper()}_JSON", "MOECTL_JSON"))
+    return "--json" in options or next(filter(None, variables), "").lower() in (
+        "1",
+        "true",
+        "t",
+        "yes",
+        "y",
+        "on",
+    )
 
 
 class ArgumentKeepingCommand(TyperCommand):
@@ -206,7 +274,7 @@ class ArgumentKeepingCommand(TyperCommand):
         """Parses `args` as usual, and keeps them under `TYPED`."""
         args = self._sized(args)
         ctx.meta[TYPED] = tuple(args)
-        with _printable_usage():
+        with _usage_errors(str(self.name), args):
             return super().parse_args(ctx, args)
 
     def _sized(self, args: list[str]) -> list[str]:
@@ -279,6 +347,12 @@ def refuse_contradictions(context: typer.Context) -> None:
             raise UsageError(f"{words} are one option with different values", hint="give it once")
 
 
+def refuse_two_forms(context: typer.Context) -> None:
+    """Raises UsageError for markdown and JSON together: stdout has one form."""
+    if context.params.get("json") and context.params.get("md"):
+        raise UsageError("--json and --md are two forms of one output", hint="give one of them")
+
+
 def pick(value: str, known: Iterable[str], what: str) -> str:
     """`value` as spelled in `known`, ignoring case and dashes.
 
@@ -324,6 +398,7 @@ def framed(name: str) -> Callable[[Command], Command]:
             try:
                 refuse_empty(context)
                 refuse_contradictions(context)
+                refuse_two_forms(context)
                 out.color = pick(color, COLORS, "choice of --color")
                 if CONTEXT.name in signature:
                     kwargs[CONTEXT.name] = context
@@ -347,6 +422,8 @@ def framed(name: str) -> Callable[[Command], Command]:
                 if debug:
                     out.debug(error)
                 failure = as_moectl_error(error)
+                if isinstance(failure, UsageError):
+                    failure.reason = " ".join(filter(None, (failure.reason, *_set_by(context, failure.what))))
                 out.error(failure)
                 code = failure.exit_code
             raise typer.Exit(int(code or ExitCode.DONE))
@@ -362,6 +439,18 @@ def framed(name: str) -> Callable[[Command], Command]:
         return run  # type: ignore[return-value]
 
     return decorate
+
+
+def _set_by(context: typer.Context, what: str) -> Iterator[str]:
+    """A sentence for each variable of the environment that gave a value which `what`, an error, speaks of."""
+    for param in context.command.params:
+        if variable := _variable_of(context, param):
+            value = os.environ[variable]
+            quoted = [repr(part.strip()) for part in (value, *value.split(","))]
+            if any(text in what for text in quoted) or re.search(
+                rf"{re.escape(param.opts[0])}(?![\w-])", what
+            ):
+                yield printable_line(f"{variable} is set to {value!r}.")
 
 
 @contextmanager

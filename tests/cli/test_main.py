@@ -162,6 +162,13 @@ def test_a_long_example_goes_on_in_the_next_line():
     assert others[0].startswith("      ./checkpoint-") and not others[-1].endswith("\\")
 
 
+def test_without_arguments_the_help_is_printed_as_it_is_asked_for():
+    done = start()
+    assert done.returncode == 2 and not done.stdout
+    printed = done.stderr.removesuffix("loaded: []\n").rstrip()
+    assert printed == start("--help").stdout.rstrip() and len(printed.splitlines()) > 20
+
+
 def test_each_command_is_told_in_a_whole_line():
     """Nothing of the list of commands is cut off at 80 columns."""
     shown = start("--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).stdout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -19,6 +21,7 @@ from moectl.cli.run.command import PLAN
 from moectl.convert.portable.options import PortableOptions
 from moectl.errors import UsageError
 from moectl.run import RunPlan
+from support.invoking import moectl
 
 
 @dataclass(frozen=True)
@@ -93,3 +96,79 @@ def test_without_options_a_record_has_its_own_defaults(options, record, others, 
     assert options.record is record
     typed = {parameter.name: parameter.default for parameter in options.parameters()}
     assert options.bound(typed)(**others) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["explain", "x", "--bogus", "--json"], "explain"),
+        (["list", "gpu", "--json"], "list"),
+        (["run", "x", "--layer", "many", "--json"], "run"),
+        (["frob", "--json"], "moectl"),
+        (["--bogus", "list", "--json"], "moectl"),
+    ],
+    ids=" ".join,
+)
+def test_errors_of_the_parser_are_documents_too(words: list[str], command: str) -> None:
+    done = moectl(*words, code=2)
+    document = json.loads(done.stdout)
+    assert document["command"] == command and document["error"]["exit_code"] == 2
+    assert document["error"]["what"] in done.stderr
+    if command != "moectl":
+        assert done.document == document, "the schema has it"
+
+
+def test_a_variable_asks_for_the_document_as_well() -> None:
+    for variable in ("MOECTL_JSON", "MOECTL_RUN_JSON"):
+        assert "--bogus" in moectl("run", "--bogus", code=2, env={variable: "yes"}).document["error"]["what"]
+    assert not moectl("run", "--bogus", code=2, env={"MOECTL_JSON": "1", "MOECTL_RUN_JSON": "0"}).stdout
+    assert not moectl("run", "--bogus", "--", "--json", code=2).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "said"),
+    [
+        (["list", "gpus"], {"MOECTL_JSON": "maybe"}, "'--json' (from MOECTL_JSON): .*boolean.*'maybe'"),
+        (["run", "x"], {"MOECTL_RUN_LAYER": "-1"}, "'--layer' (from MOECTL_RUN_LAYER): .*0.*'-1'"),
+        (
+            ["explain", "kimi-k2"],
+            {"MOECTL_EXPLAIN_GPU": "h999"},
+            "MOECTL_EXPLAIN_GPU is set to 'h999'.",
+        ),
+        (["explain", "kimi-k2"], {"MOECTL_GPU": "h100, h999"}, "MOECTL_GPU is set to 'h100, h999'."),
+        (["explain", "kimi-k2", "--gpu", "h100"], {"MOECTL_TP": "0"}, "MOECTL_TP is set to '0'."),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_value_of_a_variable_is_shown_with_its_name(words, environment, said) -> None:
+    error = " ".join(moectl(*words, code=2, env=environment).stderr.split())
+    assert re.search(said.replace("(", r"\(").replace(")", r"\)"), error), error
+
+
+def test_variables_that_an_error_does_not_speak_of_are_not_named() -> None:
+    environment = {"MOECTL_TP": "8", "MOECTL_GPU": "h100"}
+    assert "MOECTL" not in moectl("explain", "kimi-k2", "--gpu", "h999", code=2, env=environment).stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["list", "gpu"], "Invalid value for 'kind': 'gpu' is not one of"),
+        (["run", "x", "--layer", "many"], "'--layer': should be a valid integer, got 'many'"),
+        (["run", "x", "--layer=-1"], "greater than or equal to 0, got '-1'"),
+    ],
+)
+def test_wrong_values_are_told_without_words_of_the_parsers_library(words, said) -> None:
+    error = moectl(*words, code=2).stderr
+    assert said in error and "Value error" not in error and "Input" not in error
+
+
+@pytest.mark.parametrize("words", [["explain", "kimi-k2", "--gpu", "h100"], ["doctor"]])
+def test_markdown_and_json_are_refused_together(words) -> None:
+    assert "--json and --md" in moectl(*words, "--json", "--md", code=2).document["error"]["what"]
+
+
+def test_every_command_shows_the_options_that_all_have() -> None:
+    for name in ("explain", "bench", "list"):
+        printed = moectl(name, "--help").stdout
+        assert all(f"--{shared} " in printed for shared in ("json", "color <str>", "debug")), name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...bench import BenchSettings, parse_counts
-from ...checkpoint.source.catalogue import SHORT_NAMES, built_in, short_name
+from ...checkpoint.source.catalogue import built_in, short_name
 from ...errors import ExitCode, UsageError
 from ...problem.published_layers import SCHEMES
 from ..checkpoint_argument import DEVICE, backend_names, find_source
@@ -132,7 +132,7 @@ def bench(
         option(
             "--model",
             own=True,
-            help=f"Instead of CKPT, random weights: {', '.join([*SHORT_NAMES][:5])}, ...; also NAME:FORMAT.",
+            help="Instead of CKPT: random weights of a model; also NAME:FORMAT.",
         ),
     ] = None,
     rows: Annotated[

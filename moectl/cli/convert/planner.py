@@ -64,9 +64,7 @@ class TargetOptions:
     arch: Annotated[
         str | None, option("--arch", help="sm90, sm100, ...; needed if --to alone is ambiguous.")
     ] = None
-    act: Annotated[str | None, option("--act", help=f"Activations the layout is for: {', '.join(ACTS)}.")] = (
-        None
-    )
+    act: Annotated[str | None, option("--act", help=f"Activations: {', '.join(ACTS)}.")] = None
     experts_only: Annotated[bool, option("--experts-only", help="Skip non-expert tensors.")] = False
 
     def spelled(self) -> "TargetOptions":
