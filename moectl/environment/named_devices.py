@@ -23,7 +23,7 @@ class Device:
         arch: ``sm90``, ``gfx942``, ``x86``, ``aarch64``, ...
         name: the name that the driver reports.
         sms: streaming multiprocessors (CUDA), compute units (ROCm), cores (CPU).
-        memory_bytes: device memory.
+        memory_bytes: device memory as the driver reports it; if that is not known, the nominal size.
         bandwidth: peak memory bandwidth, bytes/s; 0 if unknown.
         bf16_flops, fp8_flops, fp4_flops: peak dense matrix rates, FLOP/s; 0 if unknown or unsupported.
         features: instruction sets that backends depend on, such as ``amx``.
@@ -47,7 +47,7 @@ class Device:
 
 
 DATA = Path(__file__).parents[1] / "data"
-_GIB = 1 << 30
+_MIB = 1 << 20
 _CPUS = {
     "cpu": ("x86", frozenset[str]()),
     "cpu-x86": ("x86", frozenset[str]()),
@@ -152,7 +152,7 @@ def device_of(key: str, arch: str = "") -> Device:
         arch=arch or row["arch"],
         name=row["names"][0],
         sms=row["sms"] or 0,
-        memory_bytes=row["memory_gib"] * _GIB,
+        memory_bytes=row.get("memory_mib", row["memory_gib"] * 1024) * _MIB,
         bandwidth=_scaled(row["bandwidth_tb_s"]),
         bf16_flops=_scaled(row["bf16_tflops"]),
         fp8_flops=_scaled(row["fp8_tflops"]),

@@ -9,7 +9,7 @@ import pytest
 
 from moectl import environment
 from moectl.environment import DATA, detect_cpu, detect_device, find_device, nvidia
-from moectl.environment.named_devices import squeeze
+from moectl.environment.named_devices import nominal_memory, squeeze
 from moectl.environment.nvidia import DriverFailure
 from moectl.errors import Unavailable, UsageError
 from moectl.oracle.machine_packages import packages_from
@@ -74,6 +74,8 @@ def test_table_rows_are_complete_sourced_and_plausible() -> None:
         assert row["source"], key
         assert find_device(key).name == row["names"][0]
         assert 8 <= row["memory_gib"] <= 512, key
+        if "memory_mib" in row:
+            assert 0.92 <= row["memory_mib"] / 1024 / row["memory_gib"] <= 1.0, key
         if row["bandwidth_tb_s"] is not None:
             assert 0.2 <= row["bandwidth_tb_s"] <= 10, key
         bf16, fp8 = row["bf16_tflops"], row["fp8_tflops"]
@@ -84,6 +86,21 @@ def test_table_rows_are_complete_sourced_and_plausible() -> None:
     for arch, key in TABLE["representatives"].items():
         assert TABLE["gpus"][key]["arch"] == arch
         assert find_device(arch).arch == arch
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "sold"),
+    [
+        ("l40s", 46068, 48),
+        ("h200", 143771, 141),
+        ("a100", 81920, 80),
+        ("NVIDIA A10", 23028, 24),
+        ("sm89", 46068, 48),
+    ],
+)
+def test_memory_is_what_the_driver_reports(name: str, mib: int, sold: int) -> None:
+    device = find_device(name)
+    assert device.memory_bytes == mib * 2**20 and nominal_memory(device.name) == sold
 
 
 @pytest.fixture

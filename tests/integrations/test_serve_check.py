@@ -441,7 +441,7 @@ def test_the_installed_engine_must_find_moectl(folders, monkeypatch):
 def test_too_little_memory_is_refused(folders, monkeypatch):
     monkeypatch.setattr("moectl.integrations.serve_check.weight_bytes", lambda *words: 150 << 30)
     document = checked(folders / "whole", "vllm", code=1)
-    assert "weights of 150 GiB per GPU, NVIDIA H200 has 141 GiB" in refused(document)["memory"]["says"]
+    assert "weights of 150 GiB per GPU, NVIDIA H200 has 140 GiB" in refused(document)["memory"]["says"]
 
 
 def test_a_rank_holds_its_share(tiny_gpt_oss, folders):

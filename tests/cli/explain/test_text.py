@@ -44,7 +44,7 @@ def test_the_answer_takes_ten_lines_and_comes_before_the_reasons():
         ([GPT, "--gpu", "h200"], "also flashinfer_cutlass, humming, marlin (--backend NAME)"),
         (
             [GPT, "--gpu", "h200"],
-            "experts 56.8 GiB + other weights 3.96 GiB (estimated from config) of 141 GiB per GPU;",
+            "experts 56.8 GiB + other weights 3.96 GiB (estimated from config) of 140 GiB per GPU;",
         ),
         ([GPT, "--gpu", "h100", "--tp", "2"], "run vllm serve openai/gpt-oss-120b --tensor-parallel-size 2"),
         ([KIMI, "--gpu", "h100", "--tp", "8"], "needs TP 8 or more"),

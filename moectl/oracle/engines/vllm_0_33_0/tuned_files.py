@@ -123,11 +123,14 @@ def _wanted(decision: Decision, reader: FileReader) -> TunedName:
 
 
 def _other_gpus(wanted: TunedName, device: Device, names: Iterable[TunedName]) -> tuple[TunedName, ...]:
-    """Files of the same shape and format, those for GPUs of the same architecture first."""
+    """Files of the same shape and format: for variants of the same GPU first, then of its architecture."""
 
-    def distance(name: TunedName) -> tuple[bool, float, str]:
+    def distance(name: TunedName) -> tuple[bool, bool, float, str]:
         similarity = SequenceMatcher(None, name.gpu, wanted.gpu).ratio()
-        return _arch(name.gpu) != device.arch, -similarity, name.gpu
+        variant = (
+            name.gpu.split("_")[:2] == wanted.gpu.split("_")[:2]
+        )  # NVIDIA_H100_PCIe, NVIDIA_H100_80GB_HBM3
+        return _arch(name.gpu) != device.arch, not variant, -similarity, name.gpu
 
     same = [
         name
