@@ -12,7 +12,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from ...errors import CheckpointError, MoectlError, Unavailable
-from ...files.strict_json import shown
+from ...files.folder_handle import open_inside
+from ...files.strict_json import parse_document, shown
 from ...files.tensor_table import TensorInfo
 from ..checkpoint import Checkpoint, Origin
 from ..config.other_weights import blocked_matrices
@@ -36,6 +37,26 @@ MANIFEST = "moectl.json"
 
 LOG = "progress.jsonl"
 """The log of a conversion's finished layers, which an unfinished output has."""
+
+
+OTHER_WORK = {"restored": "unconvert", "synthetic": "synth"}
+"""Commands other than `convert` that keep a log in their output, by what its first line has as the layout."""
+
+
+def interrupted_command(folder: Path) -> str | None:
+    """The command whose unfinished output `folder` is, such as ``unconvert``; None if it has no log.
+
+    A log that cannot be read counts as that of ``convert``, which says what is wrong with it.
+    """
+    if not (folder / LOG).exists():
+        return None
+    try:
+        with open_inside(folder, LOG, LOG) as file:
+            first = parse_document(file.readline(1 << 20), LOG)
+    except (MoectlError, OSError):
+        return "convert"
+    logged = first.get("conversion")
+    return OTHER_WORK.get(str(logged.get("layout")), "convert") if isinstance(logged, dict) else "convert"
 
 
 _RANK = re.compile(r"rank-(\d{2,5})", re.ASCII)
@@ -260,10 +281,10 @@ def _open_folder(folder: Path, origin: Origin) -> _OpenedSource:
         raise _converted(str(folder))
     config = read_document(folder, CONFIG)
     if config is None:
-        if (folder / LOG).exists():
+        if command := interrupted_command(folder):
             raise CheckpointError(
-                f"{folder} is an unfinished conversion: it has {LOG} and no config.json.",
-                hint="Finish it with the same `moectl convert` command and --resume.",
+                f"{folder} is the unfinished output of `moectl {command}`: it has {LOG} and no config.json.",
+                hint=f"Finish it with the same `moectl {command}` command{_RESUMED_BY[command]}.",
             )
         _refuse_other_models(folder)
         raise CheckpointError(
@@ -275,6 +296,14 @@ def _open_folder(folder: Path, origin: Origin) -> _OpenedSource:
     if tensors is None:
         origin = Origin("config", origin.name, origin.revision, origin.path, "it holds no safetensors file")
     return _OpenedSource(config, documents, tensors, origin, None if tensors is None else folder)
+
+
+_RESUMED_BY = {
+    "convert": " and --resume",
+    "unconvert": ", which begins again",
+    "synth": " after removing the directory",
+}
+"""How the same command finishes an output that it has left unfinished."""
 
 
 def _refuse_other_models(folder: Path) -> None:

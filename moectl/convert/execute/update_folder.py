@@ -11,7 +11,7 @@ from pathlib import Path
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.source.catalogue import weights_missing
 from ...checkpoint.source.open_checkpoint import rank_folder, rank_number
-from ...errors import CheckpointError, UsageError
+from ...errors import CheckpointError, NoBackend, UsageError
 from ...files.access import access_of
 from ...files.atomic import disk_errors, remove_file, replace_file, sync_folder
 from ...files.folder_handle import read_inside, sha256_inside
@@ -117,8 +117,8 @@ def plan_update(
 
     Raises:
         CheckpointError: not a converted directory, or damaged.
-        UsageError: `checkpoint` has other sizes or tensors than the one that was converted, or `folder` is of
-            format version 1, or of one of several ranks.
+        UsageError: `checkpoint` is another model than the one that was converted (other sizes, tensors or
+            formats), or `folder` is of format version 1, or of one of several ranks.
         Unavailable: its weights are not on this machine.
     """
     old = _old_record(folder)
@@ -224,16 +224,22 @@ def _same_conversion(
     layout = layout_named(old.layout.name)
     differing: list[str] = []
     for variant in (layout, layout.requantizing()):
-        plan = plan_conversion(
-            checkpoint, variant, max_memory=max_memory, experts_only=old.experts_only, shard=shard
-        )
+        try:
+            plan = plan_conversion(
+                checkpoint, variant, max_memory=max_memory, experts_only=old.experts_only, shard=shard
+            )
+        except NoBackend as error:
+            raise _other_model(checkpoint, folder, error.what) from error
         facts = conversion_facts(plan)
         differing = [name for name in facts if facts[name] != known.get(name)]
         if not differing:
             return plan
-    raise UsageError(
-        f"{checkpoint.origin.name} is no newer version of what {folder} was converted from: they differ in "
-        f"{', '.join(differing)}.",
+    raise _other_model(checkpoint, folder, f"they differ in {', '.join(differing)}")
+
+
+def _other_model(checkpoint: Checkpoint, folder: Path, why: str) -> UsageError:
+    return UsageError(
+        f"{checkpoint.origin.name} is not the same model as {folder} was converted from: {why}.",
         hint="Convert it into an empty directory.",
     )
 

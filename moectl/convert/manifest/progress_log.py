@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import CheckpointError, UsageError
 from ...files.access import BY_UMASK, Access
-from ...files.atomic import disk_errors, remove_file, sync_folder, write_exactly
+from ...files.atomic import PARTIAL, disk_errors, remove_file, sync_folder, write_exactly
 from ...files.folder_handle import open_inside
 from ...files.lock import Busy, Lock, is_at
 from ...files.output_folder import new_folder
@@ -192,13 +192,19 @@ def open_log(
 def only_writer(out: Path, work: str, names: Iterable[str], access: Access = BY_UMASK) -> Iterator[None]:
     """Creates the directory `out`, in which the block alone writes files, `names`; on an error they go again.
 
-    Other writers are kept out by a log, of `work`, which stays if the process is killed.
+    Other writers are kept out by a log, of `work`, which stays if the process is killed. Files of `names`
+    that lie beside such a log are removed first, finished or not.
 
     Raises Busy if there is another writer, or something that it has written, and leaves that as it is.
     """
+    names = tuple(names)
     with new_folder(out, access):
         log = open_log(out, {"layout": work}, access=access)
         try:
+            if not log.new:
+                for name in names:
+                    remove_file(out / name)
+                    remove_file(out / (name + PARTIAL))
             log.refuse_company()
             try:
                 yield

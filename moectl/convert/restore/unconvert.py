@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
+from ...checkpoint.source.open_checkpoint import LOG, interrupted_command
 from ...errors import CheckpointError, UsageError
 from ...files.access import Access, access_of
-from ...files.atomic import copy_bytes, copy_file, link_or_copy, replacing, write_exactly, write_file
+from ...files.atomic import PARTIAL, copy_bytes, copy_file, link_or_copy, replacing, write_exactly, write_file
 from ...files.folder_handle import FolderHandle, file_findings
 from ...files.output_folder import refuse_inside, refuse_small_disk
 from ...files.safetensors_writer import FilePlan, TensorSpec, plan_file
@@ -45,9 +46,9 @@ def unconvert(
     """Writes the source checkpoint of the directory `converted` to `out`.
 
     Tensors have the source's names, dtypes, shapes and bytes, in files with the source's names; every
-    expert tensor is checked against the hash of the source's bytes before its file gets its name. A
-    directory converted with experts only yields only the experts' tensors. If `converted` holds the
-    directories of all ranks, their slices are joined.
+    expert tensor is checked against the hash of the source's bytes before its file gets its name. What a
+    killed `unconvert` has left in `out` is replaced. A directory converted with experts only yields only the
+    experts' tensors. If `converted` holds the directories of all ranks, their slices are joined.
 
     Raises:
         UsageError: `out` is not empty or lies inside `converted`, or `converted` is one of several ranks.
@@ -60,7 +61,8 @@ def unconvert(
     if len(manifests) == 1:
         refuse_one_rank(manifest)
     refuse_inside(converted, out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    unfinished = out.is_dir() and interrupted_command(out) == "unconvert"
+    if out.exists() and not unfinished and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"the output directory {out} is not empty.", hint="Choose an empty directory.")
     _refuse_requantized(manifest)
     for item in (*manifest.record.files, *manifest.record.documents):
@@ -74,6 +76,8 @@ def unconvert(
     kept = [item for item in manifest.record.rest if item.whole]
     documents = [INDEX, CONFIG, *(item.file for item in manifest.record.files)]
     names = [*(file.name for file in plans), *(item.source for item in kept), *documents]
+    if unfinished:
+        _refuse_others(out, names)
     with only_writer(out, "restored", names, access):
         with ExitStack() as stack:
             readers = [stack.enter_context(FolderReader(rank.folder)) for rank in manifests]
@@ -102,6 +106,16 @@ def unconvert(
         _write_documents(manifest, out, targets, access)
     size = sum(info.nbytes for _, info in targets.values())
     return UnconvertSummary(out, len(plans) + len(kept), len(targets), size, manifest.record.experts_only)
+
+
+def _refuse_others(out: Path, names: Sequence[str]) -> None:
+    """Raises UsageError for a file in `out`, where an `unconvert` was killed, that is not one of `names`."""
+    own = {LOG, *names, *(name + PARTIAL for name in names)}
+    if others := sorted(path.name for path in out.iterdir() if path.name not in own):
+        raise UsageError(
+            f"{out} is the unfinished output of `moectl unconvert` of another directory: it has {others[0]}.",
+            hint="Remove it, or choose an empty directory.",
+        )
 
 
 def _access(manifests: Sequence[Manifest]) -> Access:

@@ -101,7 +101,7 @@ def test_an_unfinished_conversion_is_named_as_such(tiny_gpt_oss, tmp_path):
     (out / "progress.jsonl").write_text("")
     for command in ("run", "bench", "explain"):
         said = " ".join(moectl(command, out, code=4).stderr.split())
-        assert "is an unfinished conversion" in said and "and --resume" in said
+        assert "is the unfinished output of `moectl convert`" in said and "and --resume" in said
 
 
 def test_a_plan_names_what_all_tensors_begin_with_once(tiny_kimi, tmp_path):

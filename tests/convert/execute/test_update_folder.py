@@ -312,7 +312,10 @@ def test_other_checkpoints_are_refused(tiny_gpt_oss: Path, tmp_path: Path) -> No
         "openai/gpt-oss-20b", tmp_path / "other", layers=2, experts=8, hidden=128, intermediate=192
     )
     says = command("refit", tmp_path / "out", other, code=2).stderr
-    assert "is no newer version of what" in says and "layer groups" in says
+    assert "is not the same model as" in says and "layer groups" in says
+    kimi = synthesize("kimi-k2", tmp_path / "kimi", layers=2, experts=8, hidden=256, intermediate=256)
+    says = command("refit", tmp_path / "out", kimi, code=2).stderr
+    assert "is not the same model as" in says and "--to" not in says
     assert "given twice" in command("refit", tiny_gpt_oss, tiny_gpt_oss, code=2).stderr
     assert "is not a finished converted directory" in command("refit", other, tiny_gpt_oss, code=4).stderr
     assert "there is no directory" in command("refit", tmp_path / "none", tiny_gpt_oss, code=4).stderr

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from moectl.checkpoint import open_checkpoint
 from moectl.convert.execute.convert import convert
 from moectl.convert.layouts.registry import layout_named
 from moectl.convert.manifest.manifest import load_layer, load_manifest
 from moectl.convert.restore import unconvert as unconvert_module
 from moectl.convert.restore.unconvert import unconvert
 from moectl.convert.restore.verify import verify
-from moectl.errors import Unavailable
+from moectl.errors import CheckpointError, Unavailable, UsageError
 from moectl.files.access import Access
 from moectl.files.atomic import copy_file
 from support.stream_checkpoints import CHECKPOINTS, all_tensors, folder_bytes, kimi_checkpoint, same_tensors
@@ -85,6 +88,51 @@ def test_the_config_is_written_last_and_an_error_leaves_nothing(
         unconvert(tmp_path / "converted", out)
     assert before == {path.name for path in source.iterdir()} - {"config.json"} | {"progress.jsonl"}
     assert not out.exists()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from moectl.convert.restore import unconvert as module
+
+copy_file, (name, *folders) = module.copy_file, sys.argv[1:]
+module.copy_file = lambda *to: os._exit(9) if to[2].name == name else copy_file(*to)
+module.unconvert(*map(Path, folders))
+"""
+
+
+def killed_at(name: str, converted: Path, out: Path) -> None:
+    """Restores `converted` in a process that ends, as if killed, when `name` is to be written."""
+    done = subprocess.run([sys.executable, "-c", KILLED, name, str(converted), str(out)], check=False)
+    assert done.returncode == 9
+
+
+def test_what_a_killed_unconvert_has_left_is_named_and_replaced(tmp_path: Path) -> None:
+    source, out = CHECKPOINTS["gpt_oss"](tmp_path / "source"), tmp_path / "back"
+    convert(plan_of(source), tmp_path / "converted")
+    killed_at("config.json", tmp_path / "converted", out)
+    assert (out / "progress.jsonl").exists() and len(list(out.glob("*.safetensors"))) > 0
+    with pytest.raises(CheckpointError, match="unfinished output of `moectl unconvert`") as found:
+        open_checkpoint(out)
+    assert "same `moectl unconvert` command" in found.value.hint
+    weights = next(out.glob("*.safetensors"))
+    weights.rename(weights.with_name(weights.name + ".partial"))
+    unconvert(tmp_path / "converted", out)
+    assert folder_bytes(out) == folder_bytes(source)
+
+
+def test_a_killed_unconvert_of_another_directory_is_not_replaced(tmp_path: Path) -> None:
+    source, out = CHECKPOINTS["gpt_oss"](tmp_path / "source"), tmp_path / "back"
+    convert(plan_of(source), tmp_path / "converted")
+    killed_at("config.json", tmp_path / "converted", out)
+    (out / "notes.txt").write_text("mine")
+    before = folder_bytes(out)
+    with pytest.raises(UsageError, match=r"of another directory: it has notes\.txt") as found:
+        unconvert(tmp_path / "converted", out)
+    assert "Remove it" in found.value.hint and folder_bytes(out) == before
+    (out / "progress.jsonl").unlink()
+    with pytest.raises(UsageError, match="is not empty"):
+        unconvert(tmp_path / "converted", out)
 
 
 def test_shapes_may_be_stored_in_64_bits(tmp_path: Path) -> None:
