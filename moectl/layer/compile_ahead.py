@@ -12,6 +12,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -29,7 +30,7 @@ from ..cache.launches_file import KIND
 from ..cache.measurement_keys import built
 from ..environment import Device
 from ..environment.cache_folder import cache_folder
-from ..errors import CheckpointError, MoectlError, UsageError
+from ..errors import CheckpointError, MoectlError, Unavailable, UsageError
 from ..files.atomic import replace_file
 from ..files.records import Count, from_json, to_json
 from ..files.safe_reading import read_bounded, text_or_empty
@@ -124,6 +125,20 @@ class CompileResult:
 def cache_directory() -> Path:
     """Triton's cache of this process: TRITON_CACHE_DIR, else ``.triton/cache`` in the home directory."""
     return Path(triton.knobs.cache.dir).absolute()
+
+
+def refuse_unwritable_cache() -> None:
+    """Unavailable when the system refuses to write a file to Triton's cache, which is created if need be."""
+    folder = cache_directory()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Unavailable(
+            f"Triton's cache {folder} cannot be written: {error.strerror or error}",
+            hint="set TRITON_CACHE_DIR to a directory that can be written",
+        ) from error
 
 
 def most_workers() -> int:

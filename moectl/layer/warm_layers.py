@@ -17,7 +17,14 @@ from ..kernels.triton.offline_gpu import OfflineGpu, standing_in
 from ..problem.layer_ranges import ranges
 from ..problem.layouts import OWN_LAYOUTS
 from ..problem.moe_problem import MoEProblem, Parallel
-from .compile_ahead import CompileRequest, CompileResult, Report, compile_binaries, remember
+from .compile_ahead import (
+    CompileRequest,
+    CompileResult,
+    Report,
+    compile_binaries,
+    refuse_unwritable_cache,
+    remember,
+)
 from .converted_ranks import ConvertedRanks
 from .kernel_files import export_kernels, import_kernels
 from .layer_source import CheckpointLayers, ConvertedLayers, LayerSource
@@ -125,7 +132,8 @@ def _shares(source: LayerSource, parallel: Parallel) -> Iterator[tuple[Sequence[
 def warm(layers: Sequence[WarmLayer], plan: WarmPlan, report: Report | None = None) -> Iterator[WarmOutcome]:
     """Compiles the kernels of `layers`; yields an outcome after each.
 
-    Raises UsageError for a GPU without kernels of moectl's, and what `kernel_files` raises.
+    Raises UsageError for a GPU without kernels of moectl's, Unavailable if kernels are missing from Triton's
+    cache and it cannot be written, and what `kernel_files` raises.
     """
     gpu = OfflineGpu.of(plan.gpu)
     for layer in layers:
@@ -137,6 +145,8 @@ def warm(layers: Sequence[WarmLayer], plan: WarmPlan, report: Report | None = No
         request = CompileRequest(layer.problem, backend, gpu, plan.tokens, plan.batched)
         with standing_in(gpu):
             binaries = request.binaries()
+            if not all(binary.cached for binary in binaries):
+                refuse_unwritable_cache()
             taken = import_kernels(binaries, plan.source) if plan.source else 0
             result = compile_binaries(request, binaries, plan.jobs, report)
             remember(request, result)

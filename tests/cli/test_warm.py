@@ -135,6 +135,17 @@ def test_records_are_written_where_kernels_are_taken_over(tmp_path, monkeypatch)
     assert remembered(request).kernels == 3
 
 
+def test_a_cache_that_cannot_be_written_is_one_error_before_anything_is_compiled(
+    tmp_path, monkeypatch, requests
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "triton"))
+    done = moectl("warm", GPT, "--gpu", "h200", "-m", "1", code=3)
+    assert f"{tmp_path}/file/triton cannot be written: Not a directory" in done.stderr
+    assert "next: Set TRITON_CACHE_DIR" in done.stderr and not requests
+    assert "not compiled" not in done.stderr and "kept in" not in done.stdout
+
+
 def test_failures_are_said(monkeypatch, requests):
     def failing(request, binaries, jobs, report):
         return CompileResult(2, 0, 1, 1.0, ("_k for 8 tokens: RuntimeError: ptxas",), note="no fork")

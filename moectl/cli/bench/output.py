@@ -1,5 +1,6 @@
 """Outputs of a bench: rows on stdout in some format, in files by their suffixes, and as a plot."""
 
+import shlex
 import sys
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -180,9 +181,9 @@ class RowOutput:
         text = f"{count(len(rows), 'row')} in {', '.join(map(str, self.files))}"
         text += f", {failed} of them failed" if failed else ""
         readable = next((path for path in self.files if path.suffix.lower() in READABLE), None)
-        return (
-            text if readable is None or self.stdout else f"{text}; moectl bench --rows {readable} shows them"
-        )
+        if readable is None or self.stdout:
+            return text
+        return f"{text}; moectl bench --rows {shlex.quote(str(readable))} shows them"
 
 
 def render(format: str, about: Mapping[str, Any], rows: "Sequence[BenchRow]", out: Output) -> str:

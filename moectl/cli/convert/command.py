@@ -1,6 +1,7 @@
 """`moectl convert`: writes expert weights in a kernel layout or a portable format, ahead of time."""
 
 import re
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -270,7 +271,7 @@ def _what_next(plans: "Sequence[RankPlan]", target: Path, out: Output) -> None:
         name = "rank" if len(missing) == 1 else "ranks"
         out.note(f"{target} lacks {name} {ranges(missing)} of {ranks}; it is completed with the last of them")
         return
-    out.note(f"check it with: moectl verify {target}")
+    out.note(f"check it with: {shlex.join(['moectl', 'verify', str(target)])}")
     for command in serve_commands(plans[0].plan, target):
         out.note(f"serve it with: {command}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,4 +60,4 @@ def draw_outcomes(outcomes: Sequence[WarmOutcome], plan: WarmPlan, cache: Path, 
     if plan.target is not None:
         written = sum(outcome.written for outcome in outcomes)
         console.print(f"{count(written, 'kernel')} written to {plan.target}; there:")
-        console.print(f"  moectl warm CKPT --from {plan.target.name} -m {plan.tokens}")
+        console.print(f"  moectl warm CKPT --from {shlex.quote(plan.target.name)} -m {plan.tokens}")

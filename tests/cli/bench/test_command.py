@@ -114,9 +114,9 @@ def test_a_killed_bench_keeps_its_rows(tiny_gpt_oss, tmp_path):
 
 
 def test_files_instead_of_the_table_are_said_in_a_line(tiny_gpt_oss, tmp_path):
-    rows, table = tmp_path / "rows.jsonl", tmp_path / "rows.md"
+    rows, table = tmp_path / "some rows.jsonl", tmp_path / "rows.md"
     done = moectl("bench", tiny_gpt_oss, *QUICK, "-o", rows, "-o", table)
-    said = f"2 rows in {rows}, {table}; moectl bench --rows {rows} shows them"
+    said = f"2 rows in {rows}, {table}; moectl bench --rows '{rows}' shows them"
     assert done.stdout == "" and said in done.stderr
     done = moectl("bench", tiny_gpt_oss, *QUICK, "-o", table, "-q")
     assert done.stdout == f"{table}\n" and done.stderr == ""

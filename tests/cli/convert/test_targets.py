@@ -104,6 +104,12 @@ def test_an_unfinished_conversion_is_named_as_such(tiny_gpt_oss, tmp_path):
         assert "is the unfinished output of `moectl convert`" in said and "and --resume" in said
 
 
+def test_commands_to_go_on_with_can_be_pasted(tiny_gpt_oss, tmp_path):
+    out = tmp_path / "o ut ü"
+    said = moectl("convert", tiny_gpt_oss, out, "--to", "moectl").stderr
+    assert f"check it with: moectl verify '{out}'\n" in said
+
+
 def test_a_plan_names_what_all_tensors_begin_with_once(tiny_kimi, tmp_path):
     shown = moectl("convert", tiny_kimi, tmp_path / "out", "--to", "bf16", "--dry-run").stdout
     assert shown.count(".mlp.experts.") == 1
