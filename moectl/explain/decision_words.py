@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..oracle.decision import Candidate, Decision
 from ..oracle.registry import engine_named, policy_named
 from ..oracle.verdict_sentences import makers_spelling, predicate, sentence
-from .fallback import serves_request
+from .fallback import serves_request, slower_preference
 
 if TYPE_CHECKING:
     from .explanation import GroupExplanation
@@ -92,6 +93,15 @@ def fallback_words(answer: GroupExplanation) -> str:
             f"higher priority and fits this GPU, but {missing}"
         )
     return f"{fallback.candidate.backend.name} has higher priority and fits, but {missing}"
+
+
+def slower_words(decision: Decision) -> str:
+    """That the engine would take emulation if it had what that needs; empty if not."""
+    candidate = slower_preference(decision)
+    if candidate is None:
+        return ""
+    lacks = re.sub(r" \(pip install [^)]*\)", "", _lacks(candidate))
+    return f"emulation has higher priority but {lacks}; it would be slower, so this is no fallback"
 
 
 def refusals(decision: Decision) -> Iterator[str]:

@@ -35,7 +35,8 @@ def fallback_of(decision: Decision, policy: Policy) -> Fallback | None:
 
     A fallback is no backend at all, another backend than requested, emulation, a choice although a
     candidate of another backend has higher priority and supports the device and the format, or such a
-    candidate that only the engine's usual method for the checkpoint has.
+    candidate that only the engine's usual method for the checkpoint has. Emulation is slower than any
+    choice, and no such candidate (`slower_preference`).
     """
     chosen = decision.chosen
     if chosen is None or not decision.usable:
@@ -49,9 +50,19 @@ def fallback_of(decision: Decision, policy: Policy) -> Fallback | None:
             break
         if candidate.usable and decision.ranking is not None:
             continue  # usable, but measured to be slower
-        if candidate.backend.name != chosen.backend.name and _fits(candidate):
+        others = (chosen.backend.name, EMULATION)
+        if candidate.backend.name not in others and _fits(candidate):
             return Fallback("passed", candidate, candidate.failed)
     return _worse_method(decision, policy, chosen)
+
+
+def slower_preference(decision: Decision) -> Candidate | None:
+    """Emulation that the engine prefers to its choice, if that lacks only packages or switches."""
+    chosen = decision.chosen
+    if chosen is None or not decision.usable or decision.inputs.requested not in (None, "", "auto"):
+        return None
+    before = (c for c in decision.candidates if c.rank < chosen.rank and c.backend.name == EMULATION)
+    return next((c for c in before if c.failed and _fits(c)), None)
 
 
 def _worse_method(decision: Decision, policy: Policy, chosen: Candidate) -> Fallback | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...environment import Device
 from ...explain import Explanation, GroupExplanation, OtherAnswer, StepTimes, WeightMemory, source_of
-from ...explain.decision_words import fallback_words, refusals
+from ...explain.decision_words import fallback_words, refusals, slower_words
 from ...explain.explanation import stages_of
 from ...explain.fallback import serves_request
 from ...integrations.served_engines import SERVED_ENGINES
@@ -210,7 +210,8 @@ def because(decision: Decision) -> str:
 
 
 def _notes(group: GroupExplanation) -> Iterator[Block]:
-    rows = tuple(("note", note) for note in (*notes_of(group.decision), *group.notes))
+    notes = (slower_words(group.decision), *notes_of(group.decision), *group.notes)
+    rows = tuple(("note", note) for note in notes if note)
     if rows:
         yield LabelledValues(rows)
 

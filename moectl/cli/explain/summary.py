@@ -10,7 +10,14 @@ from ...checkpoint.checkpoint import Origin
 from ...environment import Device
 from ...environment.variables import SET
 from ...explain import Explanation, GroupExplanation, RankMemory
-from ...explain.decision_words import failure, fallback_words, reason_words, refusals, usual_name
+from ...explain.decision_words import (
+    failure,
+    fallback_words,
+    reason_words,
+    refusals,
+    slower_words,
+    usual_name,
+)
 from ...explain.explanation import ASSUMED, with_expert_parallel
 from ...explain.predicted_time import RUNNER, predicted_of
 from ...explain.rank_memory import TENSOR_PARALLEL
@@ -190,6 +197,8 @@ def _remarks(group: GroupExplanation) -> Iterator[str]:
     rows = policy_named(decision.inputs.policy).rows()
     orders = {move.why for row in rows if row.name == decision.route for move in row.moves}
     assigned = decision.chosen is not None and decision.chosen.assigned
+    if slower := slower_words(decision):
+        yield slower
     for note in notes_of(decision):
         if note not in orders and not (assigned and " assigns the backend of " in note):
             yield note

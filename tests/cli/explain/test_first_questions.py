@@ -57,6 +57,18 @@ def test_activations_that_the_engine_quantizes_on_request_are_an_answer():
     assert "--quantization-config" not in awq.words
 
 
+def test_emulation_that_lacks_a_package_is_no_reason_to_call_the_choice_a_fallback():
+    asked = ("amd/Kimi-K2.5-MXFP4", "--gpu", "h100", "--tp", "8")
+    for options in ((), ("-v",)):
+        done = explain(*asked, "--strict", *options)
+        assert "fallback emulation" not in done.words
+        note = (
+            "note emulation has higher priority but needs quark, which is not installed; it would be slower"
+        )
+        assert note in done.words
+    assert "backend emulation" in explain(*asked, "--strict", "--packages", "full,quark", code=1).words
+
+
 def test_batch_invariance_is_named_by_its_variable():
     done = explain(GPT, "--gpu", "h200", "--env", "VLLM_BATCH_INVARIANT=1")
     assert "fits, but is not batch-invariant, which VLLM_BATCH_INVARIANT=1 requires" in done.words

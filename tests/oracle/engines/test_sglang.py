@@ -92,6 +92,7 @@ def test_a_runner_that_is_accepted_without_kernels_is_chosen_with_a_warning():
         ("amd/Kimi-K2.5-MXFP4", "mi355x", False, "sglang_rocm", "fails on loading weights (NameError)"),
         (GPT, "cpu", False, "sglang_cpu", "fails on the first token (AttributeError): it repacks"),
         (GPT, "cpu", True, "sglang_cpu", "fails on loading weights (RuntimeError): it dequantizes"),
+        (FP8, "a100", False, "sglang", "fails on the first token (CompilationError): it multiplies FP8"),
         (
             FP8,
             "cpu",
@@ -106,6 +107,12 @@ def test_a_runner_that_the_device_cannot_run_is_chosen_with_a_warning(name, gpu,
     found = decision(name, gpu, parallel=parallel, packages=packages)
     assert found.usable and any(says in note for note in found.notes)
     assert not any("fails" in note for note in decision(name, "mi355x", packages="sglang_rocm_aiter").notes)
+
+
+@pytest.mark.parametrize("gpu", ["l40s", "h200"])
+def test_fp8_in_triton_has_no_warning_where_triton_compiles_it(gpu):
+    found = decision(FP8, gpu, "triton")
+    assert found.usable and not any("fails" in note for note in found.notes)
 
 
 def test_aiter_is_a_switch():

@@ -23,7 +23,16 @@ _NEEDS_AMX = RuntimeFailure(
     "AssertionError",
     LOADING,
 )
-_FP8_TRITON = runner("triton", _FP8, failures=(_NEEDS_AMX,))
+_NEEDS_SM89 = RuntimeFailure(
+    lambda ask: (
+        ask.device.platform == "cuda"
+        and ask.device.capability < 89
+        and ask.problem.scheme.weight.name == "fp8"
+    ),
+    "multiplies FP8 in Triton, which compiles fp8e4nv for SM89 and newer only",
+    "CompilationError",
+)
+_FP8_TRITON = runner("triton", _FP8, failures=(_NEEDS_AMX, _NEEDS_SM89))
 _FP8_NAMES: RunnerNames = {
     "triton": (_FP8_TRITON,),
     **{name: (runner(name, _FP8),) for name in ("deep_gemm", "aiter", "flashinfer_megamoe")},
