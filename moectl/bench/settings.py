@@ -65,9 +65,12 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         if bool(self.checkpoint) == bool(self.models):
+            given = "both were given" if self.checkpoint else "neither was given"
             raise UsageError(
-                "a bench needs either a checkpoint or named models",
-                hint="give CKPT, or --model with a name of `moectl bench --help`",
+                f"a bench needs either a checkpoint or named models, and {given}",
+                hint="leave one of them out"
+                if self.checkpoint
+                else "give CKPT, or --model with a name of `moectl list models`",
             )
         if not self.tokens or min(self.tokens) < 1 or max(self.tokens) > MAX_TOKENS:
             raise UsageError(f"token counts must be from 1 to {MAX_TOKENS}, got {list(self.tokens)}")

@@ -194,7 +194,13 @@ def software_words(report: "DoctorReport") -> list[str]:
     libraries = {name: version for name, version in report.software.libraries.items() if name != "torch"}
     packages = {package.name: package.version for package in report.packages if package.present}
     named = {"moectl": report.software.moectl, **libraries, **packages}
-    return [f"{name} {version}".rstrip() for name, version in named.items() if name != "nvcc"]
+    # Engines ask for some packages by the names of their modules.
+    once = {name.replace("_", "-").removeprefix("nvidia-"): name for name in reversed(named)}
+    return [
+        f"{name} {version}".rstrip()
+        for name, version in named.items()
+        if name != "nvcc" and name in once.values()
+    ]
 
 
 def _runnable(report: "DoctorReport") -> "Iterator[Block]":

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import SCHEMA_VERSION, __version__
 from ..errors import MoectlError
+from ..files.sizes import size as size
 from ..printable import printable, printable_line
 from ..whole_numbers import whole_number
 from .text_layout import wrap
@@ -252,15 +253,6 @@ def table(
     from .text_blocks import Table
 
     return Table(columns, title or "", right, optional, piped=not sys.stdout.isatty())
-
-
-def size(nbytes: float) -> str:
-    """Bytes of files and disks in decimal units with three significant digits: ``1.69 GB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 999.5:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
 
 
 def gib(nbytes: float) -> str:

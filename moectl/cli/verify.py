@@ -10,6 +10,9 @@ from ..errors import CheckpointError, ExitCode, UsageError
 from .options import framed, option
 from .output import Output, count, size
 
+MOST_FINDINGS = 20
+"""Findings that are printed; -q and --json have all."""
+
 EXAMPLES = ("moectl verify ./marlin", "moectl verify ./marlin --source ./gpt-oss-20b --json")
 
 
@@ -48,8 +51,10 @@ def verify(
         )
 
     def draw(console: Any) -> None:
-        for finding in report.findings:
+        for finding in report.findings[:MOST_FINDINGS]:
             console.print(f"found: {finding}")
+        if (more := len(report.findings) - MOST_FINDINGS) > 0:
+            console.print(f"and {more} more, which -q and --json list")
         compared = " and bytes" if report.compared else ""
         if portable:
             checked = "every byte is as written"

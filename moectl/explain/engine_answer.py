@@ -19,7 +19,7 @@ from ..environment.installed_packages import package_folder
 from ..environment.python_environments import PythonEnvironment
 from ..errors import CheckpointError, Unavailable, UsageError
 from ..files.safe_reading import last_text, read_bounded
-from ..files.strict_json import parse_value
+from ..files.strict_json import json_words, parse_value
 from ..oracle.decision import DEPLOYMENT, Decision
 from ..oracle.engine import Engine
 from ..oracle.recorded_fields import FIELDS, DecisionPair
@@ -183,7 +183,7 @@ def _reply(
         except ValueError as error:
             raise Unavailable(f"{title} gave an answer that is no JSON: {error}") from error
     if not isinstance(reply, dict):
-        raise Unavailable(f"{title} gave an answer that is no object, but {type(reply).__name__}")
+        raise Unavailable(f"{title} gave an answer that is not an object, but {json_words(reply)}")
     if reply.get("absent"):
         raise Unavailable(f"{title} cannot be imported by {python}, which does not find its package")
     if "failed" in reply:

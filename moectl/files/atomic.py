@@ -13,6 +13,7 @@ from ..errors import Unavailable
 from .access import BY_UMASK, Access
 from .lock import is_at, wait_for
 from .safe_reading import CHUNK, read_exactly
+from .sizes import size as size_words
 
 PARTIAL = ".partial"
 """Suffix of a file while it is being written."""
@@ -48,7 +49,7 @@ def disk_errors(path: Path, nbytes: int) -> Iterator[None]:
 def _cannot_write(path: Path, nbytes: int, error: OSError) -> Unavailable:
     if error.errno in _FULL:
         return Unavailable(
-            f"cannot write {path.name}, which needs {nbytes} bytes: {_FULL[error.errno]}.",
+            f"cannot write {path.name}, which needs {size_words(nbytes)}: {_FULL[error.errno]}.",
             hint="Make room, then run the same command again with --resume.",
         )
     return Unavailable(f"cannot write {path}: {error.strerror or error}.", hint="Check the output folder.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from ..errors import Unavailable, UsageError
 from .access import BY_UMASK, Access
 from .atomic import disk_errors, sync_folder
+from .sizes import size
 
 
 def refuse_inside(source: Path, out: Path) -> None:
@@ -63,12 +64,17 @@ def new_folder(out: Path, access: Access = BY_UMASK) -> Iterator[None]:
         raise
 
 
-def refuse_small_disk(out: Path, needed: int, hint: str) -> None:
-    """Unavailable when the file system has no room for `needed` bytes, counting files in `out` as free."""
+def refuse_small_disk(out: Path, needed: int, hint: str, counted: str = "") -> None:
+    """Unavailable when the file system has no room for `needed` bytes, counting files in `out` as free.
+
+    `counted` is a sentence on what they are, unless that is plain.
+    """
     existing = out.absolute()
     while not existing.exists():
         existing = existing.parent
     replaceable = sum(path.lstat().st_size for path in out.iterdir()) if out.is_dir() else 0
     room = shutil.disk_usage(existing).free + replaceable
     if room < needed:
-        raise Unavailable(f"{needed} bytes of disk are needed, {out} has room for {room}.", hint=hint)
+        raise Unavailable(
+            f"{size(needed)} of disk are needed, {out} has room for {size(room)}.", reason=counted, hint=hint
+        )

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 from ..errors import CheckpointError
 from ..whole_numbers import whole_number
-from .strict_json import Refusal
+from .strict_json import Refusal, json_words
 
 Record = TypeVar("Record")
 
@@ -118,13 +118,17 @@ def from_json(record: type[Record], data: Any, where: str, refusal: Refusal = Ch
         >>> from moectl.problem.moe_problem import Dims
         >>> from_json(Dims, {"hidden": 2880, "intermediate": "2880"}, "dims")
         Traceback (most recent call last):
-        moectl.errors.CheckpointError: dims.intermediate must be of type int, got str '2880'
+        moectl.errors.CheckpointError: dims.intermediate must be a whole number, got the string '2880'
     """
     try:
         built: Record = _record(record, data, where)
     except _Mismatch as mismatch:
         raise refusal(mismatch.sentence) from mismatch.__cause__
     return built
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+"""Types of fields in JSON's words."""
 
 
 class _Mismatch(Exception):
@@ -134,7 +138,7 @@ class _Mismatch(Exception):
 
 
 def _mismatch(where: str, expected: str, got: Any) -> _Mismatch:
-    return _Mismatch(f"{_named(where)} must be {expected}, got {type(got).__name__} {str(got)[:60]!r}.")
+    return _Mismatch(f"{_named(where)} must be {expected}, got {json_words(got)}.")
 
 
 def _named(where: str) -> str:
@@ -264,7 +268,7 @@ def _tuple(args: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
 def _scalar(kind: Any, data: Any, where: str) -> Any:
     if type(data) is kind or (kind is float and type(data) is int and data.bit_length() <= 1023):
         return data
-    raise _mismatch(where, f"of type {kind.__name__}", data)
+    raise _mismatch(where, _KINDS.get(kind, f"of type {kind.__name__}"), data)
 
 
 def to_cells(record: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from ..dtypes import DTYPE_BITS
 from ..errors import CheckpointError
-from .strict_json import FETCH_AGAIN, LFS_POINTER, parse_json_object, refuse_lfs_pointer, shown
+from .strict_json import FETCH_AGAIN, LFS_POINTER, json_words, parse_json_object, refuse_lfs_pointer, shown
 from .tensor_table import TensorInfo, TensorTable, TensorType, table_of
 
 LENGTH_BYTES = 8
@@ -306,7 +306,7 @@ def _tensor(key: str, entry: object, name: str, base: int, size: int) -> TensorI
         )
     if not isinstance(entry, dict):
         raise CheckpointError(
-            f"{where} must be an object with dtype, shape and data_offsets, got {type(entry).__name__}.",
+            f"{where} must be an object with dtype, shape and data_offsets, got {json_words(entry)}.",
             hint=FETCH_AGAIN,
         )
     dtype, shape, offsets = _fields(entry, where)

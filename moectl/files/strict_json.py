@@ -77,6 +77,22 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
     return _parse_plain(data) or _parse_any(data, where)
 
 
+def json_words(value: object) -> str:
+    """`value` in JSON's words, for errors.
+
+    Example:
+        >>> [json_words(value) for value in (None, True, 3, "x", [1], {})]
+        ['null', 'true', 'the number 3', "the string 'x'", 'a list', 'an object']
+    """
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, (int, float)):
+        return f"the number {str(value)[:60]}"
+    if isinstance(value, str):
+        return f"the string {value[:60]!r}"
+    return "an object" if isinstance(value, Mapping) else "a list"
+
+
 def parse_document(data: bytes | str, where: str, refusal: Refusal = CheckpointError) -> dict[str, Any]:
     """The JSON object in `data`, a document that moectl has written; `where` names it in error messages.
 
@@ -87,7 +103,7 @@ def parse_document(data: bytes | str, where: str, refusal: Refusal = CheckpointE
     """
     value = parse_value(data, where, refusal)
     if not isinstance(value, dict):
-        raise refusal(f"{where} must be a JSON object, got {type(value).__name__}.")
+        raise refusal(f"{where} must be a JSON object, got {json_words(value)}.")
     return value
 
 
@@ -211,7 +227,7 @@ def _parse_any(data: bytes, where: str) -> dict[str, Any]:
     """`parse_json_object` with a check of every key."""
     value = _loaded(data, where)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where} must be a JSON object, got {type(value).__name__}.", hint=FETCH_AGAIN)
+        raise CheckpointError(f"{where} must be a JSON object, got {json_words(value)}.", hint=FETCH_AGAIN)
     return value
 
 

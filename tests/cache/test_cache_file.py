@@ -140,11 +140,14 @@ FOREIGN = {
 
 DAMAGED = {
     "no JSON": ("{", "it is not valid JSON at line 1"),
-    "a list": ("[]", "it must be a JSON object, got list"),
+    "a list": ("[]", "it must be a JSON object, got a list"),
     "another program's": ('{"format": "other", "version": 1}', "it is not a moectl-launches file"),
     "without a device": ('{"format": "moectl-launches", "version": 2}', "device must be an object"),
     "without entries": (HEAD[:-1] + "}", "it has no list of entries"),
-    "with an entry that is none": (HEAD[:-1] + ', "entries": [7]}', "entries[0] must be an object, got int"),
+    "with an entry that is none": (
+        HEAD[:-1] + ', "entries": [7]}',
+        "entries[0] must be an object, got the number 7",
+    ),
     "with what is no number": (HEAD[:-1] + ', "entries": [NaN]}', "entries[0] must be a finite number"),
     "nested deeply": (HEAD[:-1] + ', "entries": ' + "[" * 4000 + "]" * 4000 + "}", "nested too deeply"),
 }

@@ -4,10 +4,11 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from moectl.cli.doctor import against, drawn
+from moectl.cli.doctor import against, drawn, software_words
 from moectl.cli.env import HIDDEN, _clean, document_lines, environment_document, shown_value
 from moectl.cli.text_blocks import text_lines
 from moectl.doctor import examine
@@ -94,6 +95,21 @@ def test_neither_command_imports_torch():
             [sys.executable, "-c", code.format(command)], capture_output=True, text=True, check=True
         )
         assert done.stdout.splitlines()[-1] == "[]", done.stdout
+
+
+def test_a_package_is_named_once_whatever_its_module_is_called():
+    packages = [
+        ("compressed_tensors", "0.20"),
+        ("nvidia_cutlass_dsl", "4.8"),
+        ("cutlass_dsl", "4.8"),
+        ("aiter", ""),
+    ]
+    report = SimpleNamespace(
+        software=SimpleNamespace(moectl="1", libraries={"compressed-tensors": "0.20", "numpy": "2"}),
+        packages=[SimpleNamespace(name=name, version=version, present=True) for name, version in packages],
+    )
+    words = ["moectl 1", "compressed-tensors 0.20", "numpy 2", "nvidia_cutlass_dsl 4.8", "aiter"]
+    assert software_words(report) == words
 
 
 def test_the_block_can_be_pasted():

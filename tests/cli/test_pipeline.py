@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from moectl.cli.verify import MOST_FINDINGS
 from moectl.errors import UsageError
 from support.invoking import moectl
 
@@ -275,3 +276,17 @@ def test_bad_sizes(text):
 
     with pytest.raises(UsageError):
         parse_size(text)
+
+
+def test_verify_prints_some_of_many_findings_and_lists_all_with_q(tiny_kimi, tmp_path):
+    moectl("convert", tiny_kimi, tmp_path / "out", "--to", "marlin")
+    shutil.copytree(tiny_kimi, tmp_path / "other")
+    for file in (tmp_path / "other").glob("*.safetensors"):
+        save_file({name: t.flip(0) for name, t in load_file(file).items()}, file, {"format": "pt"})
+    asked = ("verify", tmp_path / "out", "--source", tmp_path / "other")
+    everything = moectl(*asked, "-q", code=1).stdout.splitlines()
+    assert len(everything) > MOST_FINDINGS == 20
+    lines = moectl(*asked, code=1).stdout.splitlines()
+    assert [line.removeprefix("found: ") for line in lines[:20]] == everything[:20]
+    assert lines[20] == f"and {len(everything) - 20} more, which -q and --json list"
+    assert f"{len(everything)} findings" in lines[21] and len(lines) == 22

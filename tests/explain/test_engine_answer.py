@@ -160,7 +160,7 @@ def running(process):
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
-        ([1], "gave an answer that is no object, but list"),
+        ([1], "gave an answer that is not an object, but a list"),
         ({"version": "1"}, "without a row for each group of layers"),
         ({"rows": []}, "without a row for each group of layers"),
         ({"rows": [{"selected": "TRITON"}]}, "gave an answer without experts_cls"),

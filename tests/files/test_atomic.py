@@ -28,7 +28,7 @@ def test_a_refused_write_names_its_own_file(tmp_path: Path, monkeypatch: pytest.
         raise OSError(errno.ENOSPC, "no space")
 
     with (
-        pytest.raises(Unavailable, match="cannot write first, which needs 3 bytes: the disk is full"),
+        pytest.raises(Unavailable, match="cannot write first, which needs 3 B: the disk is full"),
         replacing(tmp_path / "first", 3) as fd,
         replacing(tmp_path / "second", 5),
     ):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import CheckpointError
+from ...files.strict_json import json_words
 from ...problem.schemes import (
     A16,
     BF16,
@@ -95,7 +96,7 @@ def parse_quantization(
         return UNQUANTIZED
     if not isinstance(quantization_config, Mapping):
         raise CheckpointError(
-            f"quantization_config must be an object, got {type(quantization_config).__name__}.",
+            f"quantization_config must be an object, got {json_words(quantization_config)}.",
             hint="Check config.json.",
         )
     if not quantization_config:

@@ -253,7 +253,8 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
         **({"read by": readers} if plan.finalizer else folder_rows(plan)),
         **{kind: f"{_named(layers)}: {KINDS[kind]}" for kind, layers in layer_kinds(plan).items()},
         "expert tensors": f"{plan.tensors_in} in, {plan.tensors_out} out",
-        "expert bytes": f"{size(plan.bytes_in)} in, {size(plan.bytes_out)} out",
+        "expert bytes": f"{size(plan.bytes_in)} in, {size(plan.bytes_out)} out"
+        + (f" (rank {plan.shard.rank}'s share of them)" if plan.shard.ranks > 1 else ""),
         "other tensors": f"{size(plan.passthrough_bytes)} linked or copied"
         if plan.passthrough
         else "skipped"

@@ -358,6 +358,10 @@ class AnswerOptions:
     offline: Offline = False
 
 
+MOST_RANKS = 1 << 16
+"""Ranks of one kind at most."""
+
+
 def numbers(text: str, name: str) -> list[int]:
     """The numbers of a list such as ``1,2,4``, each once. Raises UsageError for anything else.
 
@@ -366,8 +370,8 @@ def numbers(text: str, name: str) -> list[int]:
         [1, 2, 4]
     """
     ranks = [whole_number(part.strip()) or 0 for part in text.split(",")]
-    if not all(0 < number <= 1 << 16 for number in ranks):
-        raise UsageError(f"{name} takes positive numbers such as 8 or 1,2,4,8, got {text!r}")
+    if not all(0 < number <= MOST_RANKS for number in ranks):
+        raise UsageError(f"{name} takes numbers from 1 to {MOST_RANKS}, such as 8 or 1,2,4,8, got {text!r}")
     return list(dict.fromkeys(ranks))
 
 

@@ -86,6 +86,10 @@ def _split_rows(t: Tensor, halves: int) -> Tensor:
     return t.reshape(-1, t.shape[1] // halves, *t.shape[2:])
 
 
+_NOT_NUMBERS = "Fetch the checkpoint again, or report it to its publisher: its outputs would be NaN."
+"""Hint for weights and scales that are not numbers."""
+
+
 def check_scales(scale: Tensor, dtype: str = "E8M0") -> None:
     """Raises CheckpointError when a scale is not a number: an E8M0 or E4M3 NaN, or a float NaN or infinity.
 
@@ -111,7 +115,7 @@ def check_scales(scale: Tensor, dtype: str = "E8M0") -> None:
         expert = int(bad.flatten(1).any(1).nonzero()[0])
         raise CheckpointError(
             f"{count} of {scale.numel()} scales are not numbers ({what}), first in expert {expert}.",
-            hint="Fetch the checkpoint again; its weights would give NaN.",
+            hint=_NOT_NUMBERS,
         )
 
 
@@ -190,7 +194,7 @@ def check_weights(weights: Tensor) -> None:
         raise CheckpointError(
             f"{int(bad.sum())} of {weights.numel()} weights to encode are NaN or infinite, first in "
             f"expert {expert}.",
-            hint="Fetch the checkpoint again, or leave the layer out.",
+            hint=_NOT_NUMBERS,
         )
 
 

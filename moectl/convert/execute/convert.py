@@ -15,6 +15,7 @@ from ...files.lock import Busy
 from ...files.output_folder import create_folder, refuse_small_disk
 from ...files.records import to_json
 from ...files.safe_reading import range_sha256
+from ...files.sizes import size
 from ...problem.layer_ranges import ranges
 from ..manifest.manifest import load_manifest, load_rank_record
 from ..manifest.manifest_records import (
@@ -33,7 +34,7 @@ from ..manifest.progress_log import (
     remove_logs,
     silent,
 )
-from ..plan.conversion_plan import ConversionPlan, LayerPlan, conversion_facts, digest_of
+from ..plan.conversion_plan import SMALL_FILES, ConversionPlan, LayerPlan, conversion_facts, digest_of
 from ..plan.source_pin import PinnedSource, pin_source, source_record
 from ..stream.devices import ConversionDevice, device_named
 from ..stream.pipeline import WorkerThreads, run_pipeline, usable_cores
@@ -116,7 +117,10 @@ def convert(
     worker_plan = plan if partition is None else plan.for_partition(partition)
     converter = device_named(device)  # A missing GPU is an error before anything is created.
     refuse_small_disk(
-        out, worker_plan.disk_needed, "Make room, choose another directory, or give --experts-only."
+        out,
+        worker_plan.disk_needed,
+        "Make room, choose another directory, or give --experts-only.",
+        f"{size(SMALL_FILES)} of it are set aside for the log, the manifest and small files.",
     )
     source = pin_source(plan.checkpoint, folder)
     create_folder(out, source.access)

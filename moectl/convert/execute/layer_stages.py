@@ -212,7 +212,10 @@ class LayerStages:
         if plan.rank_slice.sliced:
             roles = plan.map.shapes
             layer.slices.take({role: t.cpu() for role, t in slices.items() if role in roles}, job.first)
-        return list(plan.writer.store(slices, job.first, layer.statistics, written))
+        try:
+            return list(plan.writer.store(slices, job.first, layer.statistics, written))
+        except CheckpointError as error:
+            raise _located(plan, batch, job.first, error) from error
 
     def write(self, job: ExpertBatch, slot: PipelineSlot, converted: ConvertedBatch) -> None:
         layer, (pieces, ready) = job.layer, converted
@@ -258,6 +261,24 @@ def check_auxiliary(layer: LayerPlan, stored: Tensors, first: int) -> None:
             if reason:
                 name = mapped.tensors[first + i if mapped.per_expert else 0].name
                 raise CheckpointError(f"{name} {reason}.", hint="Check the checkpoint.")
+
+
+def _located(layer: LayerPlan, batch: Tensors, first: int, error: CheckpointError) -> CheckpointError:
+    """`error`; if a weight in `batch`, of experts from `first`, is NaN or infinite, one that names its tensor."""
+    for role, t in batch.items():
+        if role not in layer.map.shapes or not t.is_floating_point():
+            continue
+        bad = ~torch.isfinite(t.float()).flatten(1).all(1)
+        if bool(bad.any()):
+            expert = first + int(bad.nonzero()[0])
+            sources = [m for m in layer.map.mapped if m.mapping.role == role]
+            names = [m.tensors[expert if m.per_expert else 0].name for m in sources]
+            return CheckpointError(
+                f"layer {layer.layer}, expert {expert}: {' or '.join(names)} has weights that are NaN or "
+                "infinite.",
+                hint=error.hint,
+            )
+    return error
 
 
 def check_scale_values(layer: LayerPlan, batch: Tensors, first: int) -> None:

@@ -31,6 +31,9 @@ from ..stream.pipeline import SLOTS
 from ..worker_partition import WorkerPartition
 from .memory_budget import BASE_MEMORY, MIB, slot_buffers
 
+SMALL_FILES = 16 * MIB
+"""Bytes of disk set aside for a conversion's log, manifest, report and copies of small files."""
+
 if TYPE_CHECKING:
     from .source_pin import PinnedSource
 
@@ -178,10 +181,10 @@ class ConversionPlan:
 
     @property
     def disk_needed(self) -> int:
-        """Bytes of disk that the output takes if no file can be linked."""
+        """Bytes of disk that the output takes at most: if no file can be linked."""
         extracted = sum(item.file.size for item in self.passthrough if item.file)
         whole = sum(info.nbytes for item in self.passthrough if not item.file for info in item.tensors)
-        return self.bytes_out + extracted + whole + 16 * MIB
+        return self.bytes_out + extracted + whole + SMALL_FILES
 
     @property
     def peak_memory(self) -> int:

@@ -193,5 +193,5 @@ def test_no_config_is_plain(config: dict[str, Any] | None) -> None:
 
 
 def test_a_config_that_is_no_object_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="must be an object, got list"):
+    with pytest.raises(CheckpointError, match="must be an object, got a list"):
         parse_quantization([])  # type: ignore[arg-type]

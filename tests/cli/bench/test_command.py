@@ -323,8 +323,8 @@ def test_rows_in_the_documents_have_no_failures_and_a_cut_line_is_noted(tmp_path
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((), "either a checkpoint or named models"),
-        (("x", "--model", "kimi-k2"), "either a checkpoint or named models"),
+        ((), "named models, and neither was given"),
+        (("x", "--model", "kimi-k2"), "named models, and both were given"),
         (("--rows", "rows.jsonl", "ckpt"), "measures new ones"),
         (("--rows", "a.jsonl", "--rows", "b.jsonl"), "shows one file, got 2"),
         (("--rows", "a.jsonl", "--tp", "4", "--resume"), "--tp, --resume would be ignored"),

@@ -33,6 +33,7 @@ def test_the_plan_of_every_rank(tiny_gpt_oss, tmp_path):
     written, disk = (sum(rank[key] for rank in ranks) for key in ("bytes_out", "disk_bytes"))
     assert f"all 4 ranks  {size(written)} written, {size(disk)} of disk needed" in shown
     assert "rank 0, moectl-mtile64" in shown
+    assert f"{size(ranks[0]['bytes_out'])} out (rank 0's share of them)" in shown
     assert not (tmp_path / "out").exists()
 
 

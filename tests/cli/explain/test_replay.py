@@ -198,7 +198,7 @@ def test_sources_that_are_no_words_are_refused(tmp_path, name, junk):
     path = tmp_path / "asked.json"
     path.write_text(json.dumps(changed(BASE, ("groups", 0, "sources", name), junk)))
     done = moectl("explain", "--replay", path, "-v", code=2)
-    assert f"{path}: groups[0].sources.{name} must be of type str, got" in done.stderr
+    assert f"{path}: groups[0].sources.{name} must be a string, got" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,20 @@ def test_an_infinite_scale_is_refused_by_name(kimi: Path, tmp_path: Path) -> Non
     assert_incomplete(tmp_path / "out")
 
 
+def test_a_nan_weight_is_refused_by_name(tmp_path: Path) -> None:
+    from moectl.synth import synthesize
+    from support.invoking import moectl
+
+    sizes = {"layers": 2, "experts": 4, "hidden": 256, "intermediate": 256}
+    source = synthesize("mistralai/Mixtral-8x7B-v0.1", tmp_path / "source", **sizes)
+    name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    poke(source, name, b"\xc0\x7f")
+    error = moectl("convert", source, tmp_path / "out", "--to", "int4-g128", code=4).stderr
+    assert f"layer 1, expert 2: {name} has weights that are NaN or infinite" in error
+    assert "leave the layer out" not in error
+    assert_incomplete(tmp_path / "out")
+
+
 def test_a_shape_tensor_that_contradicts_the_weight(kimi: Path, tmp_path: Path) -> None:
     name = "model.layers.2.mlp.experts.1.up_proj.weight_shape"
     poke(kimi, name, b"\x07")

@@ -12,6 +12,7 @@ import pytest
 from moectl.convert.execute.convert import convert
 from moectl.convert.restore.verify import verify
 from moectl.errors import CheckpointError, ExitCode, Unavailable, UsageError
+from moectl.files.sizes import size
 from support.stream_checkpoints import folder_bytes, gpt_oss_checkpoint
 
 from ..conftest import Drive, assert_incomplete, interrupted, plan_of
@@ -42,8 +43,9 @@ def test_too_little_room_is_said_before_anything_is_created(
     planned = plan_of(gpt_oss)
     free = planned.disk_needed - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(free, 0, free))
-    with pytest.raises(Unavailable, match=f"{planned.disk_needed} bytes of disk are needed"):
+    with pytest.raises(Unavailable, match=f"{size(planned.disk_needed)} of disk are needed") as found:
         convert(planned, tmp_path / "out")
+    assert "16.8 MB of it are set aside for the log, the manifest and small files." in found.value.reason
     assert not (tmp_path / "out").exists()
 
 

@@ -161,11 +161,11 @@ EXPERTS = "model.layers.1.mlp.experts."
 
 TAMPERED: list[tuple[Edit, str]] = [
     (put("format_version", value=3), "format version 3, this program reads 1 and 2"),
-    (put("format_version", value=True), "format_version must be of type int"),
+    (put("format_version", value=True), "format_version must be a whole number"),
     (drop("experts_only"), "lacks experts_only"),
     (put("surprise", value=1), "unknown fields surprise"),
-    (put(*GROUP, "problem", "experts", value="5"), "experts must be of type int"),
-    (put(*GROUP, "problem", "top_k", value=True), "top_k must be of type int"),
+    (put(*GROUP, "problem", "experts", value="5"), "experts must be a whole number"),
+    (put(*GROUP, "problem", "top_k", value=True), "top_k must be a whole number"),
     (put(*GROUP, "experts", value=[0, 6]), "expert range 0-6"),
     (put(*GROUP, "problem", "local_experts", value=2**31), "does not fit"),
     (put(*GROUP, "problem", "dims", "hidden", value=2**40), "hidden is 1099511627776"),
