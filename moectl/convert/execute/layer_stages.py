@@ -264,7 +264,7 @@ def check_auxiliary(layer: LayerPlan, stored: Tensors, first: int) -> None:
 
 
 def _located(layer: LayerPlan, batch: Tensors, first: int, error: CheckpointError) -> CheckpointError:
-    """`error`; if a weight in `batch`, of experts from `first`, is NaN or infinite, one that names its tensor."""
+    """`error`; if a weight in `batch`, of experts from `first`, is not finite, one that names its tensor."""
     for role, t in batch.items():
         if role not in layer.map.shapes or not t.is_floating_point():
             continue
