@@ -96,7 +96,7 @@ def read_rows(path: Path) -> BenchRows:
     Of several rows of a case the last one counts; an incomplete last line is ignored with a note.
     Raises UsageError if the file cannot be read or is not a file of rows.
     """
-    kind = "a file of rows in UTF-8"
+    kind = "a file that `moectl bench -o` wrote"
     data = read_given(path, kind)
     if count_values(data) > VALUES_LIMIT:
         raise UsageError(f"{path} has more than {VALUES_LIMIT} values: that is not a file of rows")

@@ -115,10 +115,14 @@ def pick_layers(text: str, available: Sequence[int]) -> list[int]:
         first, dash, last = item.strip().partition("-")
         begin = whole_number(first)
         end = whole_number(last) if dash else begin
-        if begin is None or end is None or end < begin:
+        if begin is not None and end is not None and end < begin:
             raise UsageError(
-                f"layers must look like all or 0,3,5-9, got {item.strip()!r} in {text!r}",
-                hint=f"there are {ranges(available)}",
+                f"layers {item.strip()!r} are not an ascending range; this model has MoE layers {ranges(available)}"
+            )
+        if begin is None or end is None:
+            raise UsageError(
+                f"layers must look like all or 0,3,5-9, got {text!r}; this model has MoE layers "
+                f"{ranges(available)}",
             )
         span = range(begin, end + 1)
         missing = (

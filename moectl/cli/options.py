@@ -399,7 +399,11 @@ def framed(name: str) -> Callable[[Command], Command]:
                 refuse_empty(context)
                 refuse_contradictions(context)
                 refuse_two_forms(context)
-                out.color = pick(color, COLORS, "choice of --color")
+                if color.lower() not in COLORS:
+                    raise UsageError(
+                        f"--color must be {', '.join(COLORS[:-1])} or {COLORS[-1]}, got {color!r}"
+                    )
+                out.color = color.lower()
                 if CONTEXT.name in signature:
                     kwargs[CONTEXT.name] = context
                 arguments = {

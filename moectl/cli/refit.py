@@ -69,10 +69,14 @@ def refit(
         if not update.needed:
             console.print(f"{folder}: up to date")
             return
-        verb = "would write" if dry_run else "wrote"
+        verb = "would rewrite" if dry_run else "rewrote"
         for row in rows:
             layers, files, kept = row["layers"], row["files"], row["unchanged_layers"]
-            parts = [f"layers {ranges(layers)} ({size(row['bytes_out'])})"] if layers else []
+            parts = (
+                [f"layer{'s' if len(layers) > 1 else ''} {ranges(layers)} ({size(row['bytes_out'])})"]
+                if layers
+                else []
+            )
             parts += [count(len(files), "other file")] if files else []
             unchanged = f"; {count(len(kept), 'layer')} unchanged" if layers or kept else ""
             console.print(f"{row['folder']}: {verb} {', '.join(parts) or 'the manifest'}{unchanged}")

@@ -201,4 +201,4 @@ def file_findings(folder: Path, name: str, size: int, sha256: str = "") -> list[
             found = descriptor_sha256(file.fileno()) if sha256 else ""
     except CheckpointError as error:
         return [error.what]
-    return [] if found == sha256 else [f"{name} does not have the SHA-256 that was written"]
+    return [] if found == sha256 else [f"{name} fails its SHA-256 check"]

@@ -16,7 +16,12 @@ from .sizes import size
 def refuse_inside(source: Path, out: Path) -> None:
     """UsageError when `out` is `source`, inside of it, or a file."""
     home, target = source.resolve(), out.resolve()
-    if target == home or home in target.parents:
+    if target == home:
+        raise UsageError(
+            f"the output {out} is the source directory itself, which is never written to.",
+            hint="Choose another folder.",
+        )
+    if home in target.parents:
         raise UsageError(
             f"the output {out} is inside {source}, which is never written to.",
             hint="Choose a folder outside of it.",

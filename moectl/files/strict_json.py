@@ -29,7 +29,7 @@ Refusal = Callable[[str], Exception]
 LFS_POINTER = b"version https://git-lfs"
 """First bytes of the pointer file that Git LFS stores instead of a large file."""
 
-FETCH_AGAIN = "Download the file again, or ask its publisher for a sound one."
+FETCH_AGAIN = "Download the file again, or report it to the publisher."
 """Hint for damaged files."""
 
 VALUES_LIMIT = 4_000_000

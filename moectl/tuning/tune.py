@@ -86,7 +86,10 @@ def cached_choices(targets: Mapping[str, TunedFileTarget]) -> dict[str, tuple[La
 def this_gpu() -> torch.device:
     """The GPU that is tuned; Unavailable where torch sees none."""
     if not torch.cuda.is_available():
-        raise Unavailable("tuning needs a CUDA GPU, and torch sees none", hint="tune where it will run")
+        raise Unavailable(
+            "tuning needs a CUDA GPU, and torch sees none",
+            hint="run moectl tune on the GPU you will serve from",
+        )
     return torch.device("cuda")
 
 

@@ -1,6 +1,7 @@
 """`moectl warm`: what it asks, compiles, shows and carries."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +134,14 @@ def test_records_are_written_where_kernels_are_taken_over(tmp_path, monkeypatch)
     assert remembered(request) is None
     moectl(*words, "--from", str(tmp_path / "kernels"))
     assert remembered(request).kernels == 3
+
+
+def test_the_documented_number_of_kernels_is_that_of_today(requests):
+    moectl("warm", GPT, "--gpu", "h200", "--offline")
+    ((_, kernels, _),) = requests
+    page = (Path(__file__).parents[2] / "docs" / "warm.md").read_text(encoding="utf-8")
+    assert f"| moectl  | {kernels:7} |      0 | {kernels:8} |" in page
+    assert f"moectl: {kernels} kernels, {kernels} from the cache" in page
 
 
 def test_a_cache_that_cannot_be_written_is_one_error_before_anything_is_compiled(

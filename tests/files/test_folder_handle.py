@@ -154,9 +154,7 @@ def test_findings(home: Path) -> None:
     sha256 = sha256_inside(home, "file")
     assert file_findings(home, "file", len(INSIDE), sha256) == []
     assert file_findings(home, "file", 1, sha256) == ["file must have 1 bytes, got 6"]
-    assert file_findings(home, "file", len(INSIDE), "0") == [
-        "file does not have the SHA-256 that was written"
-    ]
+    assert file_findings(home, "file", len(INSIDE), "0") == ["file fails its SHA-256 check"]
     assert file_findings(home, "nothing", 1, sha256) == ["nothing is missing"]
 
 

@@ -71,6 +71,15 @@ LIMITS: Mapping[str, int] = {
 }
 """Upper bounds of config values, far above any model, so that a corrupt config cannot exhaust memory."""
 
+_WORDS = {
+    "layers": "the number of layers",
+    "experts": "the number of experts",
+    "top_k": "the number of experts per token",
+    "hidden": "the hidden size",
+    "intermediate": "the intermediate size",
+}
+"""Names of fields in errors, where the name alone says too little."""
+
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config.text_config")
 """Paths of the text model's config inside that of a multimodal model."""
 
@@ -148,7 +157,7 @@ class ConfigFields:
         if key is None:
             if default is None:
                 raise CheckpointError(
-                    f"config.json: {name} is missing, expected one of the keys {', '.join(keys)}.",
+                    f"config.json: {_WORDS.get(name, name)} is missing; expected one of {', '.join(keys)}.",
                     hint="Check that this is the config of a Mixture-of-Experts model.",
                 )
             return default

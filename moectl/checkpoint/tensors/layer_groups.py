@@ -83,7 +83,7 @@ def _layer_notes(stored: set[int], declared: set[int], extra: set[str]) -> tuple
     if declared - stored:
         notes.append(f"layers {ranges(declared - stored)} have no experts, though the config says so")
     if extra:
-        notes.append(f"not read, as they are not the main model's: experts of {', '.join(sorted(extra))}")
+        notes.append(f"skipped (not part of the main model): experts in {', '.join(sorted(extra))}")
     return tuple(notes)
 
 

@@ -130,7 +130,7 @@ class KeptOptions:
     list: Annotated[bool, option("--list", own=True, help="Show cached launches.")] = False
     clear: Annotated[bool, option("--clear", help="Drop what --list shows.")] = False
     stale: Annotated[
-        bool, option("--stale", help="With these: only launches measured with other software.")
+        bool, option("--stale", help="With --list or --clear: only launches measured with other software.")
     ] = False
 
 

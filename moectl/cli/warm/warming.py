@@ -90,5 +90,8 @@ def named_gpu(name: str | None, option: str = "--gpu") -> Device:
     device = find_device(name) if name else detect_device()
     if device.platform != "cuda":
         where = f"{option} {name} is" if name else "this machine has"
-        raise UsageError(f"{where} {device.name}: kernels are compiled for CUDA GPUs", hint=f"{option} h200")
+        raise UsageError(
+            f"{where} {device.name}: kernels are compiled for CUDA GPUs",
+            hint=f"name a CUDA GPU, for example {option} h200",
+        )
     return device

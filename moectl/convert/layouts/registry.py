@@ -73,7 +73,9 @@ def layout_for(
         others = dict.fromkeys(layout.target for layout in LAYOUTS if weight in layout.weights)
         raise UsageError(
             f"target {target} holds {names}; these weights are {weight}.",
-            hint=f"Targets for them: {', '.join(others) or 'none'}.",
+            hint=f"For {weight} weights use one of: {', '.join(others)}."
+            if others
+            else f"No target holds {weight} weights.",
         )
     fitting = [layout for layout in holding if arch is None or arch in layout.archs]
     matching = [layout for layout in fitting if act is None or act in layout.acts]

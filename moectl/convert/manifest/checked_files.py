@@ -49,7 +49,7 @@ def source_config(folder: Path, record: ManifestRecord | DeploymentRecord) -> di
     data = read_small(folder, item.file, item.size) or b""
     if hashlib.sha256(data).hexdigest() != item.sha256:
         raise CheckpointError(
-            f"{item.file} does not have the SHA-256 that was written.",
+            f"{item.file} fails its SHA-256 check.",
             hint="Check the whole directory with moectl verify, and convert again.",
         )
     return parse_json_object(data, item.file)

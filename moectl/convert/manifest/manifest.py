@@ -362,7 +362,7 @@ def check_layer(
 def other_bytes(name: str, file: str) -> CheckpointError:
     """The error for a tensor whose bytes are not those that were written."""
     return CheckpointError(
-        f"{name} of {file} does not have the SHA-256 that was written.",
+        f"{name} of {file} fails its SHA-256 check.",
         hint="Check the whole directory with moectl verify, and convert again.",
     )
 

@@ -129,7 +129,7 @@ class LayerRestorer:
         """
         record, slice_hashes = self.manifest.layer(self.layer), self._slices.result()
         return [
-            f"{record.file}: {name} does not have the SHA-256 that was written"
+            f"{record.file}: {name} fails its SHA-256 check"
             for name, sha256 in record.sha256.items()
             if self._hashes[name] != sha256
         ] + [

@@ -302,5 +302,6 @@ def test_errors_are_red_where_there_is_colour():
     assert "\x1b[1;31merror:\x1b[0m" in done.stderr
     assert "\x1b" not in moectl("bench", "--rows", "nowhere.jsonl", code=2).stderr
     assert (
-        "choice of --color 'red' is not known" in moectl("list", "formats", "--color", "red", code=2).stderr
+        "--color must be auto, always or never, got 'red'"
+        in moectl("list", "formats", "--color", "red", code=2).stderr
     )

@@ -214,6 +214,7 @@ def test_input_for_every_layer(tiny_kimi, tmp_path):
         (("--layers", "all", "--layer", "1"), "--layer and --layers"),
         (("--layers", "0-2"), "MoE layers are 1-2"),
         (("--layers", "first"), "all or 0,3,5-9"),
+        (("--layers", "5-1"), "layers '5-1' are not an ascending range; this model has MoE layers 1-2"),
         (("--backend", "warp"), "torch"),
         (("--backend", "all,torch"), "'all' is not known"),
     ],

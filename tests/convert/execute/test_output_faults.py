@@ -33,6 +33,8 @@ def test_the_output_must_be_empty_and_elsewhere(gpt_oss: Path, tmp_path: Path) -
     for inside in (gpt_oss, gpt_oss / "out", tmp_path / "link" / "deep" / "out"):
         with pytest.raises(UsageError, match="never written to"):
             convert(planned, inside)
+    with pytest.raises(UsageError, match="is the source directory itself"):
+        convert(planned, gpt_oss)
     assert sorted(path.name for path in (tmp_path / "full").iterdir()) == ["notes"]
     assert not (gpt_oss / "out").exists()
 

@@ -120,8 +120,8 @@ def test_ranks_whose_layers_stay_are_not_read_again(
 def test_the_text_says_what_was_written(tiny_gpt_oss: Path, newer: Path, tmp_path: Path) -> None:
     moectl.convert(tiny_gpt_oss, tmp_path / "out", "marlin")
     says = command("refit", tmp_path / "out", newer, "--dry-run").stdout
-    assert "out: would write layers 1 (" in says and "other file; 1 layer unchanged" in says
-    assert "out: wrote layers 1 (" in command("refit", tmp_path / "out", newer).stdout
+    assert "out: would rewrite layer 1 (" in says and "other file; 1 layer unchanged" in says
+    assert "out: rewrote layer 1 (" in command("refit", tmp_path / "out", newer).stdout
 
 
 PLACES = {

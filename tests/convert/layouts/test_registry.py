@@ -313,11 +313,11 @@ def test_registry_is_closed_and_complete():
             "cutlass-sm90",
             int_format(4, 32),
             None,
-            "holds mxfp4, .*; these weights are int4 group 32. .* for them: marlin, trtllm",
+            "holds mxfp4, .*; these weights are int4 group 32. .* use one of: marlin, trtllm",
         ),
         ("trtllm", int_format(4, 128), None, "holds int4 group 32; these weights are int4 group 128"),
         ("trtllm", MXFP4, "sm90", "is read on sm100, sm103, got sm90"),
-        ("marlin", WeightFormat("int2", 2, (1, 32)), None, "Targets for them: none"),
+        ("marlin", WeightFormat("int2", 2, (1, 32)), None, "No target holds int2"),
     ],
 )
 def test_a_target_that_does_not_fit_names_the_choices(target, weight, arch, message):

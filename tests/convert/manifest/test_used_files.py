@@ -90,7 +90,7 @@ ROUTER = ("model.layers.2.mlp.gate.weight", "model.layers.2.mlp.gate.e_score_cor
 def test_a_router_is_checked_when_it_is_used(kimi_folder: Path, changed: Changed, name: str) -> None:
     info = load_manifest(kimi_folder).passthrough[name]
     changed(kimi_folder / info.file, flip(info.start))
-    with pytest.raises(CheckpointError, match=f"{name} of {info.file} does not have the SHA-256"):
+    with pytest.raises(CheckpointError, match=f"{name} of {info.file} fails its SHA-256 check"):
         load_prepared(kimi_folder, 2, "torch")
     for arguments in (("run", kimi_folder, "--layer", 2, "--tokens", 2, "--device", "cpu"),):
         assert info.file in command(*arguments, code=4).stderr.replace("\n", "")
@@ -139,7 +139,7 @@ def test_small_tensors_of_a_layer_are_always_checked(converted: Path, changed: C
         info = tensors(path)[stored.spec.name]
         assert info.nbytes <= ALWAYS_CHECKED
         changed(path, flip(info.end - 1))
-        with pytest.raises(CheckpointError, match=f"{info.name} of {path.name} does not have the SHA-256"):
+        with pytest.raises(CheckpointError, match=f"{info.name} of {path.name} fails its SHA-256 check"):
             load_prepared(converted, 1, "torch")
 
 
@@ -157,7 +157,7 @@ def test_no_threads_are_started_to_check_little(converted: Path, monkeypatch: py
 
 def test_the_sources_config_is_checked_when_an_engine_reads_it(converted: Path, changed: Changed) -> None:
     changed(converted / "source.config.json", flip(-5))
-    with pytest.raises(CheckpointError, match=r"source\.config\.json does not have the SHA-256"):
+    with pytest.raises(CheckpointError, match=r"source\.config\.json fails its SHA-256 check"):
         open_experts(converted)
 
 
@@ -172,7 +172,7 @@ def test_a_directory_of_an_earlier_version_has_hashes_of_whole_files(
     assert load_prepared(converted, 1, "torch", check=True).weights
     info = load_manifest(converted).passthrough["model.layers.1.mlp.router.weight"]
     changed(converted / info.file, flip(info.start))
-    with pytest.raises(CheckpointError, match=f"{info.file} does not have the SHA-256"):
+    with pytest.raises(CheckpointError, match=f"{info.file} fails its SHA-256 check"):
         load_prepared(converted, 1, "torch", check=True)
 
 
