@@ -117,7 +117,8 @@ def pick_layers(text: str, available: Sequence[int]) -> list[int]:
         end = whole_number(last) if dash else begin
         if begin is not None and end is not None and end < begin:
             raise UsageError(
-                f"layers {item.strip()!r} are not an ascending range; this model has MoE layers {ranges(available)}"
+                f"layers {item.strip()!r} are not an ascending range; this model has MoE layers "
+                f"{ranges(available)}"
             )
         if begin is None or end is None:
             raise UsageError(

@@ -205,7 +205,7 @@ def test_read_only_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(Unavailable, match="room for 1000"):
+    with pytest.raises(Unavailable, match="room for 1 kB"):
         synthesize(GPT, tmp_path / "out", **TINY)
     assert not (tmp_path / "out").exists()
 
