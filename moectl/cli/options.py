@@ -179,7 +179,7 @@ class PrintableGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args and not ctx.resilient_parsing:
-            typer.echo(ctx.get_help(), err=True)
+            Output("moectl").usage(ctx.get_help())
             ctx.exit(int(ExitCode.USAGE))
         with _usage_errors("moectl", args):
             return super().parse_args(ctx, args)

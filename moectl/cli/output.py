@@ -125,6 +125,10 @@ class Output:
             if line:
                 self._say(first, line)
 
+    def usage(self, text: str) -> None:
+        """Prints a page of help, in its own lines, to stderr."""
+        print(printable(text), file=sys.stderr)
+
     def debug(self, error: BaseException) -> None:
         """Prints the traceback of an error to stderr."""
         print(printable("".join(traceback.format_exception(error))), file=sys.stderr, end="")
