@@ -14,6 +14,7 @@ from moectl.convert.layouts.registry import layout_named
 from moectl.convert.rank_slice import RankSlice, SliceHashes, shard_of
 from moectl.errors import NoBackend, UsageError
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem, Parallel, expert_range
+from moectl.problem.rank_sizes import check_slices, slice_size
 from moectl.problem.schemes import (
     BF16,
     FULL,
@@ -141,19 +142,46 @@ def test_gpt_oss_deals_whole_blocks(tp: int, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "inter", "tp", "words"),
+    ("weight", "inter", "channels"),
     [
-        (int_format(4, 128), 1408, 2, "1408 over 2 .* is 704 .* blocks of 128"),
-        (int_format(4, 32), 2880, 4, "2880 over 4 .* is 720 .* blocks of 32"),
-        (FP8_BLOCK, 1536, 8, "1536 over 8 .* is 192 .* blocks of 128"),
-        (NVFP4, 768, 32, "768 over 32 .* is 24 .* blocks of 16"),
-        (BF16, 2880, 7, r"2880 over 7 .* is 411\.4285714 "),
-        (int_format(4, FULL), 6, 2, "6 over 2 .* is 3 .* blocks of 2 "),
-        (MXFP4, 64, 4, "64 has 2 blocks of 32 .* 1 each for 4 .* last with none"),
-        (MXFP8, 96, 8, "96 has 3 blocks of 32 .* 1 each for 8 .* last with none"),
+        (int_format(4, 128), 1408, [768, 640]),
+        (int_format(4, 32), 2880, [736, 736, 704, 704]),
+        (FP8_BLOCK, 1536, [256] * 4 + [128] * 4),
+        (NVFP4, 768, [32] * 16 + [16] * 16),
+        (BF16, 2880, [412] * 3 + [411] * 4),
+        (int_format(4, FULL), 6, [4, 2]),
+        (MXFP4, 2880, [192] * 10 + [160] * 6),
+        (MXFP8, 96, [64, 32]),
     ],
 )
-def test_slices_that_break_blocks_are_refused(weight: WeightFormat, inter: int, tp: int, words: str) -> None:
+def test_slices_are_whole_blocks(weight: WeightFormat, inter: int, channels: list[int]) -> None:
+    tp = len(channels)
+    whole = layer(weight, dims=Dims(256, inter))
+    ranges = [RankSlice(whole, shard_of(rank, tp_size=tp)).intermediate for rank in range(tp)]
+    assert [last - first for first, last in ranges] == channels and slice_size(whole, tp) == channels[0]
+    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])] and ranges[-1][
+        1
+    ] == inter
+    check_slices(whole, tp, "moectl-mtile64")
+    if (weight, inter) == (MXFP8, 96):  # as engines slice MX formats
+        check_slices(whole, tp, "marlin-mxfp8")
+        return
+    with pytest.raises(UsageError, match=f"engines cut intermediate size {inter} for {tp} ") as refused:
+        check_slices(whole, tp, "marlin-mxfp8")
+    assert "--to moectl" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("weight", "inter", "tp", "words"),
+    [
+        (FP8_BLOCK, 1536, 13, "1536 has 12 blocks of 128 weights, fewer than 13"),
+        (NVFP4, 768, 49, "768 has 48 blocks of 16 weights, fewer than 49"),
+        (int_format(4, FULL), 6, 4, "6 has 3 blocks of 2 weights, fewer than 4"),
+        (MXFP4, 64, 4, "64 has 2 blocks of 32 weights, fewer than 4"),
+        (MXFP8, 96, 8, "96 has 3 blocks of 32 weights, fewer than 8"),
+    ],
+)
+def test_more_ranks_than_blocks_are_refused(weight: WeightFormat, inter: int, tp: int, words: str) -> None:
     share = RankSlice(layer(weight, dims=Dims(256, inter)), shard_of(0, tp_size=tp))
     with pytest.raises(UsageError, match=words) as refused:
         assert share.intermediate

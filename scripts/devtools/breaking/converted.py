@@ -128,6 +128,7 @@ def reports(work: Path) -> dict[str, Kind]:
 def logs(work: Path) -> dict[str, Kind]:
     """Logs of a conversion, of a part of one, and of an update."""
     from moectl.checkpoint import open_checkpoint
+    from moectl.checkpoint.source.open_checkpoint import interrupted_command
     from moectl.convert.execute.update_folder import plan_update
     from moectl.convert.manifest.progress_log import LOG, log_line, logged_conversion, open_log
     from moectl.convert.plan.conversion_plan import conversion_facts
@@ -149,6 +150,7 @@ def logs(work: Path) -> dict[str, Kind]:
         "refit": prints("refit", updated, source),
         "convert --resume": says(lambda: open_log(updated, facts).close()),
         "another part": says(lambda: logged_conversion(path)),
+        "run": says(lambda: interrupted_command(updated)),
     }
     finish = ("convert", source, begun, "--to", "marlin", "--finish")
     return {
