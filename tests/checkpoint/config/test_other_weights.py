@@ -12,6 +12,7 @@ from moectl.checkpoint.config.other_weights import estimated_weights
 from moectl.checkpoint.source.catalogue import CatalogueEntry, model_names, read_entry
 from moectl.checkpoint.source.shards import separate_quantization
 from moectl.problem.other_weights import OtherWeights
+from support.sampling import every_nth
 
 UNKNOWN = {
     "amd/DeepSeek-V4-Pro-MXFP4",
@@ -129,7 +130,7 @@ FAMILIES = (
 )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", every_nth(FAMILIES, 2))
 def test_transformers_makes_as_many_numbers(name: str) -> None:
     config = plain(read_entry(name).config)
     found = estimated_weights(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation
 from moectl.problem.schemes import FP8_ACT_GROUP_128, FP8_ACT_TOKEN
 from support import peer_cases as cases
 from support.kernel_cases import poison_new_memory
+from support.sampling import every_nth
 
 SCALES = {
     None: None,
@@ -37,9 +39,18 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_memory(monkeypatch)
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
-@pytest.mark.parametrize(("align", "apart"), [(1, 0), (16, 0), (1, 2100)])
-@pytest.mark.parametrize(("slots", "experts"), [(1, 4), (45, 20), (300, 3), (2100, 5)])
+@pytest.mark.parametrize(
+    ("kind", "align", "apart", "slots", "experts"),
+    every_nth(
+        [
+            (kind, *rows, *sizes)
+            for kind in cases.KINDS
+            for rows in ((1, 0), (16, 0), (1, 2100))
+            for sizes in ((1, 4), (45, 20), (300, 3), (2100, 5))
+        ],
+        5,
+    ),
+)
 def test_rows_are_by_expert(kind: str, slots: int, experts: int, align: int, apart: int) -> None:
     ids = cases.ids_of(kind, slots, experts)
     made = place_rows(ids, experts, align, apart)
@@ -85,9 +96,9 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool(subnormal.all()) and float((found == wanted).float().mean()) > 0.97
 
 
-@pytest.mark.parametrize("apart", [0, 64])
-@pytest.mark.parametrize("kind", SCALES, ids=str)
-@pytest.mark.parametrize("columns", [128, 384, 2304])
+@pytest.mark.parametrize(
+    ("columns", "kind", "apart"), every_nth(product([128, 384, 2304], SCALES, [0, 64]), 5)
+)
 def test_tokens_in_their_rows(columns: int, kind: RowScales | None, apart: int) -> None:
     tokens, top_k, experts = 9, 3, 5
     ids = cases.ids_of("skipped", tokens * top_k, experts)
