@@ -139,6 +139,7 @@ def test_caches_are_empty_first_and_filled_then(tmp_path: Path) -> None:
         assert all(end <= other[2] or other[3] <= begin for k, other in enumerate(spans) if k != i)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_or_hangs_costs_its_own_row(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

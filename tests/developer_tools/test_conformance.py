@@ -210,6 +210,7 @@ def altered(few: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_script_reports_the_total_last_and_fails_on_a_disagreement(few: Path, altered: Path) -> None:
     assert shutil.which(str(SCRIPT)), "scripts/conformance must be executable"
     good = run(few, ROUNDING)

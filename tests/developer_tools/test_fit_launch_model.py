@@ -26,6 +26,7 @@ def _fit(*arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
 
 
+@pytest.mark.slow
 def test_a_fit_writes_every_coefficient_and_chooses_better_the_longer_it_runs(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (ROOT / "docs" / "launches_h100.jsonl").read_text().splitlines()]
     some = [row for row in rows if row["name"] in ("DeepSeek-V2-Lite", "dbrx-instruct ep8")]

@@ -46,6 +46,7 @@ def test_activations_and_tokens_are_codes_and_the_reference_is_their_product(
     assert torch.equal(rounded, expected.bfloat16())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", script.FORMATS)
 def test_exact_sums_have_the_error_of_rounding_alone(form: str) -> None:
     """The emulation adds in fp32; sums of 14 bits, as tensor cores keep them, are seen at once."""
@@ -77,6 +78,7 @@ def test_sums_in_fewer_bits_are_further_off_most_where_numbers_cancel() -> None:
     assert errors["cancel"] > 0.1 > errors["gaussian"] > 1e-3
 
 
+@pytest.mark.slow
 def test_a_result_that_is_lost_has_its_reason_and_stops_no_other() -> None:
     fine = script.Unit("channel", "emulation", (256,), (3,), "cpu")
     units = [fine, replace(fine, device="nowhere"), replace(fine, backend="deep_gemm")]

@@ -49,6 +49,7 @@ def test_kills_at_random_writes(tmp_path: Path, threads: int, kills: int) -> Non
     assert outcome["partial"] >= kills * 3 // 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", every_nth([((1, 2),), ((2, 1),), ((2, 2),)], 3))
 def test_kills_of_ranks_and_at_each_write_of_what_they_share(tmp_path: Path, ranks: tuple[int, int]) -> None:
     """The last writes: rest (a link, two extracted files), small files, configs, index, manifest, READY."""

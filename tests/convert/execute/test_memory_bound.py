@@ -39,6 +39,7 @@ def test_memory_stays_under_the_bound(
     shutil.rmtree(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_more_memory_is_used_and_seen(large_layer: Path, tmp_path: Path, drive_alone: Drive) -> None:
     """The measure of the tests above sees what a larger batch holds."""
     code, outcome = drive_alone(

@@ -89,6 +89,7 @@ def vllm_knows(name: str, model_type: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_vllm_maps_every_name_of_a_format_that_it_is_said_to_read():
     for checkpoint in one_of_each_kind():
         model_type = checkpoint.groups[-1].problem.model_type

@@ -74,6 +74,7 @@ def named(tile: MidTile) -> str:
     return "x".join(map(str, astuple(tile)))
 
 
+@pytest.mark.slow
 def test_products_read_tokens_where_they_were_copied() -> None:
     """Where codes are no less than tokens, both share an array."""
     tile = next(tile for tile in tiles(GPT_OSS) if tile.tokens == 64 and tile.workers == 4)
