@@ -72,8 +72,8 @@ def check_slices(problem: MoEProblem, tp_size: int, layout: str) -> None:
         return
     whole, weight = problem.dims.intermediate, problem.scheme.weight
     raise UsageError(
-        f"engines cut intermediate size {whole} for {tp_size} tensor-parallel ranks into slices of one size, "
-        f"which is no whole number of blocks of {slice_unit(weight)} weights for each, as {weight} needs.",
+        f"engines cut intermediate size {whole} for {tp_size} tensor-parallel ranks into slices that do not "
+        f"give each rank whole blocks of {slice_unit(weight)} weights, as {weight} needs.",
         hint="Choose another --tp-size, spread whole experts with --ep-size, or choose --to moectl, whose "
         "ranks may hold unequal slices.",
     )
