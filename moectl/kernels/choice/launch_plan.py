@@ -46,8 +46,8 @@ SIZES = tuple(sorted({round(2 ** (half / 2)) for half in range(2 * int(math.log2
 """Numbers of tokens at which launches are compared, two for each power of two."""
 
 MOST_BINARIES = 12
-"""Compiled kernels of a layer over all numbers of tokens: GEMMs, and the small ones around them that
-`TileFamily.small_binaries` counts, which are all but those that quantize tokens."""
+"""Compiled kernels of a layer over all numbers of tokens: GEMMs, and the small ones around them
+(`TileFamily.small_binaries`)."""
 
 MOST_IF_MEASURED = 16
 """The same for a layer with measured launches: with fewer, some of the fastest would have to be left out."""
@@ -159,7 +159,7 @@ def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> 
             for made in CandidateLaunch.each_of(problem, Launch(name, tile)):
                 if fitted(name, made.shape, problem.scheme.weight) and not family.fits(problem, tile):
                     candidates[made.launch, made.single] = made
-                    small = max(small, family.small_binaries)
+                    small = max(small, family.small_binaries(problem))
     rows = []
     for row in own_rows(problem, GpuModel(capability, gpu.sms)):
         launch = launch_of(MODELLED, row.family, row.tile)

@@ -26,8 +26,7 @@ class TileFamily:
         candidates: tiles that are worth measuring for a problem.
         tokens_per_expert: range of tokens per active expert in which they are worth measuring.
         suits: whether one of the candidates is worth measuring at a number of tokens per active expert.
-        small_binaries: how many kernels of a layer are compiled beside the GEMMs and the quantization of
-            tokens, for all numbers of tokens.
+        small_binaries: how many kernels of a layer are compiled beside the GEMMs, for all numbers of tokens.
         shape: what the model of time has to know of a tile (`launch_model`); None if it has no such launches.
     """
 
@@ -37,7 +36,7 @@ class TileFamily:
     candidates: Callable[[MoEProblem], Sequence[Any]] = lambda problem: ()
     tokens_per_expert: tuple[float, float] = (0.0, math.inf)
     suits: Callable[[Any, float], bool] = lambda tile, tokens_per_expert: True
-    small_binaries: int = 3
+    small_binaries: Callable[[MoEProblem], int] = lambda problem: 3
     shape: Callable[[MoEProblem, Any], LaunchShape] | None = None
 
 

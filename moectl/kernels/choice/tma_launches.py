@@ -292,9 +292,14 @@ def launch_shape(problem: MoEProblem, tile: TmaTile) -> LaunchShape:
     )
 
 
-LISTS_AND_SUMS = 2
-"""Compiled kernels of a layer beside its GEMMs. Those that quantize FP8 tokens, one or two for each GEMM, are
-not counted: with two GEMMs less, layers per channel take launches that are 1% slower on average."""
+def small_binaries(problem: MoEProblem) -> int:
+    """Compiled kernels of a layer beside its GEMMs: one lists assignments, one adds up, and one quantizes FP8
+    tokens, or two if all tokens share a dynamic scale."""
+    form = token_format(problem)
+    if form is None:
+        return 2
+    return 3 + (form.block == (FULL, FULL) and form.dynamic)
+
 
 TMA_TILES = TileFamily(
     TmaTile,
@@ -302,6 +307,6 @@ TMA_TILES = TileFamily(
     capability=((9, 0), (9, 0)),
     candidates=candidates,
     suits=suits,
-    small_binaries=LISTS_AND_SUMS,
+    small_binaries=small_binaries,
     shape=launch_shape,
 )

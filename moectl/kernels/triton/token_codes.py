@@ -76,10 +76,10 @@ def scale_kind(form: ActFormat) -> str:
 
 
 RUN = 16
-"""Blocks of 128 columns that one program quantizes at most."""
+"""Blocks of 128 columns that one program quantizes."""
 
-AT_ONCE = 4096
-"""Columns that one program reads at a time."""
+AT_ONCE = 1024
+"""Columns that one program quantizes by a scale of everything."""
 
 LARGEST_PROGRAMS = 512
 """Programs that look for the largest magnitude of everything; the next kernel reads all their results."""
@@ -111,23 +111,20 @@ def quantize_rows(
     rows, columns = x.shape
     kind, dtype = scale_kind(form), code_dtype()
     codes = x.new_empty(rows, columns, dtype=torch.uint8).view(dtype)
-    options: dict[str, Any] = {"POWERS": form.rounds_scales, **launch_options()}
-    width = min(AT_ONCE, triton.next_power_of_2(columns))
+    options: dict[str, Any] = {"POWERS": form.rounds_scales, "DIVIDE": INTERPRETED, **launch_options()}
     if kind == "block":
         blocks = triton.cdiv(columns, BLOCK)
         scales = x.new_empty(rows, blocks, dtype=torch.float32)
-        run = min(RUN, triton.next_power_of_2(blocks))
-        grid: tuple[int, ...] = (rows, triton.cdiv(blocks, run))
         ids, *which = _which(live, scales)
-        kernels._block_codes_kernel[grid](
-            x, codes, scales, ids, columns, *which, int(beside), BLOCKS=run, **options
+        kernels._block_codes_kernel[(triton.cdiv(rows * blocks, RUN),)](
+            x, codes, scales, ids, rows, columns, *which, int(beside), BLOCKS=RUN, **options
         )
         return TokenCodes(codes, scales)
     if kind == "token":
         scales = x.new_empty(rows, dtype=torch.float32)
         ids, *which = _which(live, scales)
         kernels._token_codes_kernel[(rows,)](
-            x, codes, scales, ids, columns, *which, int(beside), BK=width, **options
+            x, codes, scales, ids, rows, columns, *which, int(beside), **options
         )
         return TokenCodes(codes, scales)
     scales = x.new_empty(1, dtype=torch.float32) if scale is None else scale
@@ -137,20 +134,21 @@ def quantize_rows(
     if scale is None:
         largest = x.new_empty(programs, dtype=torch.float32)
         kernels._largest_kernel[(programs,)](
-            x, largest, ids, rows, columns, *which, int(beside), BK=width, **options
+            x, largest, ids, rows, columns, *which, int(beside), **launch_options()
         )
         beside = False
-    kernels._tensor_codes_kernel[(rows, triton.cdiv(columns, width))](
+    kernels._tensor_codes_kernel[(rows, triton.cdiv(columns, AT_ONCE))](
         x,
         codes,
         scales,
         largest,
         ids,
+        rows,
         columns,
         *which,
         int(beside),
         programs,
-        BK=width,
+        BK=AT_ONCE,
         BP=LARGEST_PROGRAMS,
         DYNAMIC=scale is None,
         **options,

@@ -4,8 +4,8 @@
 Scales are the largest magnitude / 448, codes the quotient, rounded to nearest, ties to even, and saturated;
 both divisions are rounded once. With `POWERS` scales are rounded up to powers of two. With `LIVE` other than
 `ALL` only rows that hold tokens are read and written: the first ``IDS[E]`` (`SORTED`, `IDS` being offsets of
-experts), or those with ids of experts (`SLOTS`). `LIVE`, `E` and `BESIDE` are no constants: what a layer's
-calls differ in is not compiled.
+experts), or those with ids of experts (`SLOTS`). `LIVE`, `E`, `BESIDE` and the numbers of rows and columns
+are no constants: what a layer's calls differ in is not compiled.
 """
 
 import triton
@@ -18,9 +18,12 @@ SLOTS = tl.constexpr(2)
 
 @triton.jit
 def _to_e4m3(v, CODES):
-    """`v` in fp32 as `CODES` hold it: FP8 of GPUs that have it, or uint8. Saturates; NaN stays NaN."""
-    v = tl.where(v > 448.0, 448.0, tl.where(v < -448.0, -448.0, v))
+    """`v` in fp32 as `CODES` hold it: FP8 of GPUs that have it, whose conversion saturates, or uint8.
+
+    NaN stays NaN.
+    """
     if CODES.dtype.element_ty == tl.uint8:
+        v = tl.where(v > 448.0, 448.0, tl.where(v < -448.0, -448.0, v))
         u = v.to(tl.uint32, bitcast=True)
         size = u & 0x7FFFFFFF
         # Normal numbers of E4M3 by their bits, smaller ones by adding 2**14, whose last bit is 2**-9.
@@ -46,6 +49,32 @@ def _scale_of(largest, POWERS: tl.constexpr):
 
 
 @triton.jit
+def _divisor(scale):
+    """What `_divided` takes of a scale: a power of two that keeps remainders normal, the scale times that, and
+    the reciprocal of the product. An infinite scale gives 0 for both."""
+    lift = tl.where(scale < 8.673617379884035e-19, 18446744073709551616.0, 1.0)  # 2**-60, 2**64
+    lifted = scale * lift
+    reciprocal = tl.div_rn(1.0, lifted)
+    return lift, tl.where(lifted == float("inf"), 0.0, lifted), reciprocal
+
+
+@triton.jit
+def _divided(x, scale, lift, lifted, reciprocal, X, DIVIDE: tl.constexpr):
+    """`x` / `scale`, rounded once, for `x` of at most 448 times the scale; NaN for NaN and for infinite `x`.
+
+    With `x` in 16 bits (X is where it comes from), a product with the reciprocal and one correction are what
+    the division rounds to, for all mantissas. Without fused multiply-add (DIVIDE) they are not.
+    """
+    if DIVIDE or X.dtype.element_ty.primitive_bitwidth == 32:
+        quotient = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    else:
+        x = x * lift
+        quotient = x * reciprocal
+        quotient = tl.fma(tl.fma(-lifted, quotient, x), reciprocal, quotient)
+    return quotient
+
+
+@triton.jit
 def _begin(BESIDE, PDL: tl.constexpr):
     """Waits for the inputs, unless the kernel runs beside the one that was launched before."""
     if PDL:
@@ -63,89 +92,127 @@ def _end(BESIDE, PDL: tl.constexpr):
 
 
 @triton.jit
-def _is_live(IDS, row, LIVE, E):
-    """Whether `row` holds a token."""
-    live = row >= 0
+def _is_live(IDS, row, ROWS, LIVE, E):
+    """Whether each `row` is one of ROWS and holds a token."""
+    live = row < ROWS
     if LIVE == SORTED:
-        live = row < tl.load(IDS + E)
+        live = live & (row < tl.load(IDS + E))
     elif LIVE == SLOTS:
-        expert = tl.load(IDS + row)
+        expert = tl.load(IDS + row, mask=live, other=-1)
         live = (expert >= 0) & (expert < E)
     return live
 
 
-@triton.jit(do_not_specialize=["LIVE", "E", "BESIDE"])
+@triton.jit(do_not_specialize=["ROWS", "LIVE", "E", "BESIDE"])
 def _block_codes_kernel(
-    X, CODES, SCALES, IDS, K, LIVE, E, BESIDE,
-    BLOCKS: tl.constexpr, POWERS: tl.constexpr, PDL: tl.constexpr,
+    X, CODES, SCALES, IDS, ROWS, K, LIVE, E, BESIDE,
+    BLOCKS: tl.constexpr, POWERS: tl.constexpr, DIVIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A scale for each 128 columns, SCALES ``[ROWS, ceil(K / 128)]``; grid (rows, runs of BLOCKS blocks)."""
+    """A scale for each 128 columns, SCALES ``[ROWS, ceil(K / 128)]``; a program has BLOCKS of all of them."""
     _begin(BESIDE, PDL)
-    row = tl.program_id(0).to(tl.int64)
-    if _is_live(IDS, row, LIVE, E):
-        block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-        column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        x = tl.load(X + row * K + column, mask=column < K, other=0).to(tl.float32)
-        scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
-        tl.store(CODES + row * K + column, _to_e4m3(tl.div_rn(x, scale[:, None]), CODES), mask=column < K)
-        blocks = tl.cdiv(K, 128)
-        tl.store(SCALES + row * blocks + block, scale, mask=block < blocks)
+    at = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    across = tl.cdiv(K, 128)
+    row = at // across
+    live = _is_live(IDS, row, ROWS, LIVE, E)
+    column = ((at - row * across) * 128)[:, None] + tl.arange(0, 128)[None, :]
+    place = (row.to(tl.int64) * K)[:, None] + column
+    mask = live[:, None] & (column < K)
+    x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
+    scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
+    lift, lifted, reciprocal = _divisor(scale)
+    x = _divided(
+        x, scale[:, None], lift[:, None], lifted[:, None], reciprocal[:, None], X, DIVIDE,
+    )  # fmt: skip
+    tl.store(CODES + place, _to_e4m3(x, CODES), mask=mask)
+    tl.store(SCALES + at, scale, mask=live)
     _end(BESIDE, PDL)
 
 
-@triton.jit(do_not_specialize=["LIVE", "E", "BESIDE"])
-def _token_codes_kernel(
-    X, CODES, SCALES, IDS, K, LIVE, E, BESIDE,
-    BK: tl.constexpr, POWERS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A scale for each token, SCALES ``[ROWS]``; grid (rows)."""
-    _begin(BESIDE, PDL)
-    row = tl.program_id(0).to(tl.int64)
-    if _is_live(IDS, row, LIVE, E):
-        columns = tl.arange(0, BK)
-        largest = tl.zeros((BK,), dtype=tl.float32)
-        for first in range(0, K, BK):
-            x = tl.load(X + row * K + first + columns, mask=first + columns < K, other=0).to(tl.float32)
-            largest = tl.maximum(largest, tl.abs(x))
-        scale = _scale_of(tl.max(largest, 0), POWERS)
-        for first in range(0, K, BK):
-            x = tl.load(X + row * K + first + columns, mask=first + columns < K, other=0).to(tl.float32)
-            codes = _to_e4m3(tl.div_rn(x, scale), CODES)
-            tl.store(CODES + row * K + first + columns, codes, mask=first + columns < K)
-        tl.store(SCALES + row, scale)
-    _end(BESIDE, PDL)
+@triton.jit
+def _token_codes(X, CODES, SCALES, row, K, BK: tl.constexpr, POWERS: tl.constexpr, DIVIDE: tl.constexpr):
+    """The codes and the scale of one row of at most BK columns."""
+    columns = tl.arange(0, BK)
+    at = row.to(tl.int64) * K + columns
+    x = tl.load(X + at, mask=columns < K, other=0).to(tl.float32)
+    scale = _scale_of(tl.max(tl.abs(x), 0), POWERS)
+    lift, lifted, reciprocal = _divisor(scale)
+    codes = _to_e4m3(_divided(x, scale, lift, lifted, reciprocal, X, DIVIDE), CODES)
+    tl.store(CODES + at, codes, mask=columns < K)
+    tl.store(SCALES + row, scale)
 
 
 @triton.jit(do_not_specialize=["ROWS", "LIVE", "E", "BESIDE"])
-def _largest_kernel(
-    X, LARGEST, IDS, ROWS, K, LIVE, E, BESIDE,
-    BK: tl.constexpr, POWERS: tl.constexpr, PDL: tl.constexpr,
+def _token_codes_kernel(
+    X, CODES, SCALES, IDS, ROWS, K, LIVE, E, BESIDE,
+    POWERS: tl.constexpr, DIVIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """LARGEST ``[programs]``: the largest magnitude of each program's rows, every so many-th."""
+    """A scale for each token, SCALES ``[ROWS]``; grid (rows). Rows of any width, few widths at once."""
     _begin(BESIDE, PDL)
+    row = tl.program_id(0)
+    if _is_live(IDS, row, ROWS, LIVE, E):
+        if K <= 512:
+            _token_codes(X, CODES, SCALES, row, K, 512, POWERS, DIVIDE)
+        elif K <= 2048:
+            _token_codes(X, CODES, SCALES, row, K, 2048, POWERS, DIVIDE)
+        elif K <= 4096:
+            _token_codes(X, CODES, SCALES, row, K, 4096, POWERS, DIVIDE)
+        else:
+            columns = tl.arange(0, 4096)
+            largest = tl.zeros((4096,), dtype=tl.float32)
+            first_at = row.to(tl.int64) * K
+            for first in range(0, K, 4096):
+                x = tl.load(X + first_at + first + columns, mask=first + columns < K, other=0).to(tl.float32)
+                largest = tl.maximum(largest, tl.abs(x))
+            scale = _scale_of(tl.max(largest, 0), POWERS)
+            lift, lifted, reciprocal = _divisor(scale)
+            for first in range(0, K, 4096):
+                at = first_at + first + columns
+                x = tl.load(X + at, mask=first + columns < K, other=0).to(tl.float32)
+                codes = _to_e4m3(_divided(x, scale, lift, lifted, reciprocal, X, DIVIDE), CODES)
+                tl.store(CODES + at, codes, mask=first + columns < K)
+            tl.store(SCALES + row, scale)
+    _end(BESIDE, PDL)
+
+
+@triton.jit
+def _largest_of_rows(X, IDS, ROWS, K, LIVE, E, BK: tl.constexpr):
+    """The largest magnitude of this program's rows, every so many-th of all, read BK columns at a time."""
     columns = tl.arange(0, BK)
     largest = tl.zeros((BK,), dtype=tl.float32)
     program, programs = tl.program_id(0), tl.num_programs(0)
     for turn in range(tl.cdiv(ROWS - program, programs)):
         row = program + turn * programs
-        if _is_live(IDS, row, LIVE, E):
+        if _is_live(IDS, row, ROWS, LIVE, E):
             at = X + row.to(tl.int64) * K
             for first in range(0, K, BK):
                 x = tl.load(at + first + columns, mask=first + columns < K, other=0).to(tl.float32)
                 largest = tl.maximum(largest, tl.abs(x))
-    tl.store(LARGEST + tl.program_id(0), tl.max(largest, 0))
+    return tl.max(largest, 0)
+
+
+@triton.jit(do_not_specialize=["ROWS", "LIVE", "E", "BESIDE"])
+def _largest_kernel(X, LARGEST, IDS, ROWS, K, LIVE, E, BESIDE, PDL: tl.constexpr):
+    """LARGEST ``[programs]``: the largest magnitude of each program's rows."""
+    _begin(BESIDE, PDL)
+    if K <= 512:
+        largest = _largest_of_rows(X, IDS, ROWS, K, LIVE, E, 512)
+    elif K <= 2048:
+        largest = _largest_of_rows(X, IDS, ROWS, K, LIVE, E, 2048)
+    else:
+        largest = _largest_of_rows(X, IDS, ROWS, K, LIVE, E, 4096)
+    tl.store(LARGEST + tl.program_id(0), largest)
     _end(BESIDE, PDL)
 
 
-@triton.jit(do_not_specialize=["LIVE", "E", "BESIDE", "PROGRAMS"])
+@triton.jit(do_not_specialize=["ROWS", "LIVE", "E", "BESIDE", "PROGRAMS"])
 def _tensor_codes_kernel(
-    X, CODES, SCALES, LARGEST, IDS, K, LIVE, E, BESIDE, PROGRAMS,
+    X, CODES, SCALES, LARGEST, IDS, ROWS, K, LIVE, E, BESIDE, PROGRAMS,
     BK: tl.constexpr, BP: tl.constexpr, DYNAMIC: tl.constexpr, POWERS: tl.constexpr,
-    PDL: tl.constexpr,
+    DIVIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Codes by one scale, SCALES ``[1]``, which is given, or that of all LARGEST; grid (rows, columns)."""
     _begin(BESIDE, PDL)
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0)
     if DYNAMIC:
         every = tl.arange(0, BP)
         scale = _scale_of(tl.max(tl.load(LARGEST + every, mask=every < PROGRAMS, other=0.0), 0), POWERS)
@@ -153,8 +220,15 @@ def _tensor_codes_kernel(
             tl.store(SCALES, scale)
     else:
         scale = tl.load(SCALES)
-    if _is_live(IDS, row, LIVE, E):
+    if _is_live(IDS, row, ROWS, LIVE, E):
         columns = tl.program_id(1) * BK + tl.arange(0, BK)
-        x = tl.load(X + row * K + columns, mask=columns < K, other=0).to(tl.float32)
-        tl.store(CODES + row * K + columns, _to_e4m3(tl.div_rn(x, scale), CODES), mask=columns < K)
+        at = row.to(tl.int64) * K + columns
+        x = tl.load(X + at, mask=columns < K, other=0).to(tl.float32)
+        lift, lifted, reciprocal = _divisor(scale)
+        codes = _divided(x, scale, lift, lifted, reciprocal, X, DIVIDE)
+        if not DYNAMIC:
+            # A given scale may be too small for x, and 0 or infinite: what is not corrected then is right.
+            quotient = x * lift * reciprocal
+            codes = tl.where(tl.abs(quotient) < 1024.0, codes, quotient)
+        tl.store(CODES + at, _to_e4m3(codes, CODES), mask=columns < K)
     _end(BESIDE, PDL)

@@ -380,7 +380,7 @@ def _gemms(problem: MoEProblem, plan: Plan) -> set[object]:
 
 def _small(problem: MoEProblem) -> int:
     """Compiled kernels of a layer beside its GEMMs."""
-    return 3 if problem.scheme.weight.bits == 4 else TMA_TILES.small_binaries
+    return 3 if problem.scheme.weight.bits == 4 else TMA_TILES.small_binaries(problem)
 
 
 @pytest.mark.parametrize("format", FORMATS)
