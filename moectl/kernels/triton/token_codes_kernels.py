@@ -50,8 +50,8 @@ def _scale_of(largest, POWERS: tl.constexpr):
 
 @triton.jit
 def _divisor(scale):
-    """What `_divided` takes of a scale: a power of two that keeps remainders normal, the scale times that, and
-    the reciprocal of the product. An infinite scale gives 0 for both."""
+    """What `_divided` takes of a scale: a power of two that keeps remainders normal, the scale times that,
+    and the reciprocal of the product. An infinite scale gives 0 for both."""
     lift = tl.where(scale < 8.673617379884035e-19, 18446744073709551616.0, 1.0)  # 2**-60, 2**64
     lifted = scale * lift
     reciprocal = tl.div_rn(1.0, lifted)
