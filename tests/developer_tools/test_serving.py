@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 SMALL = {"layers": 2, "experts": 8, "hidden": 256, "intermediate": 128, "vocabulary": 512}
 
 
-@pytest.fixture(params=["gpt-oss-20b", "qwen3-30b-int4"])
+@pytest.fixture(params=["gpt-oss-20b", "qwen3-30b", "qwen3-30b-fp8", "qwen3-30b-int4"])
 def model(request, tmp_path):
     family, sizes = MODELS[request.param]
     size = write_model(family, replace(sizes, **SMALL), tmp_path / "model")

@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -193,7 +194,35 @@ def _gpt_oss_config(sizes: Sizes) -> dict[str, object]:
     }
 
 
-def _qwen3_layer(sizes: Sizes, noise: Noise, prefix: str) -> dict[str, Tensor]:
+Stored = Callable[[Noise, int, int, int, float], dict[str, Tensor]]
+"""Random matrices of experts, rows and columns as a format stores them, by the ends of the tensors' names."""
+
+
+def _bf16(noise: Noise, experts: int, rows: int, columns: int, spread: float) -> dict[str, Tensor]:
+    return {"weight": noise.normal(experts, rows, columns, std=spread / columns**0.5)}
+
+
+def _fp8_blocks(noise: Noise, experts: int, rows: int, columns: int, spread: float) -> dict[str, Tensor]:
+    codes = noise.normal(experts, rows, columns, std=100.0)
+    factors = noise.integers(64, 192, experts, rows // 128, columns // 128, dtype=torch.int64)
+    return {
+        "weight": codes.clamp(-448, 448).to(torch.float8_e4m3fn),
+        "weight_scale_inv": factors.float() * (spread / (columns**0.5 * 100.0 * 128)),
+    }
+
+
+def _int4_groups(noise: Noise, experts: int, rows: int, columns: int, spread: float) -> dict[str, Tensor]:
+    scale = spread / (columns**0.5 * 4.6)  # codes of all kinds have an rms of 4.6
+    words = noise.integers(-(2**31), 2**31 - 1, experts, rows, columns // 8, dtype=torch.int64).int()
+    factors = noise.integers(64, 192, experts, rows, columns // 128, dtype=torch.int64)
+    return {
+        "weight_packed": words,
+        "weight_scale": (factors.float() * (scale / 128)).to(torch.bfloat16),
+        "weight_shape": torch.tensor([[rows, columns]] * experts),
+    }
+
+
+def _qwen3_layer(stored: Stored, sizes: Sizes, noise: Noise, prefix: str) -> dict[str, Tensor]:
     tensors = _attention(sizes, noise, prefix, bias=False)
     for name in ("q_norm", "k_norm"):
         tensors[f"{prefix}self_attn.{name}.weight"] = torch.ones(sizes.head_dim, dtype=torch.bfloat16)
@@ -204,17 +233,9 @@ def _qwen3_layer(sizes: Sizes, noise: Noise, prefix: str) -> dict[str, Tensor]:
         "down_proj": (sizes.hidden, sizes.intermediate, OUTSIDE),
     }
     for name, (rows, columns, spread) in matrices.items():
-        scale = spread / (columns**0.5 * 4.6)  # codes of all kinds have an rms of 4.6
-        words = noise.integers(
-            -(2**31), 2**31 - 1, sizes.experts, rows, columns // 8, dtype=torch.int64
-        ).int()
-        factors = noise.integers(64, 192, sizes.experts, rows, columns // 128, dtype=torch.int64)
-        scales = (factors.float() * (scale / 128)).to(torch.bfloat16)
-        for expert in range(sizes.experts):
-            role = f"{prefix}mlp.experts.{expert}.{name}"
-            tensors[f"{role}.weight_packed"] = words[expert]
-            tensors[f"{role}.weight_scale"] = scales[expert]
-            tensors[f"{role}.weight_shape"] = torch.tensor([rows, columns])
+        for end, matrix in stored(noise, sizes.experts, rows, columns, spread).items():
+            for expert in range(sizes.experts):
+                tensors[f"{prefix}mlp.experts.{expert}.{name}.{end}"] = matrix[expert]
     return tensors
 
 
@@ -234,16 +255,39 @@ def _qwen3_config(sizes: Sizes) -> dict[str, object]:
         "mlp_only_layers": [],
         "rope_theta": 1000000.0,
         "use_sliding_window": False,
-        "quantization_config": PACKED_INT4,
     }
 
 
-GPT_OSS, QWEN3 = Family(_gpt_oss_layer, _gpt_oss_config), Family(_qwen3_layer, _qwen3_config)
+def _fp8_config(sizes: Sizes) -> dict[str, object]:
+    layers = [f"model.layers.{number}." for number in range(sizes.layers)]
+    plain = [f"self_attn.{name}_proj" for name in "qkvo"] + ["mlp.gate"]
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", *(layer + name for layer in layers for name in plain)],
+    }
+    return _qwen3_config(sizes) | {"quantization_config": quantization}
+
+
+def _int4_config(sizes: Sizes) -> dict[str, object]:
+    return _qwen3_config(sizes) | {"quantization_config": PACKED_INT4}
+
+
+GPT_OSS = Family(_gpt_oss_layer, _gpt_oss_config)
+QWEN3 = Family(partial(_qwen3_layer, _bf16), _qwen3_config)
+QWEN3_FP8 = Family(partial(_qwen3_layer, _fp8_blocks), _fp8_config)
+QWEN3_INT4 = Family(partial(_qwen3_layer, _int4_groups), _int4_config)
+
+QWEN3_30B = Sizes(48, 128, 8, 2048, 768, 32, 4, 128, 151936)
 
 MODELS: dict[str, tuple[Family, Sizes]] = {
     "gpt-oss-20b": (GPT_OSS, Sizes(24, 32, 4, 2880, 2880, 64, 8, 64, 201088)),
     "gpt-oss-120b": (GPT_OSS, Sizes(36, 128, 4, 2880, 2880, 64, 8, 64, 201088)),
-    "qwen3-30b-int4": (QWEN3, Sizes(48, 128, 8, 2048, 768, 32, 4, 128, 151936)),
+    "qwen3-30b": (QWEN3, QWEN3_30B),
+    "qwen3-30b-fp8": (QWEN3_FP8, QWEN3_30B),
+    "qwen3-30b-int4": (QWEN3_INT4, QWEN3_30B),
 }
 """Families and sizes by name."""
 
