@@ -177,3 +177,17 @@ def as_published(rows: Sequence[BenchRow]) -> str:
         ratios = (_ratio(speedups.get(m)) for m in tokens)
         lines.append(_line(f"best of them over {OURS}", (*ratios, _ratio(mean))))
     return "\n".join(lines)
+
+
+def as_ratios(rows: Sequence[BenchRow]) -> str:
+    """One table with a line for each layer: numbers of tokens, moectl's time, the best peer's over it."""
+    tables = pivot_tables(rows)
+    width = max((len(table.tokens) for table in tables), default=0)
+    lines = [_line("layer", (*[""] * width, "mean")), _line("---", ["---:"] * (width + 1))]
+    for table in tables:
+        own = next((line.rows for line in table.lines if line.backend == OURS), {})
+        speedups = table.speedups(OURS, NO_PEERS)
+        cells = [f"M={m}: {_time(own.get(m))} ({_ratio(speedups.get(m))})" for m in table.tokens]
+        blank = ["-"] * (width - len(cells))
+        lines.append(_line(_short(table), (*cells, *blank, _ratio(geometric_mean(speedups.values())))))
+    return "\n".join(lines)

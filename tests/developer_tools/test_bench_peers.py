@@ -405,3 +405,7 @@ def test_the_table_of_a_document_is_that_of_the_rows() -> None:
     ):
         assert line in text
     assert "over 32 cases with uniform routing: 1.348; moectl is ahead in 32" in tables.means_of(rows)
+    cells = tables.as_ratios(rows).splitlines()
+    assert cells[0].startswith("| layer |  |") and len({line.count("|") for line in cells}) == 1
+    kimi = "| kimi-k2 int4 group 32 | M=1: 58.1 (1.19) | M=4: 193 (1.12) | M=16: 661 (1.12) |"
+    assert any(line.startswith(kimi) and line.endswith("M=8192: 10248 (1.22) | 1.14 |") for line in cells)
