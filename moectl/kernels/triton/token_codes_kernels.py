@@ -70,7 +70,7 @@ def _divided(x, scale, lift, lifted, reciprocal, X, DIVIDE: tl.constexpr):
     else:
         x = x * lift
         quotient = x * reciprocal
-        quotient = tl.fma(tl.fma(-lifted, quotient, x), reciprocal, quotient)
+        quotient = tl.fma(reciprocal * -1.0, tl.fma(lifted, quotient, -x), quotient)
     return quotient
 
 
