@@ -18,6 +18,8 @@ FOUR_BITS = (
     "docs/bench_4_bits_h200_28_november.jsonl",
     "docs/bench_4_bits_h100.jsonl",
     "docs/bench_rows_h200_28_november.jsonl",
+    "docs/bench_rows_h200_29_november.jsonl",
+    "docs/bench_between_rows_h200.jsonl",
 )
 
 

@@ -76,13 +76,15 @@ def scale_kind(form: ActFormat) -> str:
 
 
 RUN = 16
-"""Blocks of 128 columns that one program quantizes."""
+"""Blocks of 128 columns that one program reads at a time."""
 
-AT_ONCE = 1024
-"""Columns that one program quantizes by a scale of everything."""
-
-LARGEST_PROGRAMS = 512
+LARGEST_PROGRAMS = 1024
 """Programs that look for the largest magnitude of everything; the next kernel reads all their results."""
+
+
+def token_rows(columns: int) -> int:
+    """Rows of tokens with a scale each that one program quantizes: some thousand numbers."""
+    return 8 if columns <= 512 else 2 if columns <= 2048 else 1
 
 
 def quantize_rows(
@@ -112,32 +114,33 @@ def quantize_rows(
     kind, dtype = scale_kind(form), code_dtype()
     codes = x.new_empty(rows, columns, dtype=torch.uint8).view(dtype)
     options: dict[str, Any] = {"POWERS": form.rounds_scales, "DIVIDE": INTERPRETED, **launch_options()}
+    blocks = triton.cdiv(columns, BLOCK)
+    runs = triton.cdiv(rows * blocks, RUN)
     if kind == "block":
-        blocks = triton.cdiv(columns, BLOCK)
         scales = x.new_empty(rows, blocks, dtype=torch.float32)
         ids, *which = _which(live, scales)
-        kernels._block_codes_kernel[(triton.cdiv(rows * blocks, RUN),)](
+        kernels._block_codes_kernel[(runs,)](
             x, codes, scales, ids, rows, columns, *which, int(beside), BLOCKS=RUN, **options
         )
         return TokenCodes(codes, scales)
     if kind == "token":
         scales = x.new_empty(rows, dtype=torch.float32)
         ids, *which = _which(live, scales)
-        kernels._token_codes_kernel[(rows,)](
+        kernels._token_codes_kernel[(triton.cdiv(rows, token_rows(columns)),)](
             x, codes, scales, ids, rows, columns, *which, int(beside), **options
         )
         return TokenCodes(codes, scales)
     scales = x.new_empty(1, dtype=torch.float32) if scale is None else scale
     ids, *which = _which(live, scales)
-    programs = min(rows, LARGEST_PROGRAMS)
+    programs = min(runs, LARGEST_PROGRAMS)
     largest = scales
     if scale is None:
         largest = x.new_empty(programs, dtype=torch.float32)
         kernels._largest_kernel[(programs,)](
-            x, largest, ids, rows, columns, *which, int(beside), **launch_options()
+            x, largest, ids, rows, columns, *which, int(beside), BLOCKS=RUN, **launch_options()
         )
         beside = False
-    kernels._tensor_codes_kernel[(rows, triton.cdiv(columns, AT_ONCE))](
+    kernels._tensor_codes_kernel[(runs,)](
         x,
         codes,
         scales,
@@ -148,7 +151,7 @@ def quantize_rows(
         *which,
         int(beside),
         programs,
-        BK=AT_ONCE,
+        BLOCKS=RUN,
         BP=LARGEST_PROGRAMS,
         DYNAMIC=scale is None,
         **options,

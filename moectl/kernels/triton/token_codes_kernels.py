@@ -75,6 +75,15 @@ def _divided(x, scale, lift, lifted, reciprocal, X, DIVIDE: tl.constexpr):
 
 
 @triton.jit
+def _by_rows(x, scale, X, DIVIDE: tl.constexpr):
+    """`x` ``[rows, columns]`` over a scale for each row."""
+    lift, lifted, reciprocal = _divisor(scale)
+    return _divided(
+        x, scale[:, None], lift[:, None], lifted[:, None], reciprocal[:, None], X, DIVIDE
+    )  # fmt: skip
+
+
+@triton.jit
 def _begin(BESIDE, PDL: tl.constexpr):
     """Waits for the inputs, unless the kernel runs beside the one that was launched before."""
     if PDL:
@@ -103,6 +112,17 @@ def _is_live(IDS, row, ROWS, LIVE, E):
     return live
 
 
+@triton.jit
+def _blocks(IDS, at, ROWS, K, LIVE, E):
+    """Places ``[blocks, 128]`` of blocks of 128 columns, counted row by row, which of them are read, and the
+    blocks that hold a token."""
+    across = tl.cdiv(K, 128)
+    row = at // across
+    live = _is_live(IDS, row, ROWS, LIVE, E)
+    column = ((at - row * across) * 128)[:, None] + tl.arange(0, 128)[None, :]
+    return (row.to(tl.int64) * K)[:, None] + column, live[:, None] & (column < K), live
+
+
 @triton.jit(do_not_specialize=["ROWS", "LIVE", "E", "BESIDE"])
 def _block_codes_kernel(
     X, CODES, SCALES, IDS, ROWS, K, LIVE, E, BESIDE,
@@ -111,34 +131,28 @@ def _block_codes_kernel(
     """A scale for each 128 columns, SCALES ``[ROWS, ceil(K / 128)]``; a program has BLOCKS of all of them."""
     _begin(BESIDE, PDL)
     at = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    across = tl.cdiv(K, 128)
-    row = at // across
-    live = _is_live(IDS, row, ROWS, LIVE, E)
-    column = ((at - row * across) * 128)[:, None] + tl.arange(0, 128)[None, :]
-    place = (row.to(tl.int64) * K)[:, None] + column
-    mask = live[:, None] & (column < K)
+    place, mask, live = _blocks(IDS, at, ROWS, K, LIVE, E)
     x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
     scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
-    lift, lifted, reciprocal = _divisor(scale)
-    x = _divided(
-        x, scale[:, None], lift[:, None], lifted[:, None], reciprocal[:, None], X, DIVIDE,
-    )  # fmt: skip
-    tl.store(CODES + place, _to_e4m3(x, CODES), mask=mask)
+    tl.store(CODES + place, _to_e4m3(_by_rows(x, scale, X, DIVIDE), CODES), mask=mask)
     tl.store(SCALES + at, scale, mask=live)
     _end(BESIDE, PDL)
 
 
 @triton.jit
-def _token_codes(X, CODES, SCALES, row, K, BK: tl.constexpr, POWERS: tl.constexpr, DIVIDE: tl.constexpr):
-    """The codes and the scale of one row of at most BK columns."""
-    columns = tl.arange(0, BK)
-    at = row.to(tl.int64) * K + columns
-    x = tl.load(X + at, mask=columns < K, other=0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.abs(x), 0), POWERS)
-    lift, lifted, reciprocal = _divisor(scale)
-    codes = _to_e4m3(_divided(x, scale, lift, lifted, reciprocal, X, DIVIDE), CODES)
-    tl.store(CODES + at, codes, mask=columns < K)
-    tl.store(SCALES + row, scale)
+def _token_codes(
+    X, CODES, SCALES, IDS, ROWS, K, LIVE, E,
+    R: tl.constexpr, BK: tl.constexpr, POWERS: tl.constexpr, DIVIDE: tl.constexpr,
+):  # fmt: skip
+    """The codes and scales of a program's R rows of at most BK columns."""
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    live = _is_live(IDS, row, ROWS, LIVE, E)
+    columns = tl.arange(0, BK)[None, :]
+    place, mask = (row.to(tl.int64) * K)[:, None] + columns, live[:, None] & (columns < K)
+    x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
+    scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
+    tl.store(CODES + place, _to_e4m3(_by_rows(x, scale, X, DIVIDE), CODES), mask=mask)
+    tl.store(SCALES + row, scale, mask=live)
 
 
 @triton.jit(do_not_specialize=["ROWS", "LIVE", "E", "BESIDE"])
@@ -146,17 +160,17 @@ def _token_codes_kernel(
     X, CODES, SCALES, IDS, ROWS, K, LIVE, E, BESIDE,
     POWERS: tl.constexpr, DIVIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A scale for each token, SCALES ``[ROWS]``; grid (rows). Rows of any width, few widths at once."""
+    """A scale for each token, SCALES ``[ROWS]``; a program has as many rows as `token_rows` says."""
     _begin(BESIDE, PDL)
-    row = tl.program_id(0)
-    if _is_live(IDS, row, ROWS, LIVE, E):
-        if K <= 512:
-            _token_codes(X, CODES, SCALES, row, K, 512, POWERS, DIVIDE)
-        elif K <= 2048:
-            _token_codes(X, CODES, SCALES, row, K, 2048, POWERS, DIVIDE)
-        elif K <= 4096:
-            _token_codes(X, CODES, SCALES, row, K, 4096, POWERS, DIVIDE)
-        else:
+    if K <= 512:
+        _token_codes(X, CODES, SCALES, IDS, ROWS, K, LIVE, E, 8, 512, POWERS, DIVIDE)
+    elif K <= 2048:
+        _token_codes(X, CODES, SCALES, IDS, ROWS, K, LIVE, E, 2, 2048, POWERS, DIVIDE)
+    elif K <= 4096:
+        _token_codes(X, CODES, SCALES, IDS, ROWS, K, LIVE, E, 1, 4096, POWERS, DIVIDE)
+    else:
+        row = tl.program_id(0)
+        if _is_live(IDS, row, ROWS, LIVE, E):
             columns = tl.arange(0, 4096)
             largest = tl.zeros((4096,), dtype=tl.float32)
             first_at = row.to(tl.int64) * K
@@ -174,61 +188,45 @@ def _token_codes_kernel(
     _end(BESIDE, PDL)
 
 
-@triton.jit
-def _largest_of_rows(X, IDS, ROWS, K, LIVE, E, BK: tl.constexpr):
-    """The largest magnitude of this program's rows, every so many-th of all, read BK columns at a time."""
-    columns = tl.arange(0, BK)
-    largest = tl.zeros((BK,), dtype=tl.float32)
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    for turn in range(tl.cdiv(ROWS - program, programs)):
-        row = program + turn * programs
-        if _is_live(IDS, row, ROWS, LIVE, E):
-            at = X + row.to(tl.int64) * K
-            for first in range(0, K, BK):
-                x = tl.load(at + first + columns, mask=first + columns < K, other=0).to(tl.float32)
-                largest = tl.maximum(largest, tl.abs(x))
-    return tl.max(largest, 0)
-
-
 @triton.jit(do_not_specialize=["ROWS", "LIVE", "E", "BESIDE"])
-def _largest_kernel(X, LARGEST, IDS, ROWS, K, LIVE, E, BESIDE, PDL: tl.constexpr):
-    """LARGEST ``[programs]``: the largest magnitude of each program's rows."""
+def _largest_kernel(
+    X, LARGEST, IDS, ROWS, K, LIVE, E, BESIDE,
+    BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """LARGEST ``[programs]``: the largest magnitude of what each program reads, BLOCKS blocks at a time."""
     _begin(BESIDE, PDL)
-    if K <= 512:
-        largest = _largest_of_rows(X, IDS, ROWS, K, LIVE, E, 512)
-    elif K <= 2048:
-        largest = _largest_of_rows(X, IDS, ROWS, K, LIVE, E, 2048)
-    else:
-        largest = _largest_of_rows(X, IDS, ROWS, K, LIVE, E, 4096)
-    tl.store(LARGEST + tl.program_id(0), largest)
+    largest = tl.zeros((BLOCKS, 128), dtype=tl.float32)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    for turn in range(program, tl.cdiv(ROWS * tl.cdiv(K, 128), BLOCKS), programs):
+        place, mask, _ = _blocks(IDS, turn * BLOCKS + tl.arange(0, BLOCKS), ROWS, K, LIVE, E)
+        largest = tl.maximum(largest, tl.abs(tl.load(X + place, mask=mask, other=0).to(tl.float32)))
+    tl.store(LARGEST + program, tl.max(tl.max(largest, 1), 0))
     _end(BESIDE, PDL)
 
 
 @triton.jit(do_not_specialize=["ROWS", "LIVE", "E", "BESIDE", "PROGRAMS"])
 def _tensor_codes_kernel(
     X, CODES, SCALES, LARGEST, IDS, ROWS, K, LIVE, E, BESIDE, PROGRAMS,
-    BK: tl.constexpr, BP: tl.constexpr, DYNAMIC: tl.constexpr, POWERS: tl.constexpr,
+    BLOCKS: tl.constexpr, BP: tl.constexpr, DYNAMIC: tl.constexpr, POWERS: tl.constexpr,
     DIVIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Codes by one scale, SCALES ``[1]``, which is given, or that of all LARGEST; grid (rows, columns)."""
+    """Codes by one scale, SCALES ``[1]``, which is given, or that of all LARGEST; BLOCKS blocks a program."""
     _begin(BESIDE, PDL)
-    row = tl.program_id(0)
     if DYNAMIC:
         every = tl.arange(0, BP)
         scale = _scale_of(tl.max(tl.load(LARGEST + every, mask=every < PROGRAMS, other=0.0), 0), POWERS)
-        if (row == 0) & (tl.program_id(1) == 0):
+        if tl.program_id(0) == 0:
             tl.store(SCALES, scale)
     else:
         scale = tl.load(SCALES)
-    if _is_live(IDS, row, ROWS, LIVE, E):
-        columns = tl.program_id(1) * BK + tl.arange(0, BK)
-        at = row.to(tl.int64) * K + columns
-        x = tl.load(X + at, mask=columns < K, other=0).to(tl.float32)
-        lift, lifted, reciprocal = _divisor(scale)
-        codes = _divided(x, scale, lift, lifted, reciprocal, X, DIVIDE)
-        if not DYNAMIC:
-            # A given scale may be too small for x, and 0 or infinite: what is not corrected then is right.
-            quotient = x * lift * reciprocal
-            codes = tl.where(tl.abs(quotient) < 1024.0, codes, quotient)
-        tl.store(CODES + at, _to_e4m3(codes, CODES), mask=columns < K)
+    at = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    place, mask, _ = _blocks(IDS, at, ROWS, K, LIVE, E)
+    x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
+    lift, lifted, reciprocal = _divisor(scale)
+    codes = _divided(x, scale, lift, lifted, reciprocal, X, DIVIDE)
+    if not DYNAMIC:
+        # A given scale may be too small for x, and 0 or infinite: what is not corrected then is right.
+        quotient = x * lift * reciprocal
+        codes = tl.where(tl.abs(quotient) < 1024.0, codes, quotient)
+    tl.store(CODES + place, _to_e4m3(codes, CODES), mask=mask)
     _end(BESIDE, PDL)

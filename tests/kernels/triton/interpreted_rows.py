@@ -35,7 +35,7 @@ FORMS = {"block": FP8_ACT_GROUP_128, "token": FP8_ACT_TOKEN, "block, UE8M0": cas
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("columns", [128, 384, 5120])
+@pytest.mark.parametrize("columns", [128, 384, 1536, 4096, 5120])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_tokens_are_quantized_bit_for_bit(form: ActFormat, columns: int, dtype: torch.dtype) -> None:
     cases.quantizes_bit_for_bit(form, columns, dtype, "cpu")

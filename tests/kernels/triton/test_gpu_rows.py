@@ -46,7 +46,7 @@ def test_what_is_not_finite_stays_in_its_row(scheme: str, launch: str, value: fl
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("columns", [128, 384, 5120, 7168])
+@pytest.mark.parametrize("columns", [128, 384, 1536, 4096, 5120, 7168])
 @pytest.mark.parametrize(
     "form", [FP8_ACT_GROUP_128, FP8_ACT_TOKEN, cases.UE8M0_TOKENS], ids=["block", "token", "UE8M0"]
 )
