@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.choice.launch import Launch
-from ..kernels.choice.launch_table import GpuModel, TokenSpread, distance_to_nearest
+from ..kernels.choice.launch_table import GpuModel, TokenSpread, own_rows
 from ..kernels.triton.triton_runner import FAMILIES, predicted_for
 from ..problem.moe_problem import MoEProblem
 
@@ -68,9 +68,12 @@ def promising(
 
 
 def by_expected_gain(cells: Sequence[TuningCase], gpu: GpuModel) -> list[TuningCase]:
-    """`cells` ordered by distance from the shipped table's measurements, largest first, then fewest tokens.
+    """`cells` in the order in which they are measured: those that ship measured last, fewest tokens first.
 
-    A cell that ships measured can gain little; one that uses the row of another layer or another number
-    of tokens may run with the wrong kernels. Few tokens come first because servers mostly decode.
+    A cell that ships measured can gain little. Few tokens come first because servers mostly decode.
     """
-    return sorted(cells, key=lambda cell: (-distance_to_nearest(cell.problem, cell.tokens, gpu), cell.tokens))
+
+    def ships(cell: TuningCase) -> bool:
+        return any(row.tokens == cell.tokens for row in own_rows(cell.problem, gpu))
+
+    return sorted(cells, key=lambda cell: (ships(cell), cell.tokens))

@@ -135,16 +135,18 @@ class Plan(NamedTuple):
     """Launches by number of tokens.
 
     Attributes:
-        most: largest number of tokens of each range, in ascending order.
-        launches: the launch of each range, and of more tokens.
+        most: largest number of tokens of each range, in ascending order; the last range has more tokens, too,
+            if that is `MOST_TOKENS`.
+        launches: the launch of each range.
     """
 
     most: tuple[int, ...]
     launches: tuple[Launch, ...]
 
-    def launch(self, tokens: int) -> Launch:
-        """The launch for `tokens` tokens."""
-        return self.launches[min(bisect_left(self.most, tokens), len(self.most) - 1)]
+    def launch(self, tokens: int) -> Launch | None:
+        """The launch for `tokens` tokens; None for more than any of the layer's launches suits."""
+        place = bisect_left(self.most, min(tokens, MOST_TOKENS))
+        return self.launches[place] if place < len(self.launches) else None
 
 
 @lru_cache(maxsize=256)
@@ -180,10 +182,10 @@ def plan(
     measured: Mapping[int, int] = MappingProxyType({}),
     small: int = 3,
 ) -> Plan | None:
-    """The launches of a layer; None if there is a number of tokens for which no candidate was fitted.
+    """The launches of a layer, up to the first of `SIZES` that no candidate suits; None if that is the first.
 
     They are few, within `MOST_BINARIES` or `MOST_IF_MEASURED`: those whose fastest is nearest to the fastest
-    of all candidates, on average over `SIZES`.
+    of all candidates, on average over these sizes.
 
     Args:
         candidates: those of unfitted families or formats are only taken where they are `measured`.
@@ -191,12 +193,13 @@ def plan(
         small: compiled kernels beside the GEMMs.
     """
     us = _predicted(problem, gpu, candidates)
-    fastest = [min(times, default=math.inf) for times in zip(*us, strict=True)]
-    if not fastest or not all(map(math.isfinite, fastest)):
+    fastest = [min(times) for times in zip(*us, strict=True)]
+    sizes = SIZES[: next((i for i, time in enumerate(fastest) if time == math.inf), len(fastest))]
+    if not sizes:
         return None
-    us = _corrected(us, measured)
+    us = [times[: len(sizes)] for times in _corrected(us, measured)]
     # What a measured launch takes by the model, since it is the model that compares the others with it.
-    rows = [measured.get(tokens) for tokens in SIZES]
+    rows = [measured.get(tokens) for tokens in sizes]
     reference = [
         min(times) if row is None or times[row] == math.inf else times[row]
         for times, row in zip(zip(*us, strict=True), rows, strict=True)
@@ -205,7 +208,7 @@ def plan(
     losses = [
         [
             _loss_beside(time / best, row, index) * _weight(tokens, row is not None)
-            for tokens, time, best, row in zip(SIZES, times, reference, rows, strict=True)
+            for tokens, time, best, row in zip(sizes, times, reference, rows, strict=True)
         ]
         for index, times in enumerate(us)
     ]

@@ -2,10 +2,8 @@
 
 An entry is one layer on one GPU, measured by ``scripts/tune_kernels``; its rows are the fastest kernel
 family and tile at a number of tokens. A layer takes what the model of time predicts, and of its own rows
-(`own_rows`) as many as share few compiled kernels (``launch_plan``). Where the model does not know the
-format or the GPU, it takes the nearest row of a GPU of the same capability (`nearest`), by weight format,
-sizes, number of active experts and tokens per expert. Launches that `moectl tune` measured for the same
-layer on the same machine come first (`tuned`).
+(`own_rows`) as many as share few compiled kernels (``launch_plan``). Launches that `moectl tune` measured for
+the same layer on the same machine come first (`tuned`).
 """
 
 from __future__ import annotations
@@ -15,17 +13,14 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
-from operator import itemgetter
 from typing import Any
 
 from ...cache.cache_file import CacheWarning
 from ...cache.launches_file import rows_of
-from ...capabilities.own_kernels import ROW_FORMATS
 from ...environment import Device
 from ...problem.moe_problem import MoEProblem
-from ...problem.number_formats import number_format
 
 FILE = "launches.json"
 VERSION = 2
@@ -73,7 +68,6 @@ class MeasuredLaunch:
     """The fastest launch of a layer at one number of tokens: kernel family and fields of its tile."""
 
     tokens: int
-    spread: TokenSpread
     family: str
     tile: Mapping[str, int]
     us: float
@@ -91,18 +85,12 @@ class LayerLaunches:
     top_k: int
     rows: tuple[MeasuredLaunch, ...]
 
-    def distance(self, problem: MoEProblem) -> float:
-        """Distance of the measured layer from `problem`, 0 for the same layer.
-
-        Numbers of tokens are compared by `_by_distance`.
-        """
-        dims, weight = problem.dims, problem.scheme.weight
-        measured = number_format(self.weight.partition(" ")[0])
-        similar = 1.0 if measured.name == weight.name else 1.5 if measured.grid == weight.number.grid else 3.0
-        formats = 0.0 if self.weight == str(weight) else similar
-        sizes = math.log2(self.hidden / dims.hidden), math.log2(self.intermediate / dims.intermediate)
-        routing = math.log2(self.experts / problem.local_experts), math.log2(self.top_k / problem.top_k)
-        return formats + 0.5 * sum(map(abs, sizes)) + 0.1 * sum(map(abs, routing))
+    def is_of(self, problem: MoEProblem) -> bool:
+        """Whether a layer is the one that was measured, with all of its experts."""
+        sizes = problem.dims.hidden, problem.dims.intermediate, problem.experts, problem.top_k
+        whole = problem.local_experts == problem.experts
+        mine = self.hidden, self.intermediate, self.experts, self.top_k
+        return whole and sizes == mine and self.weight == str(problem.scheme.weight)
 
 
 @cache
@@ -115,15 +103,10 @@ def entries() -> tuple[LayerLaunches, ...]:
 
 
 def _entry(item: Mapping[str, Any]) -> LayerLaunches:
-    experts, top_k = item["experts"], item["top_k"]
-    rows = tuple(
-        MeasuredLaunch(tokens, TokenSpread.of(experts, top_k, tokens), row["family"], row["tile"], row["us"])
-        for row in item["rows"]
-        for tokens in [row["tokens"]]
-    )
+    rows = tuple(MeasuredLaunch(row["tokens"], row["family"], row["tile"], row["us"]) for row in item["rows"])
     major, minor = item["capability"]
     gpu = GpuModel((major, minor), item["sms"])
-    sizes = (item["hidden"], item["intermediate"], experts, top_k)
+    sizes = (item["hidden"], item["intermediate"], item["experts"], item["top_k"])
     return LayerLaunches(gpu, item["weight"], *sizes, rows)
 
 
@@ -142,79 +125,10 @@ def tuned(problem: MoEProblem, tokens: int, device: Device) -> Iterator[Measured
     distances = {row.tokens: abs(math.log2(row.tokens / tokens)) for row in rows}
     for row in sorted(rows, key=lambda row: distances[row.tokens]):
         if distances[row.tokens] <= MAX_CACHE_DISTANCE:
-            spread = TokenSpread.local(problem, row.tokens)
-            yield MeasuredLaunch(row.tokens, spread, row.family, row.tile, row.us)
+            yield MeasuredLaunch(row.tokens, row.family, row.tile, row.us)
 
 
 def own_rows(problem: MoEProblem, gpu: GpuModel) -> tuple[MeasuredLaunch, ...]:
-    """Shipped launches of this very layer on GPUs of this model.
-
-    Rows are of whole layers: a rank's share of the experts gets fewer assignments than a layer of so many.
-    """
-    if problem.local_experts != problem.experts:
-        return ()
-    found = (entry.rows for entry in entries() if entry.gpu == gpu and not entry.distance(problem))
+    """Shipped launches of this very layer on GPUs of this model; none for a rank's share of the experts."""
+    found = (entry.rows for entry in entries() if entry.gpu == gpu and entry.is_of(problem))
     return tuple(row for rows in found for row in rows)
-
-
-def nearest(problem: MoEProblem, tokens: int, gpu: GpuModel) -> Iterator[MeasuredLaunch]:
-    """Shipped launches for `tokens` tokens of `problem`, nearest first.
-
-    Only GPUs of the same compute capability are included, at a distance by their number of multiprocessors.
-    """
-    yield from (row for _, row in _by_distance(problem, tokens, gpu))
-
-
-def distance_to_nearest(problem: MoEProblem, tokens: int, gpu: GpuModel) -> float:
-    """Distance to the first launch of `nearest`, roughly in powers of two.
-
-    0 for a measured case, infinite for other compute capabilities.
-    """
-    return next((distance for distance, _ in _by_distance(problem, tokens, gpu)), math.inf)
-
-
-LAYER_WEIGHT = 4.0
-"""Weight of the distance between layers relative to that between numbers of tokens. With it, 22 cases of
-other layers were 1.3% slower on an H200 than with the better of two rows each; with all rows of the nearest
-layer first, 3.7%."""
-
-
-def _same_storage(weight: str, problem: MoEProblem) -> bool:
-    """Whether launches for a measured weight format suit a layer's: both in tiles, or the same in rows."""
-    name, other = weight.partition(" ")[0], problem.scheme.weight.name
-    return name == other if {name, other} & {*ROW_FORMATS} else True
-
-
-def _by_distance(problem: MoEProblem, tokens: int, gpu: GpuModel) -> list[tuple[float, MeasuredLaunch]]:
-    """(distance, row) for every row of a GPU with this compute capability, nearest first.
-
-    Numbers of tokens are compared in powers of two; active experts, which affect occupancy only, have half
-    the weight.
-    """
-    spread, log2 = TokenSpread.local(problem, tokens), math.log2
-    active, per_expert = spread.active_experts, spread.tokens_per_expert
-    rows = [
-        (layer + (abs(log2(row_per_expert / per_expert)) + 0.5 * abs(log2(row_active / active))), row)
-        for layer, row_per_expert, row_active, row in _rows_of(problem, gpu)
-    ]
-    rows.sort(key=itemgetter(0))
-    return rows
-
-
-@lru_cache(maxsize=64)
-def _rows_of(problem: MoEProblem, gpu: GpuModel) -> tuple[tuple[float, float, float, MeasuredLaunch], ...]:
-    """The rows of `_by_distance`, each after what does not depend on the number of tokens.
-
-    That is the weighted distance of its layer and GPU, its tokens per expert and its active experts.
-    """
-    return tuple(
-        (
-            LAYER_WEIGHT * (entry.distance(problem) + abs(math.log2(entry.gpu.sms / gpu.sms))),
-            row.spread.tokens_per_expert,
-            row.spread.active_experts,
-            row,
-        )
-        for entry in entries()
-        if entry.gpu.capability == gpu.capability and _same_storage(entry.weight, problem)
-        for row in entry.rows
-    )

@@ -11,7 +11,7 @@ from ...environment.named_devices import published_matrix_rate
 from ...problem.moe_problem import MoEProblem
 from .launch_model import GpuRates, coefficients, predicted_us
 from .launch_plan import FITTED_CAPABILITY, MODELLED, planned
-from .prefill_launches import PrefillTile
+from .stream_launches import StreamTile
 from .tma_launches import TmaTile
 
 FITTED_ARCH = "sm{}{}".format(*FITTED_CAPABILITY)
@@ -66,6 +66,8 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
         rates = GpuRates.of(device.sms, device.bandwidth, published_matrix_rate(device.name))
         plan = planned(problem, rates, FITTED_CAPABILITY)
         for m, launch in [(m, plan.launch(m)) for m in sorted(tokens)] if plan else ():
+            if launch is None:
+                continue
             shape = MODELLED[launch.family].shape
             us = (
                 predicted_us(problem, m, launch.family, shape(problem, launch.tile), rates) if shape else None
@@ -78,7 +80,7 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
     return PredictedTimes(tuple(times), max(errors, default=None), reason)
 
 
-_ANY_TILE = {"tma": TmaTile(8, 1, 1, stages=2), "prefill": PrefillTile()}
+_ANY_TILE = {"tma": TmaTile(8, 1, 1, stages=2), "stream": StreamTile(1, 0, 1, 4, 1, 8, 1, 1, 4, 1, 8, 1)}
 """A tile of each family without which a layer has no plan, that fits every layer of which one does."""
 
 
@@ -88,8 +90,6 @@ def _unpredicted(problem: MoEProblem, device: Device) -> str:
         return f"they are predicted on {FITTED_ARCH.upper()} only"
     if not device.sms or not device.bandwidth:
         return f"the multiprocessors or the memory bandwidth of {device.name} are not known"
-    weight = problem.scheme.weight
-    family = "tma" if weight.name in ROW_FORMATS else "prefill"
-    if refusal := MODELLED[family].fits(problem, _ANY_TILE[family]):
-        return f"portable kernels run this layer, whose times are not predicted ({family}: {refusal})"
-    return f"nothing was measured in {weight} yet"
+    family = "tma" if problem.scheme.weight.name in ROW_FORMATS else "stream"
+    refusal = MODELLED[family].fits(problem, _ANY_TILE[family])
+    return f"portable kernels run this layer, whose times are not predicted ({family}: {refusal})"

@@ -7,8 +7,7 @@ CUDA graph and is bitwise reproducible.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,7 @@ from ...problem.schemes import A16
 from ..choice.launch import Launch
 from ..choice.launch_model import GpuRates, predicted_us
 from ..choice.launch_plan import FITTED_CAPABILITY, planned
-from ..choice.launch_table import GpuModel, MeasuredLaunch, TokenSpread, nearest, tuned
+from ..choice.launch_table import GpuModel, TokenSpread, tuned
 from ..choice.tile_family import launch_of as launch_named
 from ..choice.tile_family import scale_name
 from ..choice.tma_launches import tile_for
@@ -136,23 +135,16 @@ def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> La
     """A launch that does not depend on measurements of this machine.
 
     In this order: one of the layer's plan, by the model of time and the shipped ones that were measured for
-    this layer; without a plan, the nearest shipped one, one by rules: those of `tma` for weights that it
-    reads, and of the portable kernels.
+    this layer; one by rules, those of `tma` for weights that it reads, and of the portable kernels.
     """
     if device.type == "cuda" and tokens:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         gpu = GpuModel(torch.cuda.get_device_capability(device), sms)
 
-        if plan := planned(problem, _rates_of(device), gpu.capability):
-            return plan.launch(tokens)
+        plan = planned(problem, _rates_of(device), gpu.capability)
+        if plan is not None and (launch := plan.launch(tokens)):
+            return launch
         per_expert = TokenSpread.local(problem, tokens).tokens_per_expert
-        for row in nearest(problem, tokens, gpu):
-            if not _is_near(row, per_expert):
-                continue
-            for tile in _with_fewer_stages(FAMILIES[row.family].tile(**row.tile)):
-                launch = Launch(row.family, tile)
-                if is_runnable(launch, problem, device):
-                    return launch
         tile = tile_for(problem, per_expert)
         if tile is not None and TMA_FAMILY.runs_on(device):
             return Launch("tma", tile)
@@ -185,41 +177,6 @@ def bandwidth_of(about: Any) -> float:
 
 USUAL_BANDWIDTH = 3.35e12
 """Bytes per second of a GPU that says nothing of its memory: an H100's."""
-
-
-REACH = 2.0
-"""A row is used up to its tokens per expert times this factor, and down to its kernel family's lower limit
-divided by it. If no nearer row runs, the time on an H200 was 0.9 to 1.1 times the portable kernels' at twice
-the tokens of an 8-token kernel's row, 1.1 to 1.2 times at four times the tokens, 1.4 to 1.8 times at eight
-times, and 2 to 3 times beyond."""
-
-
-CROWDED = 1.25
-"""Kernels for few tokens are used up to their tile's tokens times this factor (tokens per expert); beyond it,
-the weights of many experts are read several times."""
-
-FILLED = 0.75
-"""`CROWDED` for tiles of 2 to 16 tokens, as experts have unequal numbers of tokens. With 8 tokens per expert
-in NVFP4, stream's tiles of 8 took 478 to 686 us on an H200, mid's of 16 and 32 304 to 386 us; with 4 tokens
-both took as long."""
-
-
-def _is_near(row: MeasuredLaunch, per_expert: float) -> bool:
-    """Whether the row can be used for `per_expert` tokens per expert."""
-    fewest, most = FAMILIES[row.family].tokens_per_expert
-    if math.isinf(most):
-        return fewest / REACH <= per_expert
-    width = row.tile["tokens"]
-    crowded = FILLED if 1 < width <= 16 and fewest < 1 else CROWDED
-    limit = min(REACH * row.spread.tokens_per_expert, crowded * width)
-    return fewest / REACH <= per_expert <= limit
-
-
-def _with_fewer_stages(tile: Any) -> Iterator[Any]:
-    """`tile`, then the same with fewer and fewer stages, since wider codes leave room for fewer."""
-    yield tile
-    for stages in range(getattr(tile, "stages", 0) - 1, 0, -1):
-        yield replace(tile, stages=stages)
 
 
 def launch_of(name: str, tile: Mapping[str, int]) -> Launch | None:

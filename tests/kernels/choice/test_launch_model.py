@@ -58,10 +58,17 @@ H200, H100 = GpuRates(132, 4.8e12), GpuRates(132, 3.35e12)
 H20 = GpuRates.of(78, 4e12, published_matrix_rate("NVIDIA H20"))
 RATES = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
 ON_SM90 = (9, 0)
-FORMATS = ("mxfp4", "int4-g32", "int4-g128", "nvfp4", "bf16", "fp8-block", "fp8-channel", "fp8-tensor")
+FORMATS = tuple(SCHEMES)
 
 LAYER = MoEProblem(Dims(2560, 1536), 64, 6, SCHEMES["int4-g128"])
 """A layer without rows in the shipped table."""
+
+
+def _at(plan: Plan, tokens: int) -> Launch:
+    """A plan's launch for a number of tokens, which it has."""
+    launch = plan.launch(tokens)
+    assert launch is not None
+    return launch
 
 
 def _known(problem: MoEProblem) -> list[tuple[Launch, LaunchShape]]:
@@ -272,7 +279,7 @@ def test_a_lower_matrix_rate_bounds_prefill_and_leaves_decoding_alone() -> None:
 
 
 def _planned_us(problem: MoEProblem, tokens: int, plan: Plan, gpu: GpuRates) -> float:
-    launch = plan.launch(tokens)
+    launch = _at(plan, tokens)
     shape = FAMILIES[launch.family].shape
     assert shape is not None
     us = predicted_us(problem, tokens, launch.family, shape(problem, launch.tile), gpu)
@@ -354,7 +361,7 @@ def test_planned_launches_of_layers_in_rows_take_less_time_than_those_by_rules()
         assert found is not None
         us = {launch: us for _, launch, us in rows}
         ruled = tile_for(problem, TokenSpread.local(problem, tokens).tokens_per_expert)
-        planned_us, ruled_us = us.get(found.launch(tokens)), us.get(Launch("tma", ruled))
+        planned_us, ruled_us = us.get(_at(found, tokens)), us.get(Launch("tma", ruled))
         gains += [ruled_us / planned_us] if planned_us and ruled_us else []
     assert len(gains) > 70 and _mean(gains) > 1.01 and min(gains) > 0.85, (_mean(gains), sorted(gains)[:9])
 
@@ -366,7 +373,7 @@ def _gemms(problem: MoEProblem, plan: Plan) -> set[object]:
     """
     gemms: set[object] = set()
     for size in SIZES:
-        launch = plan.launch(size)
+        launch = _at(plan, size)
         shape = FAMILIES[launch.family].shape
         assert shape is not None
         name, (first, second), *_ = shape(problem, launch.tile)
@@ -407,15 +414,19 @@ def _candidate(launch: Launch, shape: LaunchShape) -> CandidateLaunch:
     return CandidateLaunch(launch, shape, FAMILIES[launch.family].tokens_per_expert)
 
 
-def test_formats_and_gpus_that_were_not_fitted_have_no_plan() -> None:
-    assert planned(replace(LAYER, scheme=SCHEMES["mxfp8"]), H200, ON_SM90) is None
+def test_gpus_that_were_not_fitted_have_no_plan() -> None:
     assert planned(LAYER, GpuRates(108, 2e12), (8, 0)) is None
     assert plan(LAYER, H200, ()) is None
 
 
-def test_a_plan_without_a_launch_for_some_tokens_is_none() -> None:
+def test_a_plan_ends_where_no_launch_suits() -> None:
     few = [_candidate(launch, shape) for launch, shape in _known(LAYER) if launch.family == "stream"]
-    assert plan(LAYER, H200, few) is None
+    found = plan(LAYER, H200, few)
+    assert found is not None and 64 <= found.most[-1] < SIZES[-1]
+    assert found.launch(found.most[-1]) == found.launches[-1]
+    assert found.launch(found.most[-1] + 1) is None and found.launch(1 << 20) is None
+    many = [_candidate(launch, shape) for launch, shape in _known(LAYER) if launch.family == "prefill"]
+    assert plan(LAYER, H200, many) is None
 
 
 OF_THE_TABLE = {
@@ -449,7 +460,7 @@ def test_layers_of_the_table_take_their_rows_or_what_shares_binaries_and_is_near
     for tokens, launch in others.items():
         us, measured = (
             predicted_us(problem, tokens, it.family, _shape(problem, it), gpu)
-            for it in (found.launch(tokens), launch)
+            for it in (_at(found, tokens), launch)
         )
         assert us is not None and measured is not None and us < 1.1 * measured, (tokens, us, measured)
 
@@ -470,7 +481,7 @@ def test_rows_decide_at_their_numbers_of_tokens_and_the_model_between_them(name:
             if _candidate(launch, shape).suits(tokens, per_expert)
             if (us := predicted_us(problem, tokens, launch.family, shape, gpu))
         }
-        taken = found.launch(tokens)
+        taken = _at(found, tokens)
         us = predicted_us(problem, tokens, taken.family, _shape(problem, taken), gpu)
         assert us is not None and us < 1.16 * min(times.values()), (tokens, taken, us, min(times.values()))
 

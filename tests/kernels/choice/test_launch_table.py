@@ -1,10 +1,8 @@
-"""Which measured launch a layer takes: its own, or the nearest."""
+"""Which launches a layer takes: those that were measured for it, and what else there is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +15,9 @@ from moectl.kernels.choice.launch_table import (
     LayerLaunches,
     MeasuredLaunch,
     TokenSpread,
-    distance_to_nearest,
-    nearest,
+    own_rows,
 )
-from moectl.kernels.choice.prefill_launches import PROMISING
-from moectl.kernels.triton import triton_runner
 from moectl.kernels.triton.expert_batches import one_each
-from moectl.kernels.triton.hopper.mid import MID_FAMILY
 from moectl.kernels.triton.launches import launch_for
 from moectl.kernels.triton.marlin import tile_for
 from moectl.kernels.triton.triton_runner import FAMILIES, choose_shipped
@@ -37,19 +31,8 @@ H200 = GpuModel((9, 0), 132)
 
 
 def _entry(weight: str, hidden: int, experts: int, top_k: int, name: str) -> LayerLaunches:
-    rows = tuple(
-        MeasuredLaunch(tokens, TokenSpread.of(experts, top_k, tokens), f"{name} {tokens}", {}, 1.0)
-        for tokens in (1, 16, 1024)
-    )
+    rows = tuple(MeasuredLaunch(tokens, f"{name} {tokens}", {}, 1.0) for tokens in (1, 16, 1024))
     return LayerLaunches(H200, weight, hidden, hidden, experts, top_k, rows)
-
-
-@pytest.fixture(autouse=True)
-def no_rows_kept() -> Iterator[None]:
-    """Rows that are kept for a layer are those of the table in one test alone."""
-    launch_table._rows_of.cache_clear()
-    yield
-    launch_table._rows_of.cache_clear()
 
 
 @pytest.fixture
@@ -61,35 +44,18 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_table, "entries", lambda: kept)
 
 
-def test_a_measured_layer_takes_its_own_rows(measured: None) -> None:
-    problem = replace(GPT_OSS, dims=Dims(2880, 2880), experts=128, local_experts=128)
-    for tokens, wanted in ((1, 1), (13, 16), (20, 16), (700, 1024), (60_000, 1024)):
-        assert next(nearest(problem, tokens, H200)).family == f"gpt-oss {wanted}"
-
-
-def test_the_format_counts_more_than_sizes(measured: None) -> None:
-    problem = replace(KIMI, dims=Dims(2880, 2880), experts=128, local_experts=128, top_k=4)
-    assert next(nearest(problem, 1, H200)).family == "kimi 1"
-
-
-def test_a_near_row_of_another_layer_comes_before_a_far_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = str(GPT_OSS.scheme.weight)
-    near, far = _entry(kind, 2880, 128, 4, "near"), _entry(kind, 4096, 128, 4, "far")
-    monkeypatch.setattr(launch_table, "entries", lambda: (replace(near, rows=near.rows[:1]), far))
-    problem = replace(GPT_OSS, dims=Dims(2944, 2880), experts=128, local_experts=128)
-    assert [next(nearest(problem, tokens, H200)).family for tokens in (1, 1024)] == ["near 1", "far 1024"]
-    assert distance_to_nearest(problem, 1024, H200) > distance_to_nearest(problem, 1, H200) > 0
-
-
-def test_another_gpu_has_no_rows_and_another_size_of_it_has(measured: None) -> None:
-    assert not list(nearest(GPT_OSS, 1, GpuModel((8, 0), 108)))
-    assert list(nearest(GPT_OSS, 1, GpuModel((9, 0), 78)))
-
-
-def test_tokens_per_expert_not_tokens_choose(measured: None) -> None:
-    """Twice the experts with twice the top-k are like the measured layer at the same spread."""
-    problem = replace(GPT_OSS, dims=Dims(2880, 2880), experts=32, local_experts=32)
-    assert next(nearest(problem, 256, H200)).family == "gpt-oss 1024"
+def test_rows_are_of_one_layer_on_one_model_of_gpu(measured: None) -> None:
+    problem = replace(GPT_OSS, dims=Dims(2880, 2880), experts=128, local_experts=128, top_k=4)
+    assert [row.family for row in own_rows(problem, H200)] == ["gpt-oss 1", "gpt-oss 16", "gpt-oss 1024"]
+    for other in (
+        replace(problem, dims=Dims(2880, 2944)),
+        replace(problem, top_k=2),
+        replace(problem, scheme=KIMI.scheme),
+        replace(problem, local_experts=64),
+        replace(problem, experts=64, local_experts=64),
+    ):
+        assert not own_rows(other, H200)
+    assert not own_rows(problem, GpuModel((8, 0), 108)) and not own_rows(problem, GpuModel((9, 0), 78))
 
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(128, 4, 1), (8, 8, 5), (1, 1, 7), (384, 8, 65536)])
@@ -148,33 +114,8 @@ def test_programs_of_one_token_are_not_taken_where_experts_have_two() -> None:
     assert found[0] == 1 and min(found[1:]) > 1
 
 
-def test_wider_codes_take_a_row_with_a_shorter_ring() -> None:
-    problem = replace(QWEN, scheme=Scheme(int_format(8, FULL)))
-    with compiling_for(OFFLINE_GPUS[90]):
-        own, wider = (choose_shipped(it, 256, torch.device("cuda")) for it in (QWEN, problem))
-    assert own.family == wider.family == "mid" and wider.tile.stages < own.tile.stages
-    longer = replace(wider.tile, stages=wider.tile.stages + 1)
-    assert "shared memory" in MID_FAMILY.fits(problem, longer)
-    assert replace(wider.tile, stages=0) == replace(own.tile, stages=0)
-
-
-def test_few_tokens_are_no_work_for_kernels_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill = MeasuredLaunch(8192, TokenSpread.of(128, 4, 8192), "prefill", asdict(PROMISING[0]), 1.0)
-    entry = LayerLaunches(H200, str(OSS.scheme.weight), 2880, 2880, 128, 4, (prefill,))
-    monkeypatch.setattr(launch_table, "entries", lambda: (entry,))
-    monkeypatch.setattr(triton_runner, "planned", lambda problem, rates, capability: None)
-    with compiling_for(OFFLINE_GPUS[90]):
-        found = {n: choose_shipped(OSS, n, torch.device("cuda")).family for n in (16, 256, 1024, 65_536)}
-    assert found == {16: "decode", 256: "grouped", 1024: "prefill", 65_536: "prefill"}
-
-
 NVFP4_LAYERS = (("qwen3-235b", 1), ("deepseek-v3", 8))
 """(model, tensor parallel ranks) that were measured in NVFP4."""
-
-
-def _ring(tile: Any) -> dict[str, int]:
-    """The one field in which wider codes may differ: the stages of the shared memory ring."""
-    return {"stages": tile.stages} if hasattr(tile, "stages") else {}
 
 
 def _stored(model: str, format: str, tp: int) -> MoEProblem:
@@ -185,7 +126,7 @@ def _stored(model: str, format: str, tp: int) -> MoEProblem:
 @pytest.mark.parametrize(("model", "tp"), NVFP4_LAYERS)
 def test_nvfp4_layers_take_their_own_rows(model: str, tp: int) -> None:
     problem = _stored(model, "nvfp4", tp)
-    own = next(entry for entry in launch_table.entries() if entry.distance(problem) == 0)
+    own = next(entry for entry in launch_table.entries() if entry.is_of(problem))
     assert len(own.rows) == 8
     taken = {}
     with compiling_for(OFFLINE_GPUS[90]):
@@ -194,15 +135,6 @@ def test_nvfp4_layers_take_their_own_rows(model: str, tp: int) -> None:
             taken[tokens] = (chosen.family, asdict(chosen.tile)) == (row.family, row.tile)
     # The others take what shares binaries with the launches of other numbers of tokens.
     assert taken[1] and taken[4] and taken[16] and sum(taken.values()) >= 6
-
-
-def test_a_thin_slice_takes_the_rows_of_the_same_sizes_in_nvfp4() -> None:
-    """Sizes outweigh a format that the model does not know: rows of larger intermediate sizes are farther."""
-    problem, like = (_stored("deepseek-v3", name, 8) for name in ("mxfp8", "nvfp4"))
-    with compiling_for(OFFLINE_GPUS[90]):
-        for tokens in (1, 256, 8192):
-            here, there = (choose_shipped(it, tokens, torch.device("cuda")) for it in (problem, like))
-            assert (here.family, replace(here.tile, **_ring(there.tile))) == (there.family, there.tile)
 
 
 def test_tiles_of_few_tokens_are_not_taken_where_experts_fill_them() -> None:
@@ -218,7 +150,7 @@ def test_shipped_rows_are_launches_of_their_own_layers() -> None:
     problems = [layer_without_weights(model).problem for model in MODELS]
     problems += [_stored(model, "nvfp4", tp) for model, tp in NVFP4_LAYERS]
     for entry in launch_table.entries():
-        own = [problem for problem in problems if entry.distance(problem) == 0]
+        own = [problem for problem in problems if entry.is_of(problem)]
         assert own, f"no model has the layer of {entry}"
         for row in entry.rows:
             kernel_family = FAMILIES[row.family]

@@ -71,11 +71,10 @@ NO_TIMES = {
         replace(H200, bandwidth=0.0),
         "the multiprocessors or the memory bandwidth of NVIDIA H200 are not known",
     ),
-    "MXFP8": (replace(OSS, scheme=SCHEMES["mxfp8"]), H200, "nothing was measured in mxfp8 group 32 yet"),
-    "fp16": (
-        replace(OSS, dtype="fp16"),
+    "sizes of tiles": (
+        replace(OSS, dims=Dims(2888, 2880)),
         H200,
-        f"{PORTABLE} (prefill: it does not support fp16 tokens with mxfp4 group 32 weights and e8m0 scales)",
+        f"{PORTABLE} (stream: it needs sizes that are multiples of 16; the layer's hidden size is 2888)",
     ),
     "sizes": (
         replace(BF16, dims=Dims(2048, 760)),
@@ -97,3 +96,8 @@ def test_where_there_are_no_times_there_is_a_reason(name: str) -> None:
     found = predicted_times(problem, device, (1, 64))
     assert (found.times, found.median_error, found.reason) == ((), None, reason)
     assert predicted_times(OSS, H200, (1, 64)).reason == ""
+
+
+def test_times_end_where_portable_kernels_run() -> None:
+    times = predicted_times(replace(OSS, dtype="fp16"), H200, (1, 64, 4096)).times
+    assert [(time.tokens, time.family) for time in times] == [(1, "stream"), (64, "stream")]

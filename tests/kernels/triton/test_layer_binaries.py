@@ -88,6 +88,8 @@ BOUNDED = {
     "qwen3-235b ep8 fp8-channel": rank(model_problem("qwen3-235b", "fp8-channel"), ep=8),
     "deepseek-v3 tp8 fp8-block": rank(model_problem("deepseek-v3", "fp8-block"), tp=8),
     "qwen3-30b fp8-tensor": model_problem("qwen3-30b", "fp8-tensor"),
+    "qwen3-30b mxfp8": model_problem("qwen3-30b", "mxfp8"),
+    "kimi-k2 tp8 int8-channel": rank(model_problem("kimi-k2", "int8-channel"), tp=8),
 }
 """Layers with launches of their own in the table, and without."""
 

@@ -13,8 +13,6 @@ from triton.runtime.jit import JITFunction
 
 from moectl.capabilities.own_kernels import token_format
 from moectl.errors import UsageError
-from moectl.kernels.choice import launch_table
-from moectl.kernels.choice.launch_table import GpuModel, LayerLaunches, MeasuredLaunch, TokenSpread, nearest
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import ActivationFormat
 from moectl.kernels.tolerance import DECLARED
@@ -25,7 +23,6 @@ from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.kernels.triton.workspace import SMALLEST
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import SILU, Dims, MoEProblem
-from moectl.problem.schemes import Scheme, int_format
 from support import row_cases as cases
 from support.asked_memory import asked_for
 from support.random_layers import KIMI, random_layer
@@ -93,22 +90,6 @@ def test_only_families_that_read_rows_take_them(scheme: str) -> None:
 def test_steps_of_fp8_products_are_never_longer_than_a_block() -> None:
     why = FAMILIES["grouped"].fits(problem_of("block"), Tile(16, 64, 256, stages=2, warps=4))
     assert "adds up more than 128 columns of FP8 products at once" in why
-
-
-def test_measured_launches_are_used_for_the_same_storage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = MeasuredLaunch(16, TokenSpread.of(128, 8, 16), "grouped", {}, 1.0)
-    gpu = GpuModel((9, 0), 132)
-    measured = [
-        LayerLaunches(gpu, weight, 2048, 768, 128, 8, (replace(row, us=us),))
-        for us, weight in enumerate(("int4 group 128", "mxfp4 group 32", "fp8 block 128x128", "bf16"))
-    ]
-    monkeypatch.setattr(launch_table, "entries", lambda: tuple(measured))
-    found = {
-        name: [row.us for row in nearest(replace(problem_of("plain"), scheme=scheme), 16, gpu)]
-        for name, scheme in {**cases.SCHEMES, "int4": Scheme(int_format(4, 32))}.items()
-    }
-    assert found["plain"] == [3] and sorted(found["int4"]) == [0, 1]
-    assert found["block"] == found["channel and token"] == [2]
 
 
 @pytest.fixture
