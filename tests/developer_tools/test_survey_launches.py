@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,3 +108,26 @@ def test_an_impossible_layer_of_a_plan_is_refused_before_anything_is_compiled(
         script.main()
     (line,) = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and re.search(said, line)
+
+
+def test_a_plan_is_compiled_for_a_gpu_by_name_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.jsonl"
+    plan.write_text(json.dumps(asdict(CELL)) + "\n")
+    compiled = []
+
+    def compile_launches(cells: list[Any], gpu: OfflineGpu, jobs: int, limit: float) -> str:
+        compiled.extend((cell.tokens, gpu.name, jobs, limit) for cell in cells)
+        return "2 binaries"
+
+    monkeypatch.setattr(script, "compile_launches", compile_launches)
+    arguments = ["survey_launches", str(plan), "--most", "2", "--jobs", "3", "--compile-limit", "9"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--compile-for", "h200"])
+    script.main()
+    assert compiled == [(CELL.tokens, "NVIDIA H200", 3, 9.0)] * 2 + [(1, "NVIDIA H200", 3, 9.0)]
+    assert "2 binaries in " in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*arguments, "--compile-for", "h2oo"])
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    assert end.value.code == 2 and "h2oo" in capsys.readouterr().err
