@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.choice.launch import Launch
-from ..kernels.choice.launch_table import GpuModel, TokenSpread, own_rows
+from ..kernels.choice.launch_table import GpuModel, own_rows, tokens_per_expert
 from ..kernels.triton.triton_runner import FAMILIES, predicted_for
 from ..problem.moe_problem import MoEProblem
 
@@ -32,7 +32,7 @@ class TuningCase:
     @property
     def tokens_per_expert(self) -> float:
         """Average tokens of experts that have any."""
-        return TokenSpread.local(self.problem, self.tokens).tokens_per_expert
+        return tokens_per_expert(self.problem, self.tokens)
 
     def __str__(self) -> str:
         return f"{self.name} M={self.tokens}"

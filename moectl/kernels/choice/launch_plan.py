@@ -18,7 +18,7 @@ from ...problem.moe_problem import MoEProblem
 from .launch import Launch
 from .launch_model import GpuRates, fitted, load_of, seconds, work_of
 from .launch_shape import LaunchShape
-from .launch_table import GpuModel, TokenSpread, own_rows
+from .launch_table import GpuModel, own_rows, tokens_per_expert
 from .mid_launches import MID_TILES
 from .prefill_launches import PREFILL_TILES
 from .stream_launches import STREAM_TILES
@@ -40,14 +40,14 @@ FITTED_CAPABILITY = (9, 0)
 
 MOST_TOKENS = 16384
 """Numbers of tokens up to which launches are compared and, by default, a layer's binaries are compiled; more
-take the launch of this one."""
+take the launch of this one, if a plan has one."""
 
 SIZES = tuple(sorted({round(2 ** (half / 2)) for half in range(2 * int(math.log2(MOST_TOKENS)) + 1)}))
 """Numbers of tokens at which launches are compared, two for each power of two."""
 
 MOST_BINARIES = 12
 """Compiled kernels of a layer over all numbers of tokens: GEMMs, and the small ones around them
-(`TileFamily.small_binaries`)."""
+(`TileFamily.small_binaries`). Portable GEMMs for more tokens than a plan has come in addition."""
 
 MOST_IF_MEASURED = 16
 """The same for a layer with measured launches: with fewer, some of the fastest would have to be left out."""
@@ -74,8 +74,13 @@ FEW, WITH_FEW = 1.5, 1.03
 """Tiles of families that were made for several tokens of an expert count as this much slower below so many:
 few launches were measured there, and they are chosen only where they are predicted to be clearly faster."""
 
+FILLED = 0.75
+"""Where a plan ends early, as the layer's kernels for many tokens are portable ones, whose time the model
+does not know: up to so many tokens of an expert for each that a tile holds, as experts have unequal numbers.
+With 8 in NVFP4, `stream`'s tiles of 8 took 478 to 686 us on an H200, and `mid`'s of 16 and 32 304 to 386."""
+
 UNFITTED = 1000.0
-"""Loss of a launch where it was not fitted: beyond those of all that were, at all `SIZES`."""
+"""Loss of a launch where it was not fitted: beyond those of all that were, at all sizes."""
 
 
 class CandidateLaunch(NamedTuple):
@@ -144,7 +149,7 @@ class Plan(NamedTuple):
     launches: tuple[Launch, ...]
 
     def launch(self, tokens: int) -> Launch | None:
-        """The launch for `tokens` tokens; None for more than any of the layer's launches suits."""
+        """The launch for `tokens` tokens; None above the last range, if that ends before `MOST_TOKENS`."""
         place = bisect_left(self.most, min(tokens, MOST_TOKENS))
         return self.launches[place] if place < len(self.launches) else None
 
@@ -184,6 +189,8 @@ def plan(
 ) -> Plan | None:
     """The launches of a layer, up to the first of `SIZES` that no candidate suits; None if that is the first.
 
+    Where that ends early, it ends where experts fill the widest tiles (`FILLED`).
+
     They are few, within `MOST_BINARIES` or `MOST_IF_MEASURED`: those whose fastest is nearest to the fastest
     of all candidates, on average over these sizes.
 
@@ -195,6 +202,10 @@ def plan(
     us = _predicted(problem, gpu, candidates)
     fastest = [min(times) for times in zip(*us, strict=True)]
     sizes = SIZES[: next((i for i, time in enumerate(fastest) if time == math.inf), len(fastest))]
+    if len(sizes) < len(SIZES):
+        widest = max((max(it.shape.widths, default=1) for it in candidates), default=1)
+        most_of_one = max(1.0, FILLED * widest)
+        sizes = tuple(m for m in sizes if tokens_per_expert(problem, m) <= most_of_one)
     if not sizes:
         return None
     us = [times[: len(sizes)] for times in _corrected(us, measured)]
@@ -221,7 +232,7 @@ def plan(
     ends = [i for i, pick in enumerate(picks) if i + 1 == len(picks) or picks[i + 1] != pick]
     # Between two sizes the launch of the nearer one is taken.
     most = [
-        SIZES[i] if i + 1 == len(SIZES) else max(SIZES[i], int(math.sqrt(SIZES[i] * SIZES[i + 1])))
+        sizes[i] if i + 1 == len(sizes) else max(sizes[i], int(math.sqrt(sizes[i] * sizes[i + 1])))
         for i in ends
     ]
     return Plan(tuple(most), tuple(candidates[picks[i]].launch for i in ends))
@@ -249,7 +260,7 @@ def _predicted(
 ) -> list[list[float]]:
     """Microseconds of each candidate at each of `SIZES`; infinite where it was not fitted."""
     loads = [load_of(problem, tokens) for tokens in SIZES]
-    spread = [TokenSpread.local(problem, tokens).tokens_per_expert for tokens in SIZES]
+    spread = [tokens_per_expert(problem, tokens) for tokens in SIZES]
     predicted = []
     for candidate in candidates:
         of = fitted(candidate.launch.family, candidate.shape, problem.scheme.weight)

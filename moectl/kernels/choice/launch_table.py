@@ -35,32 +35,15 @@ class GpuModel:
     sms: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSpread:
-    """How tokens are distributed over experts when each token takes `top_k` of `experts` at random.
+def tokens_per_expert(problem: MoEProblem, tokens: int) -> float:
+    """Tokens of an expert that has any, on average, when each of one or more tokens takes experts at random.
 
-    Attributes:
-        active_experts: expected number of active experts (with at least one token).
-        tokens_per_expert: average number of tokens per active expert.
+    A rank with a share of the experts has fewer of them, and as many tokens for each.
     """
-
-    active_experts: float
-    tokens_per_expert: float
-
-    @staticmethod
-    def of(experts: int, top_k: int, tokens: int) -> TokenSpread:
-        """The spread of `tokens` tokens, one or more."""
-        share = min(top_k, experts) / experts
-        active = experts * -math.expm1(tokens * math.log1p(-share)) if share < 1 else float(experts)
-        return TokenSpread(active, tokens * top_k / active)
-
-    @staticmethod
-    def local(problem: MoEProblem, tokens: int) -> TokenSpread:
-        """The spread over the experts of one rank, which has its share of the active experts."""
-        layer = TokenSpread.of(problem.experts, problem.top_k, tokens)
-        return TokenSpread(
-            layer.active_experts * problem.local_experts / problem.experts, layer.tokens_per_expert
-        )
+    experts = problem.experts
+    share = min(problem.top_k, experts) / experts
+    active = experts * -math.expm1(tokens * math.log1p(-share)) if share < 1 else float(experts)
+    return tokens * problem.top_k / active
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class PredictedTimes:
         times: by number of tokens, in ascending order.
         median_error: median relative error of predictions on this GPU, of layers that the model was not
             fitted to, the largest of the families among the times; None if nothing was measured on it.
-        reason: why there are no times, as a clause; empty if there are.
+        reason: why there are none, or none for more tokens, as a clause; empty if none is missing.
     """
 
     times: tuple[PredictedTime, ...]
@@ -76,7 +76,7 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
                 times.append(PredictedTime(m, us, launch.family))
                 error = coefficients().error(launch.family, problem.scheme.weight, device.name)
                 errors += [] if error is None else [error]
-    reason = "" if times else _unpredicted(problem, device)
+    reason = "" if len(times) == len(tokens) else _unpredicted(problem, device, bool(times))
     return PredictedTimes(tuple(times), max(errors, default=None), reason)
 
 
@@ -84,12 +84,15 @@ _ANY_TILE = {"tma": TmaTile(8, 1, 1, stages=2), "stream": StreamTile(1, 0, 1, 4,
 """A tile of each family without which a layer has no plan, that fits every layer of which one does."""
 
 
-def _unpredicted(problem: MoEProblem, device: Device) -> str:
-    """Why the times of a layer on a GPU are not predicted, as a clause."""
+def _unpredicted(problem: MoEProblem, device: Device, some: bool) -> str:
+    """Why times of a layer on a GPU are not predicted, as a clause; with `some`, all but some."""
     if device.arch != FITTED_ARCH:
         return f"they are predicted on {FITTED_ARCH.upper()} only"
     if not device.sms or not device.bandwidth:
         return f"the multiprocessors or the memory bandwidth of {device.name} are not known"
     family = "tma" if problem.scheme.weight.name in ROW_FORMATS else "stream"
     refusal = MODELLED[family].fits(problem, _ANY_TILE[family])
-    return f"portable kernels run this layer, whose times are not predicted ({family}: {refusal})"
+    if refusal:
+        return f"portable kernels run this layer, whose times are not predicted ({family}: {refusal})"
+    more = " more" if some else " so many"
+    return f"portable kernels run{more} tokens, whose times are not predicted"

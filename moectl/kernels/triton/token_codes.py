@@ -1,7 +1,7 @@
 """Tokens quantized to E4M3 codes with fp32 scales, on the GPU: what enters the GEMMs of FP8 layers.
 
 Codes and scales are those of `quantize_tokens`, bit for bit, but the last block of a row may have fewer than
-128 columns.
+128 columns, and a NaN stays alone, where `quantize_tokens` spoils all that share its scale.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ LARGEST_PROGRAMS = 1024
 
 
 def token_rows(columns: int) -> int:
-    """Rows of tokens with a scale each that one program quantizes: some thousand numbers."""
-    return 8 if columns <= 512 else 2 if columns <= 2048 else 1
+    """Rows of tokens with a scale each that one program quantizes."""
+    widths = (kernels.NARROW.value, kernels.MIDDLE.value)
+    return next((kernels.AT_ONCE.value // width for width in widths if columns <= width), 1)
 
 
 def quantize_rows(

@@ -5,7 +5,7 @@ Scales are the largest magnitude / 448, codes the quotient, rounded to nearest, 
 both divisions are rounded once. With `POWERS` scales are rounded up to powers of two. With `LIVE` other than
 `ALL` only rows that hold tokens are read and written: the first ``IDS[E]`` (`SORTED`, `IDS` being offsets of
 experts), or those with ids of experts (`SLOTS`). `LIVE`, `E`, `BESIDE` and the numbers of rows and columns
-are no constants: what a layer's calls differ in is not compiled.
+are no constants: what a layer's calls differ in is not compiled, but whether columns are a multiple of 16.
 """
 
 import triton
@@ -14,6 +14,9 @@ import triton.language as tl
 ALL = tl.constexpr(0)
 SORTED = tl.constexpr(1)
 SLOTS = tl.constexpr(2)
+
+AT_ONCE, MIDDLE, NARROW = tl.constexpr(4096), tl.constexpr(2048), tl.constexpr(512)
+"""Numbers that a program reads at once of rows with a scale each, and the widths of which it has several."""
 
 
 @triton.jit
@@ -51,7 +54,7 @@ def _scale_of(largest, POWERS: tl.constexpr):
 @triton.jit
 def _divisor(scale):
     """What `_divided` takes of a scale: a power of two that keeps remainders normal, the scale times that,
-    and the reciprocal of the product. An infinite scale gives 0 for both."""
+    and the reciprocal of the product. An infinite scale gives 0 for the last two."""
     lift = tl.where(scale < 8.673617379884035e-19, 18446744073709551616.0, 1.0)  # 2**-60, 2**64
     lifted = scale * lift
     reciprocal = tl.div_rn(1.0, lifted)
@@ -160,26 +163,27 @@ def _token_codes_kernel(
     X, CODES, SCALES, IDS, ROWS, K, LIVE, E, BESIDE,
     POWERS: tl.constexpr, DIVIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A scale for each token, SCALES ``[ROWS]``; a program has as many rows as `token_rows` says."""
+    """A scale for each token, SCALES ``[ROWS]``; a program reads `AT_ONCE` numbers at a time: several narrow
+    rows, or a part of a wide one."""
     _begin(BESIDE, PDL)
-    if K <= 512:
-        _token_codes(X, CODES, SCALES, IDS, ROWS, K, LIVE, E, 8, 512, POWERS, DIVIDE)
-    elif K <= 2048:
-        _token_codes(X, CODES, SCALES, IDS, ROWS, K, LIVE, E, 2, 2048, POWERS, DIVIDE)
-    elif K <= 4096:
-        _token_codes(X, CODES, SCALES, IDS, ROWS, K, LIVE, E, 1, 4096, POWERS, DIVIDE)
+    if K <= NARROW:
+        _token_codes(X, CODES, SCALES, IDS, ROWS, K, LIVE, E, AT_ONCE // NARROW, NARROW, POWERS, DIVIDE)
+    elif K <= MIDDLE:
+        _token_codes(X, CODES, SCALES, IDS, ROWS, K, LIVE, E, AT_ONCE // MIDDLE, MIDDLE, POWERS, DIVIDE)
+    elif K <= AT_ONCE:
+        _token_codes(X, CODES, SCALES, IDS, ROWS, K, LIVE, E, 1, AT_ONCE, POWERS, DIVIDE)
     else:
         row = tl.program_id(0)
         if _is_live(IDS, row, ROWS, LIVE, E):
-            columns = tl.arange(0, 4096)
-            largest = tl.zeros((4096,), dtype=tl.float32)
+            columns = tl.arange(0, AT_ONCE)
+            largest = tl.zeros((AT_ONCE,), dtype=tl.float32)
             first_at = row.to(tl.int64) * K
-            for first in range(0, K, 4096):
+            for first in range(0, K, AT_ONCE):
                 x = tl.load(X + first_at + first + columns, mask=first + columns < K, other=0).to(tl.float32)
                 largest = tl.maximum(largest, tl.abs(x))
             scale = _scale_of(tl.max(largest, 0), POWERS)
             lift, lifted, reciprocal = _divisor(scale)
-            for first in range(0, K, 4096):
+            for first in range(0, K, AT_ONCE):
                 at = first_at + first + columns
                 x = tl.load(X + at, mask=first + columns < K, other=0).to(tl.float32)
                 codes = _to_e4m3(_divided(x, scale, lift, lifted, reciprocal, X, DIVIDE), CODES)

@@ -25,7 +25,7 @@ from ...problem.schemes import A16
 from ..choice.launch import Launch
 from ..choice.launch_model import GpuRates, predicted_us
 from ..choice.launch_plan import FITTED_CAPABILITY, planned
-from ..choice.launch_table import GpuModel, TokenSpread, tuned
+from ..choice.launch_table import GpuModel, tokens_per_expert, tuned
 from ..choice.tile_family import launch_of as launch_named
 from ..choice.tile_family import scale_name
 from ..choice.tma_launches import tile_for
@@ -144,7 +144,7 @@ def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> La
         plan = planned(problem, _rates_of(device), gpu.capability)
         if plan is not None and (launch := plan.launch(tokens)):
             return launch
-        per_expert = TokenSpread.local(problem, tokens).tokens_per_expert
+        per_expert = tokens_per_expert(problem, tokens)
         tile = tile_for(problem, per_expert)
         if tile is not None and TMA_FAMILY.runs_on(device):
             return Launch("tma", tile)

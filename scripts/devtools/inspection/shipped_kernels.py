@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moectl.kernels.choice.launch import Launch
-from moectl.kernels.choice.launch_table import TokenSpread
+from moectl.kernels.choice.launch_table import tokens_per_expert
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.runner import Run
 from moectl.kernels.triton.offline_gpu import OfflineGpu
@@ -46,7 +46,7 @@ def candidates(layer: PreparedMoE, gpu: OfflineGpu) -> tuple[Examined, ...]:
     problem, launches = layer.problem, list[Examined]()
     for name, kernel_family in FAMILIES.items():
         fewest, most = kernel_family.tokens_per_expert
-        spreads = {n: TokenSpread.local(problem, n).tokens_per_expert for n in TOKENS}
+        spreads = {n: tokens_per_expert(problem, n) for n in TOKENS}
         tokens = tuple(n for n, per_expert in spreads.items() if fewest <= per_expert <= most)
         if tokens and kernel_family.capability[0] <= gpu.capability <= kernel_family.capability[1]:
             tiles = [

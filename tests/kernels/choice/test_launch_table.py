@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, fields, replace
 
 import pytest
@@ -14,8 +15,8 @@ from moectl.kernels.choice.launch_table import (
     GpuModel,
     LayerLaunches,
     MeasuredLaunch,
-    TokenSpread,
     own_rows,
+    tokens_per_expert,
 )
 from moectl.kernels.triton.expert_batches import one_each
 from moectl.kernels.triton.launches import launch_for
@@ -59,32 +60,23 @@ def test_rows_are_of_one_layer_on_one_model_of_gpu(measured: None) -> None:
 
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(128, 4, 1), (8, 8, 5), (1, 1, 7), (384, 8, 65536)])
-def test_a_spread_counts_every_assignment(experts: int, top_k: int, tokens: int) -> None:
-    spread = TokenSpread.of(experts, top_k, tokens)
-    assert spread.active_experts * spread.tokens_per_expert == pytest.approx(tokens * min(top_k, experts))
-    assert (
-        min(top_k, experts) * 0.999 <= spread.active_experts <= experts * 1.001
-        and spread.tokens_per_expert > 0.999
-    )
+def test_active_experts_share_all_assignments(experts: int, top_k: int, tokens: int) -> None:
+    problem = replace(KIMI, experts=experts, local_experts=experts, top_k=top_k)
+    active = tokens * top_k / tokens_per_expert(problem, tokens)
+    assert top_k * 0.999 <= active <= experts * 1.001
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
-def test_a_rank_gets_its_share_of_the_assignments(tokens: int) -> None:
-    """Its experts have as many tokens each as if all experts were there; fewer of them are hit."""
+def test_experts_of_a_rank_have_as_many_tokens_as_all_have(tokens: int) -> None:
     whole, here = KIMI, replace(KIMI, local_experts=KIMI.experts // 3)
-    all_of_it, share = TokenSpread.local(whole, tokens), TokenSpread.local(here, tokens)
-    assert all_of_it == TokenSpread.of(KIMI.experts, KIMI.top_k, tokens)
-    assert (
-        share.tokens_per_expert == all_of_it.tokens_per_expert
-        and 3 * share.active_experts == pytest.approx(all_of_it.active_experts)
-    )
+    assert tokens_per_expert(whole, tokens) == tokens_per_expert(here, tokens)
     assert launch_for(here, tokens).tile == launch_for(whole, tokens).tile
     assert tile_for(here, tokens) == tile_for(whole, tokens)
 
 
 def test_rows_of_a_batch_are_all_of_experts_that_are_here() -> None:
     one = one_each(replace(KIMI, local_experts=3))
-    assert TokenSpread.local(one, 3 * 16) == TokenSpread.of(3, 1, 3 * 16)
+    assert tokens_per_expert(one, 3 * 16) == pytest.approx(16)
 
 
 OSS = layer_without_weights("openai/gpt-oss-120b").problem
@@ -94,7 +86,7 @@ NOT_MEASURED = {
     "bf16 scales in fp16": replace(QWEN, scheme=Scheme(int_format(4, 128, "BF16")), dtype="fp16"),
     "int8, fp16 scales": replace(QWEN, scheme=Scheme(int_format(8, 128, "F16"))),
 }
-"""Layers whose kernels for many tokens have no row: `mid` and `prefill` do not take them."""
+"""Layers that `mid` and `prefill` do not take."""
 
 
 @pytest.mark.parametrize("name", NOT_MEASURED)
@@ -103,7 +95,8 @@ def test_kernels_of_few_tokens_are_not_taken_for_many(name: str) -> None:
     with compiling_for(OFFLINE_GPUS[90]):
         few = choose_shipped(problem, 32, torch.device("cuda"))
         assert few.family in ("stream", "warpwise")
-        for tokens in (512, 4096, 65_536):
+        full = math.ceil(8 * problem.experts / problem.top_k)  # the widest tiles have 8 tokens
+        for tokens in (full, 512, 4096, 65_536):
             assert choose_shipped(problem, tokens, torch.device("cuda")) == launch_for(problem, tokens)
 
 
@@ -138,7 +131,7 @@ def test_nvfp4_layers_take_their_own_rows(model: str, tp: int) -> None:
 
 
 def test_tiles_of_few_tokens_are_not_taken_where_experts_fill_them() -> None:
-    """32 experts of a rank have 8 tokens each, as many as a tile of the nearest row."""
+    """32 experts of a rank have 8 tokens each, as many as the widest of `stream`'s tiles."""
     problem = pad("moectl-mtile64", model_problem("deepseek-v3", "nvfp4").on(Parallel(tp=8, ep=True)))
     with compiling_for(OFFLINE_GPUS[90]):
         found = {n: choose_shipped(problem, n, torch.device("cuda")).family for n in (64, 256)}

@@ -99,5 +99,8 @@ def test_where_there_are_no_times_there_is_a_reason(name: str) -> None:
 
 
 def test_times_end_where_portable_kernels_run() -> None:
-    times = predicted_times(replace(OSS, dtype="fp16"), H200, (1, 64, 4096)).times
-    assert [(time.tokens, time.family) for time in times] == [(1, "stream"), (64, "stream")]
+    problem, unknown = replace(OSS, dtype="fp16"), "tokens, whose times are not predicted"
+    some, none = (predicted_times(problem, H200, tokens) for tokens in ((1, 64, 4096), (4096,)))
+    assert [(time.tokens, time.family) for time in some.times] == [(1, "stream"), (64, "stream")]
+    assert some.reason == f"portable kernels run more {unknown}"
+    assert (none.times, none.reason) == ((), f"portable kernels run so many {unknown}")

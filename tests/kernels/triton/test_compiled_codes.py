@@ -14,19 +14,22 @@ from moectl.problem.schemes import FP8_ACT_GROUP_128, FP8_ACT_TENSOR, FP8_ACT_TO
 FORMS = {"blocks": FP8_ACT_GROUP_128, "tokens": FP8_ACT_TOKEN, "everything": FP8_ACT_TENSOR}
 
 
+@pytest.mark.parametrize("columns", [7168, 200])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_on_sm90(form: ActFormat) -> None:
+def test_on_sm90(form: ActFormat, columns: int) -> None:
     """Nothing spills; numbers are divided by multiplying, which conversions saturate."""
-    x = torch.empty(48, 7168, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(48, columns, dtype=torch.bfloat16, device="meta")
     with compiling_for(gpu_of(90)) as launched:
         quantize_rows(x, form)
+    assert len(launched) == (2 if form == FP8_ACT_TENSOR else 1)
+    aligned = columns % 16 == 0
     for kernel in launched:
         report = report_of(kernel)
         assert not report.opcodes["LDL"] and not report.opcodes["STL"], "registers are spilled"
-        assert report.registers <= 128 and not report.hazards and not report.warnings
+        assert report.registers <= (128 if aligned else 168) and not report.hazards and not report.warnings
         quotients = kernel.kernel.asm["ptx"].count("div.rn.f32")
         # For each width of rows and each scale of a thread, the scale and its reciprocal; none for a number.
-        assert quotients <= (12 if form == FP8_ACT_TOKEN else 4)
+        assert quotients <= (12 if form == FP8_ACT_TOKEN else 4) * (1 if aligned else 8)
         conversions = kernel.kernel.asm["ptx"].count("cvt.rn.satfinite.e4m3x2.f32")
         assert (conversions > 0) == ("codes" in kernel.name)
 

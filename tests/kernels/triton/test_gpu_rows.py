@@ -54,7 +54,14 @@ def test_tokens_are_quantized_bit_for_bit(form: ActFormat, columns: int, dtype: 
     cases.quantizes_bit_for_bit(form, columns, dtype, "cuda")
 
 
-@pytest.mark.parametrize("scale", [0.037, 3.0, 2.0**-20])
+@pytest.mark.parametrize("columns", [129, 1536, 4097])
+@pytest.mark.parametrize("kind", ["all", "sorted", "slots"])
+@pytest.mark.parametrize("form", [FP8_ACT_GROUP_128, FP8_ACT_TOKEN], ids=["block", "token"])
+def test_rows_that_live_are_quantized_bit_for_bit(form: ActFormat, kind: str, columns: int) -> None:
+    cases.quantizes_rows_that_live(form, kind, columns, "cuda")
+
+
+@pytest.mark.parametrize("scale", cases.GIVEN_SCALES)
 def test_static_scales_bit_for_bit(scale: float) -> None:
     cases.quantizes_by_a_static_scale(scale, "cuda")
 

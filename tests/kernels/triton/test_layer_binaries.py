@@ -65,10 +65,9 @@ def test_numbers_of_tokens_share_binaries(name: str, gpu: OfflineGpu) -> None:
     problem = UNTUNED.get(name) or layer_without_weights(name).problem
     binaries = needed(problem, gpu)
     products = [binary for binary in binaries if any(part in binary.name for part in GEMMS)]
-    # The products are as many as the tiles that were measured to be the fastest; the rest is lists, sums, and
-    # codes of FP8 tokens.
+    # The rest is lists, sums, and codes of FP8 tokens.
     assert 6 <= len(products) <= 24, products
-    assert len(binaries) - len(products) <= 8, binaries
+    assert len(binaries) - len(products) <= 5, binaries
     assert len({binary.key for binary in binaries}) == len(binaries)
 
 
