@@ -170,7 +170,7 @@ def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> 
     rows = []
     for row in own_rows(problem, GpuModel(capability, gpu.sms)):
         launch = launch_of(MODELLED, row.family, row.tile)
-        if launch and not MODELLED[row.family].fits(problem, launch.tile):
+        if launch and row.tokens in SIZES and not MODELLED[row.family].fits(problem, launch.tile):
             forms = CandidateLaunch.each_of(problem, launch)
             made = next(it for it in forms if it.single is None or it.single == (row.tokens == 1))
             candidates[made.launch, made.single] = made

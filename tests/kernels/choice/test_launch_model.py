@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from moectl.capabilities.own_kernels import ROW_FORMATS
 from moectl.environment.named_devices import find_device, published_bandwidth, published_matrix_rate
+from moectl.kernels.choice import launch_plan
 from moectl.kernels.choice.expert_load import expert_counts, token_tiles_of
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.choice.launch_model import (
@@ -39,7 +40,13 @@ from moectl.kernels.choice.launch_plan import (
     planned,
 )
 from moectl.kernels.choice.launch_shape import GemmShape, LaunchShape
-from moectl.kernels.choice.launch_table import GpuModel, entries, own_rows, tokens_per_expert
+from moectl.kernels.choice.launch_table import (
+    GpuModel,
+    MeasuredLaunch,
+    entries,
+    own_rows,
+    tokens_per_expert,
+)
 from moectl.kernels.choice.tma_launches import TMA_TILES, tile_for
 from moectl.kernels.triton.launches import launch_for
 from moectl.kernels.triton.triton_runner import (
@@ -428,6 +435,16 @@ def test_a_plan_ends_where_no_launch_suits() -> None:
     assert found.launch(found.most[-1] + 1) is None and found.launch(1 << 20) is None
     many = [_candidate(launch, shape) for launch, shape in _known(LAYER) if launch.family == "prefill"]
     assert plan(LAYER, H200, many) is None
+
+
+def test_rows_at_other_numbers_of_tokens_than_are_compared_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without = planned.__wrapped__(LAYER, H200, ON_SM90)
+    launch = without.launches[-1]
+    row = MeasuredLaunch(100, launch.family, asdict(launch.tile), 1.0)
+    monkeypatch.setattr(launch_plan, "own_rows", lambda problem, gpu: (row,))
+    assert planned.__wrapped__(LAYER, H200, ON_SM90) == without
 
 
 OF_THE_TABLE = {

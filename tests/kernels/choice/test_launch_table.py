@@ -120,14 +120,14 @@ def _stored(model: str, format: str, tp: int) -> MoEProblem:
 def test_nvfp4_layers_take_their_own_rows(model: str, tp: int) -> None:
     problem = _stored(model, "nvfp4", tp)
     own = next(entry for entry in launch_table.entries() if entry.is_of(problem))
-    assert len(own.rows) == 8
     taken = {}
     with compiling_for(OFFLINE_GPUS[90]):
-        for tokens, row in zip((1, 4, 16, 64, 256, 1024, 4096, 8192), own.rows, strict=True):
-            chosen = choose_shipped(problem, tokens, torch.device("cuda"))
-            taken[tokens] = (chosen.family, asdict(chosen.tile)) == (row.family, row.tile)
+        for row in own.rows:
+            chosen = choose_shipped(problem, row.tokens, torch.device("cuda"))
+            taken[row.tokens] = (chosen.family, asdict(chosen.tile)) == (row.family, row.tile)
+    assert {1, 4, 16, 64, 256, 1024, 4096, 8192} <= set(taken)
     # The others take what shares binaries with the launches of other numbers of tokens.
-    assert taken[1] and taken[4] and taken[16] and sum(taken.values()) >= 6
+    assert taken[1] and taken[4] and taken[16] and sum(taken.values()) >= len(own.rows) - 2
 
 
 def test_tiles_of_few_tokens_are_not_taken_where_experts_fill_them() -> None:
