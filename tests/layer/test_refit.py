@@ -383,7 +383,7 @@ MORE_THAN_AN_EXPERT = ("cpu-amx-int4", "humming-mxfp4-act-fp8")
 """Layouts whose value steps work on whole experts; see docs/refit.md."""
 
 
-@pytest.mark.parametrize("layout", every_nth(LAYOUTS, 5), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", every_nth(LAYOUTS, 9), ids=lambda layout: layout.name)
 def test_scratch_memory_is_at_most_an_expert_however_many_the_layer_has(layout: WeightLayout) -> None:
     """Beside copies of what is kept on the CPU, which are no memory of the layer's device."""
     try:
