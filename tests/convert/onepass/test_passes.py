@@ -74,7 +74,7 @@ def check_both_ways(
 
 @pytest.mark.parametrize(
     ("layout", "weight", "rows", "hidden", "intermediate"),
-    every_nth([(*case.values, *sizes) for case in EVERY_LAYOUT for sizes in ((288, 96), (96, 352))], 3),
+    every_nth([(*case.values, *sizes) for case in EVERY_LAYOUT for sizes in ((288, 96), (96, 352))], 5),
 )
 def test_every_layout_is_one_pass_each_way(layout, weight, rows, hidden, intermediate):
     for name, chain, t in moved(layout, problem_for(layout, weight, rows, hidden, intermediate)):

@@ -19,7 +19,7 @@ from support.sampling import every_nth
 FORMS = {"blocks": FP8_ACT_GROUP_128, "tokens": FP8_ACT_TOKEN, "everything": FP8_ACT_TENSOR}
 
 
-@pytest.mark.parametrize("form", every_nth(FORMS.values(), 2), ids=FORMS)
+@pytest.mark.parametrize("form", every_nth(FORMS.values(), 3), ids=FORMS)
 def test_on_sm90(form: ActFormat) -> None:
     """Tokens in their order, tokens by expert, and the activations of both."""
     problem = replace(cases.BLOCKS, dims=Dims(7168, 2048))

@@ -18,7 +18,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_memory(monkeypatch)
 
 
-@pytest.mark.parametrize("case", every_nth(cases.CASES, 3), ids=str)
+@pytest.mark.parametrize("case", every_nth(cases.CASES, 4), ids=str)
 def test_agrees_with_the_same_rounding(case: cases.RowCase) -> None:
     cases.agrees(case, "cpu")
 
