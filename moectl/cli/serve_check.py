@@ -53,7 +53,8 @@ def serve_check(
     directory for these ranks, options, GPU, kernels of every layer, and memory, by the facts that refuse at
     start. Then comes the command that starts the server.
     """
-    from ..integrations.serve_check import ServeRequest, check_serving
+    from ..integrations.serve_check import check_serving
+    from ..integrations.serve_request import ServeRequest
     from ..integrations.served_engines import SERVED_ENGINES
     from . import text_blocks
 

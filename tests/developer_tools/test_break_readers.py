@@ -60,7 +60,7 @@ NOT_CHANGED = {
     "environment/sysfs_gpus.py _properties": MACHINE,
     "explain/engine_answer.py _last_line": "a line of text, shown through `printable` as all text is",
     "files/lock.py _create_lock_file": "a lock, of which the number of a process is read",
-    "integrations/serve_check.py _changed_documents": HASHED,
+    "integrations/serve_files.py _changed_documents": HASHED,
     "kernels/external/import_library.py _decompress": MACHINE,
     "kernels/external/triton_source.py _jit_functions": MACHINE,
     "kernels/timing/cold_calls.py _cpu_cache": MACHINE,

@@ -17,7 +17,9 @@ from moectl.integrations import sglang
 from moectl.integrations import vllm as vllm_plugin
 from moectl.integrations.engine_names import ENGINE_NAMES
 from moectl.integrations.model_experts import open_experts
-from moectl.integrations.serve_check import ServeRequest, check_serving, weight_bytes
+from moectl.integrations.serve_check import check_serving
+from moectl.integrations.serve_layers import weight_bytes
+from moectl.integrations.serve_request import ServeRequest
 from moectl.integrations.served_engines import SERVED_ENGINES
 from moectl.synth import synthesize
 from support.invoking import moectl
@@ -439,7 +441,7 @@ def test_the_installed_engine_must_find_moectl(folders, monkeypatch):
 
 
 def test_too_little_memory_is_refused(folders, monkeypatch):
-    monkeypatch.setattr("moectl.integrations.serve_check.weight_bytes", lambda *words: 150 << 30)
+    monkeypatch.setattr("moectl.integrations.serve_layers.weight_bytes", lambda *words: 150 << 30)
     document = checked(folders / "whole", "vllm", code=1)
     assert "weights of 150 GiB per GPU, NVIDIA H200 has 140 GiB" in refused(document)["memory"]["says"]
 
