@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -280,16 +281,33 @@ def _same_codes(made: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(*(torch.where(of & 0x7F == 0x7F, 0x7F, of) for of in (made, right)))
 
 
-def quantizes_rows_that_live(form: ActFormat, kind: str, columns: int, device: str) -> None:
-    """Rows that hold tokens get the codes and scales of the reference; others are not read."""
-    x = rows_of_every_size(columns)[:37].half()
-    live, by = torch.ones(37, dtype=torch.bool), None
+def _live_rows(kind: str, count: int, device: str) -> tuple[torch.Tensor, LiveRows]:
+    """Which of `count` rows hold tokens of two experts, as a mask and as kernels are told."""
+    live, by = torch.ones(count, dtype=torch.bool), None
     if kind == "sorted":
-        live, by = torch.arange(37) < 30, torch.tensor([0, 7, 30], dtype=torch.int32)
+        live, by = torch.arange(count) < count - 9, torch.tensor([0, 7, count - 9], dtype=torch.int32)
     elif kind == "slots":
-        by = torch.arange(37, dtype=torch.int32) % 4 - 1
+        by = torch.arange(count, dtype=torch.int32) % 4 - 1
         live = (by >= 0) & (by < 2)
-    rows = LiveRows(kind, None if by is None else by.to(device), 2)
+    return live, LiveRows(kind, None if by is None else by.to(device), 2)
+
+
+each_kind_of_live_rows = pytest.mark.parametrize(
+    ("form", "kind", "columns"),
+    [
+        (form, kind, columns)
+        for form in (FP8_ACT_GROUP_128, FP8_ACT_TOKEN)
+        for kind in ("all", "sorted", "slots")
+        for columns in (129, 1536, 4097)
+    ],
+)
+
+
+def quantizes_rows_that_live(form: ActFormat, kind: str, columns: int, device: str) -> None:
+    """Rows that hold tokens get the codes and scales of the reference, whatever the others hold."""
+    x = rows_of_every_size(columns)[:37].half()
+    live, rows = _live_rows(kind, 37, device)
+    x[~live] = math.nan
     made = quantize_rows(x.to(device), form, None, rows)
     padded = torch.nn.functional.pad(x, (0, -columns % 128))
     right = quantize(padded, form)
@@ -301,14 +319,8 @@ def quantizes_rows_that_live(form: ActFormat, kind: str, columns: int, device: s
 def one_scale_of_those_that_live(kind: str, device: str) -> None:
     """The scale of everything is that of rows with tokens, and no other row is read."""
     x = rows_of_every_size(200).half()
-    live, by = torch.ones(40, dtype=torch.bool), None
-    if kind == "sorted":
-        live, by = torch.arange(40) < 31, torch.tensor([0, 7, 31], dtype=torch.int32)
-    elif kind == "slots":
-        by = torch.arange(40, dtype=torch.int32) % 4 - 1
-        live = (by >= 0) & (by < 2)
-    x[~live] = float("inf")
-    rows = LiveRows(kind, None if by is None else by.to(device), 2)
+    live, rows = _live_rows(kind, len(x), device)
+    x[~live] = math.inf
     made = quantize_rows(x.to(device), FP8_ACT_TENSOR, None, rows)
     scale = x[live].float().abs().amax() / torch.tensor(448.0)
     assert torch.equal(made.scales.cpu(), scale.view(1))

@@ -65,13 +65,12 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
     if device.arch == FITTED_ARCH and device.sms and device.bandwidth:
         rates = GpuRates.of(device.sms, device.bandwidth, published_matrix_rate(device.name))
         plan = planned(problem, rates, FITTED_CAPABILITY)
-        for m, launch in [(m, plan.launch(m)) for m in sorted(tokens)] if plan else ():
-            if launch is None:
+        for m in sorted(tokens):
+            launch = plan.launch(m) if plan else None
+            shape = MODELLED[launch.family].shape if launch else None
+            if launch is None or shape is None:
                 continue
-            shape = MODELLED[launch.family].shape
-            us = (
-                predicted_us(problem, m, launch.family, shape(problem, launch.tile), rates) if shape else None
-            )
+            us = predicted_us(problem, m, launch.family, shape(problem, launch.tile), rates)
             if us is not None:
                 times.append(PredictedTime(m, us, launch.family))
                 error = coefficients().error(launch.family, problem.scheme.weight, device.name)

@@ -41,9 +41,7 @@ def test_tokens_are_quantized_bit_for_bit(form: ActFormat, columns: int, dtype: 
     cases.quantizes_bit_for_bit(form, columns, dtype, "cpu")
 
 
-@pytest.mark.parametrize("columns", [129, 1536, 4097])
-@pytest.mark.parametrize("kind", ["all", "sorted", "slots"])
-@pytest.mark.parametrize("form", [FP8_ACT_GROUP_128, FP8_ACT_TOKEN], ids=["block", "token"])
+@cases.each_kind_of_live_rows
 def test_rows_that_live_are_quantized_bit_for_bit(form: ActFormat, kind: str, columns: int) -> None:
     cases.quantizes_rows_that_live(form, kind, columns, "cpu")
 

@@ -119,6 +119,22 @@ def test_a_layer_has_few_binaries_for_all_numbers_of_tokens(name: str) -> None:
     assert sorted(small) in [sorted([*codes, *kinds]) for kinds in lists_and_sums]
 
 
+ENDS_EARLY = {
+    "gpt-oss-20b fp16": (replace(model_problem("gpt-oss-20b"), dtype="fp16"), 18),
+    "qwen3-30b int4 fp16": (replace(model_problem("qwen3-30b"), dtype="fp16"), 23),
+}
+"""Layers that portable kernels run with many tokens, and their binaries."""
+
+
+@pytest.mark.parametrize("name", ENDS_EARLY)
+def test_portable_kernels_come_in_addition_where_a_plan_ends_early(name: str) -> None:
+    problem, most = ENDS_EARLY[name]
+    with standing_in(H200):
+        binaries = CompileRequest(problem, "moectl", H200).binaries()
+    assert any("_grouped_gemm1" in binary.name for binary in binaries)
+    assert MOST_BINARIES < len(binaries) <= most
+
+
 @pytest.mark.parametrize(
     ("backend", "model"),
     [*((backend, "Qwen/Qwen3-30B-A3B-GPTQ-Int4") for backend in OWN), ("moectl", "Qwen/Qwen3-30B-A3B-FP8")],

@@ -1,0 +1,321 @@
+"""The launches that layers take: few, near the fastest, and what was measured of the layer itself."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import geometric_mean
+
+import pytest
+import torch
+from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
+from hypothesis import given, settings
+
+from moectl.capabilities.own_kernels import ROW_FORMATS
+from moectl.kernels.choice import launch_plan
+from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.launch_model import GpuRates, predicted_us
+from moectl.kernels.choice.launch_plan import (
+    MOST_BINARIES,
+    MOST_IF_MEASURED,
+    SIZES,
+    CandidateLaunch,
+    Plan,
+    plan,
+    planned,
+)
+from moectl.kernels.choice.launch_shape import LaunchShape
+from moectl.kernels.choice.launch_table import (
+    GpuModel,
+    MeasuredLaunch,
+    entries,
+    own_rows,
+    tokens_per_expert,
+)
+from moectl.kernels.choice.tma_launches import TMA_TILES, tile_for
+from moectl.kernels.triton.triton_runner import (
+    FAMILIES,
+    _rates_of,
+    choose,
+    choose_shipped,
+    launch_of,
+)
+from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.published_layers import SCHEMES
+from support.launch_cases import (
+    EXTREME_GPUS,
+    FORMATS,
+    H20,
+    H100,
+    H200,
+    IN_4_BITS,
+    IN_ROWS,
+    LAYER,
+    ON_SM90,
+    RATES,
+    extreme_layers,
+    known_launches,
+    launch_at,
+    measured_cells,
+    shape_of,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(extreme_layers(), EXTREME_GPUS)
+def test_extreme_layers_and_gpus_have_plans_that_run(problem: MoEProblem, gpu: GpuRates) -> None:
+    found = planned(problem, gpu, ON_SM90)
+    assert found is not None
+    assert found.most[-1] == SIZES[-1]
+    for launch in found.launches:
+        assert not FAMILIES[launch.family].fits(problem, launch.tile)
+
+
+def test_a_lower_matrix_rate_bounds_prefill_and_leaves_decoding_alone() -> None:
+    """An H20 has a quarter of an H200's rate per multiprocessor, and more than half of them."""
+    for problem in (LAYER, replace(LAYER, dims=Dims(7168, 256), experts=384, local_experts=384, top_k=8)):
+        sizes = 3 * problem.dims.hidden * problem.dims.intermediate
+        found, fast = planned(problem, H20, ON_SM90), planned(problem, H20._replace(matrix=1.0), ON_SM90)
+        assert found is not None and fast is not None
+        for tokens in (4096, 16384):
+            floor = 1e6 * 2 * tokens * problem.top_k * sizes / 148e12
+            us, unbound = (_planned_us(problem, tokens, it, H20) for it in (found, fast))
+            assert floor / 0.9 < us < floor / 0.6
+            assert us <= unbound, "the plan takes the rate into account"
+            assert us > 1.5 * _planned_us(problem, tokens, fast, H20._replace(matrix=1.0))
+        one = _planned_us(problem, 1, found, H20)
+        assert one < 1.07 * _planned_us(problem, 1, fast, H20._replace(matrix=1.0))
+
+
+def _planned_us(problem: MoEProblem, tokens: int, plan: Plan, gpu: GpuRates) -> float:
+    launch = launch_at(plan, tokens)
+    shape = FAMILIES[launch.family].shape
+    assert shape is not None
+    us = predicted_us(problem, tokens, launch.family, shape(problem, launch.tile), gpu)
+    assert us is not None
+    return us
+
+
+@pytest.mark.parametrize(
+    ("files", "cells", "most", "over", "worst"),
+    [(IN_4_BITS, 290, 1.03, 4, 1.28), (IN_ROWS, 80, 1.03, 1, 1.28)],
+)
+def test_planned_launches_are_near_the_fastest_where_they_were_measured(
+    files: str, cells: int, most: float, over: int, worst: float
+) -> None:
+    ratios = []
+    for (gpu, *_, tokens), rows in measured_cells(files).items():
+        found = planned(rows[0][0], RATES[gpu], ON_SM90)
+        assert found is not None
+        times = [us for _, launch, us in rows if launch == found.launch(tokens)]
+        ratios += [times[0] / min(us for _, _, us in rows)] if times else []
+    assert len(ratios) >= cells
+    assert geometric_mean(ratios) < most and sum(ratio > 1.2 for ratio in ratios) <= over, geometric_mean(
+        ratios
+    )
+    assert max(ratios) < worst, sorted(ratios)[-9:]
+
+
+def test_planned_launches_of_layers_in_rows_take_less_time_than_those_by_rules() -> None:
+    """Where both were measured, although they are fewer."""
+    gains = []
+    for (gpu, *_, tokens), rows in measured_cells(IN_ROWS).items():
+        problem = rows[0][0]
+        found = planned(problem, RATES[gpu], ON_SM90)
+        assert found is not None
+        us = {launch: us for _, launch, us in rows}
+        ruled = tile_for(problem, tokens_per_expert(problem, tokens))
+        planned_us, ruled_us = us.get(launch_at(found, tokens)), us.get(Launch("tma", ruled))
+        gains += [ruled_us / planned_us] if planned_us and ruled_us else []
+    assert len(gains) > 70 and geometric_mean(gains) > 1.01 and min(gains) > 0.85, (
+        geometric_mean(gains),
+        sorted(gains)[:9],
+    )
+
+
+def _gemms(problem: MoEProblem, plan: Plan) -> set[object]:
+    """What is compiled of launches: one kernel for a fused one's GEMMs, and one for GEMMs that are alike.
+
+    `tma` has kernels of their own for one token.
+    """
+    gemms: set[object] = set()
+    for size in SIZES:
+        launch = launch_at(plan, size)
+        shape = FAMILIES[launch.family].shape
+        assert shape is not None
+        name, (first, second), *_ = shape(problem, launch.tile)
+        kind = name, launch.family == "tma" and size == 1
+        if getattr(launch.tile, "fused", 0):
+            gemms.add((kind, first, second))
+        else:
+            gemms |= {(kind, "first", first), (kind, "second", second)}
+    return gemms
+
+
+def _small(problem: MoEProblem) -> int:
+    """Compiled kernels of a layer beside its GEMMs."""
+    return TMA_TILES.small_binaries(problem) if problem.scheme.weight.name in ROW_FORMATS else 3
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "experts", "local", "top_k"),
+    [(7168, 256, 384, 384, 8), (4096, 14336, 8, 8, 2), (2880, 2880, 32, 4, 4), (2048, 512, 512, 512, 10)],
+)
+def test_a_plan_has_few_launches_and_all_of_them_run(
+    format: str, hidden: int, intermediate: int, experts: int, local: int, top_k: int
+) -> None:
+    problem = MoEProblem(Dims(hidden, intermediate), experts, top_k, SCHEMES[format], local_experts=local)
+    found = planned(problem, H100, ON_SM90)
+    assert found is not None
+    launches = set(found.launches)
+    assert len(_gemms(problem, found)) <= MOST_BINARIES - _small(problem)
+    assert list(found.most) == sorted(set(found.most)) and found.most[-1] == SIZES[-1]
+    for launch in launches:
+        assert not FAMILIES[launch.family].fits(problem, launch.tile)
+    assert found.launch(1) == found.launches[0] and found.launch(1 << 20) == found.launches[-1]
+    assert all(found.launch(most) == it for most, it in zip(found.most, found.launches, strict=True))
+
+
+def _candidate(launch: Launch, shape: LaunchShape) -> CandidateLaunch:
+    return CandidateLaunch(launch, shape, FAMILIES[launch.family].tokens_per_expert)
+
+
+def test_gpus_that_were_not_fitted_have_no_plan() -> None:
+    assert planned(LAYER, GpuRates(108, 2e12), (8, 0)) is None
+    assert plan(LAYER, H200, ()) is None
+
+
+def test_a_plan_ends_where_no_launch_suits() -> None:
+    few = [_candidate(launch, shape) for launch, shape in known_launches(LAYER) if launch.family == "stream"]
+    found = plan(LAYER, H200, few)
+    assert found is not None and 32 <= found.most[-1] < 64
+    assert found.launch(found.most[-1]) == found.launches[-1]
+    assert found.launch(found.most[-1] + 1) is None and found.launch(1 << 20) is None
+    many = [
+        _candidate(launch, shape) for launch, shape in known_launches(LAYER) if launch.family == "prefill"
+    ]
+    assert plan(LAYER, H200, many) is None
+
+
+def test_rows_at_other_numbers_of_tokens_than_are_compared_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without = planned.__wrapped__(LAYER, H200, ON_SM90)
+    assert without is not None
+    launch = without.launches[-1]
+    row = MeasuredLaunch(100, launch.family, asdict(launch.tile), 1.0)
+    monkeypatch.setattr(launch_plan, "own_rows", lambda problem, gpu: (row,))
+    assert planned.__wrapped__(LAYER, H200, ON_SM90) == without
+
+
+OF_THE_TABLE = {
+    f"{entry.weight} {entry.hidden}x{entry.intermediate}x{entry.experts}": MoEProblem(
+        Dims(entry.hidden, entry.intermediate),
+        entry.experts,
+        entry.top_k,
+        next(s for s in SCHEMES.values() if str(s.weight) == entry.weight),
+    )
+    for entry in entries()
+    if entry.gpu == GpuModel(ON_SM90, 132)
+}
+
+
+@pytest.mark.parametrize("gpu", [H200, H100], ids=["h200", "h100"])
+@pytest.mark.parametrize("name", OF_THE_TABLE)
+def test_layers_of_the_table_take_their_rows_or_what_shares_binaries_and_is_near(
+    name: str, gpu: GpuRates
+) -> None:
+    problem = OF_THE_TABLE[name]
+    found = planned(problem, gpu, ON_SM90)
+    assert found is not None and len(_gemms(problem, found)) <= MOST_IF_MEASURED - _small(problem)
+    own = {
+        row.tokens: launch
+        for row in own_rows(problem, GpuModel(ON_SM90, 132))
+        if (launch := launch_of(row.family, row.tile))
+    }
+    others = {tokens: launch for tokens, launch in own.items() if found.launch(tokens) != launch}
+    assert len(own) >= 8 and len(others) <= len(own) / 2
+    assert found.launch(1) == own[1]
+    for tokens, launch in others.items():
+        us, measured = (
+            predicted_us(problem, tokens, it.family, shape_of(problem, it), gpu)
+            for it in (launch_at(found, tokens), launch)
+        )
+        assert us is not None and measured is not None and us < 1.1 * measured, (tokens, us, measured)
+
+
+@pytest.mark.parametrize("gpu", [H200, H100], ids=["h200", "h100"])
+@pytest.mark.parametrize("name", OF_THE_TABLE)
+def test_rows_decide_at_their_numbers_of_tokens_and_the_model_between_them(name: str, gpu: GpuRates) -> None:
+    """Rows once held from half as many tokens to nearly twice as many, and lost a third there."""
+    problem = OF_THE_TABLE[name]
+    found = planned(problem, gpu, ON_SM90)
+    assert found is not None
+    known = known_launches(problem)
+    for tokens in (11, 45, 181, 300, 362, 428, 724, 870, 1448, 1717, 2598, 2896, 5793):
+        per_expert = tokens_per_expert(problem, tokens)
+        times = {
+            launch: us
+            for launch, shape in known
+            if _candidate(launch, shape).suits(tokens, per_expert)
+            if (us := predicted_us(problem, tokens, launch.family, shape, gpu))
+        }
+        taken = launch_at(found, tokens)
+        us = predicted_us(problem, tokens, taken.family, shape_of(problem, taken), gpu)
+        assert us is not None and us < 1.16 * min(times.values()), (tokens, taken, us, min(times.values()))
+
+
+def test_what_was_measured_is_taken_and_shared_only_if_there_are_too_many() -> None:
+    """Where a row says that a launch is the fastest, it is, whatever the model says."""
+    candidates = [_candidate(launch, shape) for launch, shape in known_launches(LAYER)]
+    slow = next(i for i, it in enumerate(candidates) if it.launch.family == "stream")
+    rows = {1: slow, 2: slow, 4: slow}
+    found, without = plan(LAYER, H200, candidates, rows), plan(LAYER, H200, candidates)
+    assert found is not None and without is not None
+    assert {found.launch(tokens) for tokens in (1, 2, 4)} == {candidates[slow].launch}
+    assert without.launch(1) != candidates[slow].launch
+    assert len(_gemms(LAYER, found)) <= MOST_IF_MEASURED - _small(LAYER)
+    assert len(_gemms(LAYER, without)) <= MOST_BINARIES - _small(LAYER)
+
+
+def test_layers_take_their_plan() -> None:
+    device = torch.device("cuda")
+    with compiling_for(OFFLINE_GPUS[90]):
+        for problem in (LAYER, OF_THE_TABLE["int4 group 128 2048x768x128"]):
+            found = planned(problem, _rates_of(device), ON_SM90)
+            assert found is not None
+            for tokens in (1, 16, 1000):
+                assert choose_shipped(problem, tokens, device) == found.launch(tokens)
+
+
+MOST_CHOICE_SECONDS, MOST_PLAN_SECONDS = 1e-3, 60e-3
+"""Of a CPU core's time: for a number of tokens that a planned layer has not had, and for the plan."""
+
+
+def test_a_new_number_of_tokens_costs_less_than_a_millisecond_and_a_plan_little_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the layer takes launches of its plan or its own rows, and nothing is remembered by tokens."""
+    monkeypatch.setenv("MOECTL_CACHE", str(tmp_path))
+    own = MoEProblem(Dims(2048, 768), 128, 8, SCHEMES["int4-g128"])
+    device, draw = torch.device("cuda"), random.Random(0)
+    with compiling_for(OFFLINE_GPUS[90]):
+        for problem in (LAYER, own):
+            choose(problem, 1, device)  # plans it
+            seconds = []
+            for tokens in draw.sample(range(2, 16385), 400):
+                begin = time.thread_time()
+                choose(problem, tokens, device)
+                seconds.append(time.thread_time() - begin)
+            assert statistics.median(seconds) < MOST_CHOICE_SECONDS
+        seconds = []
+        for extra in range(1, 8):
+            layer = replace(LAYER, dims=Dims(2560, 1536 + 128 * extra))  # none that was planned before
+            begin = time.thread_time()
+            choose(layer, 64, device)
+            seconds.append(time.thread_time() - begin)
+        assert statistics.median(seconds) < MOST_PLAN_SECONDS, seconds

@@ -1,0 +1,95 @@
+"""Layers, GPUs and recorded launches that tests of the model of launch times and of plans share."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from moectl.environment.named_devices import published_matrix_rate
+from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.launch_model import GpuRates, fitted
+from moectl.kernels.choice.launch_plan import Plan
+from moectl.kernels.choice.launch_shape import LaunchShape
+from moectl.kernels.triton.triton_runner import FAMILIES, launch_of
+from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.published_layers import SCHEMES
+
+DOCS = Path(__file__).parents[2] / "docs"
+IN_4_BITS, IN_ROWS = "launches_h*.jsonl", "launches_tma_*.jsonl"
+"""Recorded launches, of weights that kernels decode and of those in rows."""
+
+H200, H100 = GpuRates(132, 4.8e12), GpuRates(132, 3.35e12)
+H20 = GpuRates.of(78, 4e12, published_matrix_rate("NVIDIA H20"))
+RATES = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
+ON_SM90 = (9, 0)
+FORMATS = tuple(SCHEMES)
+
+LAYER = MoEProblem(Dims(2560, 1536), 64, 6, SCHEMES["int4-g128"])
+"""A layer without rows in the shipped table."""
+
+
+def launch_at(plan: Plan, tokens: int) -> Launch:
+    """A plan's launch for a number of tokens, which it has."""
+    launch = plan.launch(tokens)
+    assert launch is not None
+    return launch
+
+
+def known_launches(problem: MoEProblem) -> list[tuple[Launch, LaunchShape]]:
+    """Every launch of a layer that the model of time knows."""
+    return [
+        (Launch(name, tile), family.shape(problem, tile))
+        for name, family in FAMILIES.items()
+        if family.shape is not None
+        for tile in family.candidates(problem)
+        if not family.fits(problem, tile) and fitted(name, family.shape(problem, tile), problem.scheme.weight)
+    ]
+
+
+@st.composite
+def extreme_layers(draw: st.DrawFn) -> MoEProblem:
+    """A share of a layer, from one group of columns and one expert to 25,000 columns and 1024 experts."""
+    scheme = SCHEMES[draw(st.sampled_from(FORMATS))]
+    group = max(scheme.weight.group, 128 if scheme == SCHEMES["fp8-block"] else 32)
+    sizes = st.integers(1, 200).map(lambda groups: groups * group)
+    experts = draw(st.integers(1, 8) | st.integers(1, 1024))
+    ranks = draw(st.sampled_from([n for n in (1, 2, 3, 8, 64, 1024) if experts % n == 0]))
+    top_k = draw(st.integers(1, min(experts, 32)))
+    dims = Dims(draw(sizes), draw(sizes))
+    return MoEProblem(dims, experts, top_k, scheme, local_experts=experts // ranks)
+
+
+EXTREME_GPUS = st.builds(
+    GpuRates, st.integers(1, 500), st.floats(5e10, 3e13), st.floats(0.1, 1.0) | st.just(1.0)
+)
+"""From a multiprocessor with a laptop's memory to several times an H200."""
+
+
+def measured_cells(files: str) -> dict[tuple[str, str, str, int], list[tuple[MoEProblem, Launch, float]]]:
+    """The recorded launches of each layer at a number of tokens on a GPU, where there are several."""
+    cells = defaultdict(list)
+    for path in sorted(DOCS.glob(files)):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            launch = launch_of(row["family"], row["tile"])
+            if launch is None or "us" not in row or FAMILIES[launch.family].shape is None:
+                continue
+            problem = MoEProblem(
+                Dims(row["hidden"], row["intermediate"]),
+                row["experts"],
+                row["top_k"],
+                SCHEMES[row["format"]],
+                local_experts=row["local_experts"],
+            )
+            cells[row["gpu"], row["name"], row["format"], row["tokens"]].append((problem, launch, row["us"]))
+    return {cell: rows for cell, rows in cells.items() if len(rows) > 2}
+
+
+def shape_of(problem: MoEProblem, launch: Launch) -> LaunchShape:
+    """What the model of time knows of a launch."""
+    shape = FAMILIES[launch.family].shape
+    assert shape is not None
+    return shape(problem, launch.tile)
