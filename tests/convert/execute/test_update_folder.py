@@ -153,7 +153,7 @@ def conversions(
     return Conversions(sizes, out, newer, contents(converted(newer, folder / "cold", sizes)))
 
 
-@pytest.mark.parametrize(("at", "after"), every_nth(product(PLACES, [0, 1, 2]), 4))
+@pytest.mark.parametrize(("at", "after"), every_nth(product(PLACES, [0, 1, 2]), 6))
 def test_an_interrupted_update_is_no_directory_until_it_is_completed(
     conversions: Conversions,
     at: str,
