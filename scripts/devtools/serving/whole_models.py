@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,9 @@ SUCCESSOR = 7.0
 """Logit of the next token by the permutation; all others are normal with a deviation of 1."""
 
 
+WRITERS = 4
+"""Files that are written at once, whose tensors are in memory."""
+
 INSIDE, OUTSIDE = 1.0, 0.2
 """Root mean squares of the experts' first and second product, for inputs of 1."""
 
@@ -95,6 +99,11 @@ class Noise:
         """Normal bf16 numbers."""
         numbers = torch.randn(*shape, generator=self._generator, device=self._device)
         return (numbers * std).to(torch.bfloat16).cpu()
+
+    def fp8(self, *shape: int, std: float) -> Tensor:
+        """Normal E4M3 numbers."""
+        numbers = torch.randn(*shape, generator=self._generator, device=self._device)
+        return (numbers * std).clamp(-448, 448).to(torch.float8_e4m3fn).cpu()
 
     def permutation(self, count: int) -> Tensor:
         """The numbers below `count` in random order."""
@@ -203,10 +212,10 @@ def _bf16(noise: Noise, experts: int, rows: int, columns: int, spread: float) ->
 
 
 def _fp8_blocks(noise: Noise, experts: int, rows: int, columns: int, spread: float) -> dict[str, Tensor]:
-    codes = noise.normal(experts, rows, columns, std=100.0)
+    codes = noise.fp8(experts, rows, columns, std=100.0)
     factors = noise.integers(64, 192, experts, rows // 128, columns // 128, dtype=torch.int64)
     return {
-        "weight": codes.clamp(-448, 448).to(torch.float8_e4m3fn),
+        "weight": codes,
         "weight_scale_inv": factors.float() * (spread / (columns**0.5 * 100.0 * 128)),
     }
 
@@ -295,14 +304,25 @@ MODELS: dict[str, tuple[Family, Sizes]] = {
 def write_model(family: Family, sizes: Sizes, out: Path, seed: int = 0) -> int:
     """Writes a checkpoint into the new directory `out`, a file per layer; returns its tensors' bytes."""
     out.mkdir(parents=True)
-    index: dict[str, str] = {}
-    total = 0
-    for file, tensors in _files(family, sizes, seed):
+
+    def write(number: int) -> tuple[dict[str, str], int]:
+        noise = Noise(seed * (sizes.layers + 1) + number + 1)
+        if number < 0:
+            file, tensors = "model-outside-layers.safetensors", _outside_layers(sizes, noise)
+        else:
+            file = f"model-{number:05d}.safetensors"
+            tensors = family.layer(sizes, noise, f"model.layers.{number}.")
         save_file(
             {name: t.contiguous() for name, t in tensors.items()}, out / file, metadata={"format": "pt"}
         )
-        index |= dict.fromkeys(tensors, file)
-        total += sum(t.nbytes for t in tensors.values())
+        return dict.fromkeys(tensors, file), sum(t.nbytes for t in tensors.values())
+
+    index: dict[str, str] = {}
+    total = 0
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for names, size in pool.map(write, range(-1, sizes.layers)):
+            index |= names
+            total += size
     common: dict[str, object] = {
         "hidden_size": sizes.hidden,
         "intermediate_size": sizes.intermediate,
@@ -332,17 +352,13 @@ def write_model(family: Family, sizes: Sizes, out: Path, seed: int = 0) -> int:
     return total
 
 
-def _files(family: Family, sizes: Sizes, seed: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    noise = Noise(seed)
+def _outside_layers(sizes: Sizes, noise: Noise) -> dict[str, Tensor]:
     embedding = noise.normal(sizes.vocabulary, sizes.hidden, std=1.0)
     embedding[:, : sizes.experts] = noise.codes(sizes.vocabulary, sizes.experts, sizes.top_k)
     head = noise.normal(sizes.vocabulary, sizes.hidden, std=sizes.hidden**-0.5)
     head += embedding[noise.permutation(sizes.vocabulary)] * (SUCCESSOR / sizes.hidden)
-    outside = {
+    return {
         "model.embed_tokens.weight": embedding,
         "lm_head.weight": head,
         "model.norm.weight": torch.ones(sizes.hidden, dtype=torch.bfloat16),
     }
-    yield "model-outside-layers.safetensors", outside
-    for number in range(sizes.layers):
-        yield f"model-{number:05d}.safetensors", family.layer(sizes, noise, f"model.layers.{number}.")
