@@ -84,6 +84,20 @@ def test_a_table_has_ratios_to_the_first_run_and_blanks_for_what_was_not_measure
     assert experts_share(first, 64) is None
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fused_moe_kernel",
+        "void vllm::act_and_mul_kernel<c10::BFloat16, true>(...)",
+        "void per_token_group_quant_8bit_register_kernel<c10::BFloat16>(...)",
+        "_rows_gemm_kernel",
+        "_block_codes_kernel",
+    ],
+)
+def test_products_activations_and_codes_of_tokens_are_time_of_experts(name):
+    assert experts_share({"kernels": {"16": {name: 30.0, "nvjet_sm90_tst_rms_norm": 70.0}}}, 16) == 30.0
+
+
 def test_kernels_that_overlap_keep_the_gpu_busy_once():
     assert covered([(5.0, 9.0), (0.0, 3.0), (1.0, 2.0), (8.0, 12.0), (20.0, 21.0)]) == 11.0
     assert covered([]) == 0.0

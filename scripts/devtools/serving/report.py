@@ -12,11 +12,15 @@ Row = Mapping[str, Any]
 
 EXPERT_KERNELS = re.compile(
     r"moe|expert|marlin|humming|matmul_ogs|routing|topk|bitmatrix|expt_data|swiglu|_reduce_grouped|finalize"
+    r"|act_and_mul|silu_mul|token_group_quant|ep_scatter|ep_gather|sm90_fp8_gemm"
     r"|_(gemm|gemm[12]|layer|batch|combine|copy_tokens|count|cut|items|order|place|prefill|route|scatter|schedule"
-    r"|list|sort_few|plan|plan_and_order|token_tiles)_kernel",
+    r"|list|sort_few|plan|plan_and_order|token_tiles|block_codes|token_codes|tensor_codes|largest)_kernel",
     re.IGNORECASE,
 )
-"""Names of kernels of routed experts, from the router's choice to the sum of their outputs."""
+"""Names of kernels of routed experts, from the router's choice to the sum of their outputs.
+
+Nothing else in `whole_models` has these names: their other layers are in 16 bits and have no activation.
+"""
 
 LOG_FIGURES = {
     "model_s": r"Model loading took [\d.]+ GiB memory and ([\d.]+) seconds",
