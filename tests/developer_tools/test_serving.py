@@ -63,6 +63,7 @@ def row_of(name, rate, tokens, logprob):
         "prefill": 1000 * rate,
         "kernels": {"16": {"_decode_gemm1_kernel": 30.0, "nvjet_sm90_tst": 70.0}},
         "busy_us": {"16": 90.0},
+        "prefill_busy_us": 2000.0,
         "model_s": 4.0,
         "engine_s": 20.0,
         "weights_bytes": 2**30,
@@ -73,13 +74,14 @@ def row_of(name, rate, tokens, logprob):
 
 def test_a_table_has_ratios_to_the_first_run_and_blanks_for_what_was_not_measured():
     first, second = row_of("own", 100.0, [1, 2, 3], -1.0), row_of("moectl", 150.0, [1, 2, 4], -1.5)
-    del second["kernels"], second["busy_us"], second["prefill"]
+    del second["kernels"], second["busy_us"], second["prefill"], second["prefill_busy_us"]
     lines = table(["own", "moectl"], [first, second]).splitlines()
     cells = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:4]] for line in lines}
     assert cells["decode, batch 16 (tokens/s)"] == ["1,600", "2,400 (1.50)"]
     assert cells["prefill (tokens/s)"] == ["100,000", ""]
     assert cells["experts in a step of 16 (%)"] == ["30", ""]
     assert cells["GPU busy in a step of 16 (us)"] == ["90", ""]
+    assert cells["GPU busy in prefill (us)"] == ["2,000", ""]
     assert cells["peak memory over weights while loading (MiB)"] == ["256", "256"]
     assert experts_share(first, 64) is None
 

@@ -45,6 +45,9 @@ SCORED, ANSWER = 8, 64
 PREFILL = 8, 2048
 """Prompts and their length for the rate of prefill."""
 
+PREFILLS = 8
+"""Times that they are read; the fastest counts, as the host may take a fifth longer."""
+
 PROFILED = 12
 """Decoding steps in a profile."""
 
@@ -71,6 +74,8 @@ def measure(checkpoint: str, arguments: dict[str, Any]) -> Iterator[dict[str, An
     row["prefill"] = engine.prefill_rate()
     row["answers"] = engine.answers()
     yield row
+    if alone:
+        row["prefill_busy_us"] = engine.prefill_busy()
     row["kernels"], row["busy_us"] = {}, {}
     for batch in BATCHES if alone else ():
         row["kernels"][str(batch)], row["busy_us"][str(batch)] = engine.kernel_times(batch)
@@ -124,6 +129,11 @@ def _time_loading(row: dict[str, Any]) -> None:
 
     base.BaseModelLoader.load_model = timed_load
     base.process_weights_after_loading = timed_process
+
+
+def _spans(events: Iterable[Any]) -> Iterator[tuple[float, float]]:
+    """Start and end of each event of a profile."""
+    return ((event.time_range.start, event.time_range.end) for event in events)
 
 
 def expert_classes(model: Any) -> list[str]:
@@ -195,28 +205,38 @@ class Engine:
         count, length = PREFILL
         prompts = self._prompts(count, length)
         self._run(prompts, 1)
-        return count * length / min(self._seconds(partial(self._run, prompts, 1)) for _ in range(3))
+        return count * length / min(self._seconds(partial(self._run, prompts, 1)) for _ in range(PREFILLS))
+
+    def prefill_busy(self) -> float:
+        """Microseconds in which the GPU ran any kernel while the prompts of `prefill_rate` were read."""
+        prompts = self._prompts(*PREFILL)
+        self._run(prompts, 1)
+        return covered(_spans(self._profiled(prompts, 1)))
 
     def kernel_times(self, batch: int) -> tuple[dict[str, float], float]:
         """Microseconds on the GPU per decoding step of `batch` sequences: of each kernel, longest first, and
         those in which any ran. Kernels that overlap count whole in the former."""
-        from torch.profiler import ProfilerActivity, profile
-
         prompts = self._prompts(batch, PROMPT)
         totals: list[Counter[str]] = []
         busy: list[float] = []
         for length in (FEW, FEW + PROFILED):
-            with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-                self._run(prompts, length)
-            events = [event for event in profiled.events() if event.device_type.name == "CUDA"]
+            events = self._profiled(prompts, length)
             total: Counter[str] = Counter()
             for event in events:
                 total[event.name] += event.time_range.elapsed_us()
             totals.append(total)
-            busy.append(covered((event.time_range.start, event.time_range.end) for event in events))
+            busy.append(covered(_spans(events)))
         steps = totals[1] - totals[0]
         each = {name: time / PROFILED for name, time in steps.most_common(60)}
         return each, (busy[1] - busy[0]) / PROFILED
+
+    def _profiled(self, prompts: list[dict[str, list[int]]], length: int) -> list[Any]:
+        """What the GPU did while continuations of `length` tokens were generated."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            self._run(prompts, length)
+        return [event for event in profiled.events() if event.device_type.name == "CUDA"]
 
     def _prompts(self, count: int, length: int) -> list[dict[str, list[int]]]:
         import torch

@@ -75,6 +75,7 @@ def table(names: Sequence[str], rows: Sequence[Row]) -> str:
     for batch in BATCHES:
         busy = [row.get("busy_us", {}).get(str(batch)) for row in rows]
         lines.append((f"GPU busy in a step of {batch} (us)", busy, True))
+    lines.append(("GPU busy in prefill (us)", [row.get("prefill_busy_us") for row in rows], True))
     for label, key in {
         "model loaded (s)": "model_s",
         "of that, experts laid out (s)": "process_s",
