@@ -124,11 +124,16 @@ def _backend(before: dict[str, Schema]) -> Schema:
     return {**schema, "dependentRequired": {name: [*result] for name in result}}
 
 
+NEWER_SETTINGS = ("also", "dispatched")
+"""Settings of a bench that older files lack."""
+
+
 def bench() -> Schema:
     """Rows with the conditions of the run, or what --compile-only did."""
     settings = record_schema(BenchSettings)
     settings["properties"]["files"] = mapping(STRING, "SHA-256 of input files.")
     settings["required"].append("files")
+    settings["required"] = [name for name in settings["required"] if name not in NEWER_SETTINGS]
     recorded = {
         "settings": settings,
         "device": STRING,
@@ -145,7 +150,10 @@ def bench() -> Schema:
         "clocks": STRING,
         "begun": said(STRING, "Time of the start, ISO 8601."),
         "engine_picks": array(
-            obj(dict.fromkeys(("model", "layers", "scheme", "parallel", "backend"), STRING)),
+            obj(
+                dict.fromkeys(("model", "layers", "scheme", "parallel", "backend", "title"), STRING),
+                optional=("title",),  # of older files
+            ),
             "What the engine would choose for layers of checkpoints.",
         ),
     }

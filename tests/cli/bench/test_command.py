@@ -370,6 +370,17 @@ def test_every_verdict_is_explained():
     assert re.search(r"exit code 1: slower, failing, missing", told)
 
 
+@pytest.mark.parametrize("title", [{"title": "triton (OpenAI triton_kernels)"}, {}], ids=["told", "of an older file"])
+def test_what_an_engine_would_choose_is_in_the_document(tmp_path, title):
+    """Whatever the machine: on a CPU that the engine has no kernels for there is nothing to tell."""
+    head, *rows = (ROOT / "docs" / "bench_h200.jsonl").read_text().splitlines()
+    layer = {key: json.loads(rows[0])[key] for key in ("model", "layers", "scheme", "parallel")}
+    pick = {**layer, "backend": "triton_kernels", **title}
+    there = tmp_path / "rows.jsonl"
+    there.write_text("\n".join([json.dumps({**json.loads(head), "engine_picks": [pick]}), *rows]))
+    assert moectl("bench", "--rows", there, "--json").document["engine_picks"] == [pick]
+
+
 def test_a_tactic_that_was_not_told_is_no_change(tmp_path):
     there, untold = ROOT / "docs" / "bench_h200.jsonl", tmp_path / "untold.jsonl"
     text = there.read_text()

