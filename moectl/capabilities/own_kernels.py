@@ -47,6 +47,11 @@ TRITON = KernelSupport(
 )
 
 
+def in_rows(problem: MoEProblem) -> bool:
+    """Whether the kernels of `TRITON` read a layer's weights in rows, as they are stored; else in tiles."""
+    return problem.scheme.weight.name in ROW_FORMATS
+
+
 def token_format(problem: MoEProblem) -> ActFormat | None:
     """The format to which the kernels of `TRITON` quantize what enters each GEMM of a layer; None for 16-bit
     tokens."""

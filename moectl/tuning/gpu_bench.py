@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..errors import CheckFailed
 from ..kernels.choice.launch import Launch
+from ..kernels.choice.launch_plan import launch_for
 from ..kernels.prepared_layer import PreparedMoE
 from ..kernels.timing.cold_calls import time_calls
 from ..kernels.tolerance import Tolerance, check, tolerance_for
-from ..kernels.triton.launches import launch_for
 from ..kernels.triton.triton_runner import FAMILIES, choose, run_into, run_with
 from ..layer.random_layer import RandomLayer, RandomRouting, routings, tokens_of
 from ..problem.moe_problem import MoEProblem

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.choice.launch import Launch
+from ..kernels.choice.launch_model import FITTED_CAPABILITY
 from ..kernels.choice.launch_table import GpuModel, own_rows, tokens_per_expert
 from ..kernels.triton.triton_runner import FAMILIES, predicted_for
 from ..problem.moe_problem import MoEProblem
@@ -44,7 +45,8 @@ def candidates(cell: TuningCase, families: Iterable[str], device: torch.device) 
     for name in families:
         kernel_family = FAMILIES[name]
         fewest, most = kernel_family.tokens_per_expert
-        if kernel_family.runs_on(device) and fewest <= cell.tokens_per_expert <= most:
+        few = cell.tokens <= kernel_family.most_tokens(cell.problem)
+        if few and kernel_family.runs_on(device) and fewest <= cell.tokens_per_expert <= most:
             launches += [
                 Launch(name, tile)
                 for tile in kernel_family.candidates(cell.problem)
@@ -59,10 +61,12 @@ def promising(
 ) -> list[Launch]:
     """Those of `launches` that may be the fastest of `cell`, by the model of time, the fastest first.
 
-    Launches whose time it does not predict come last, in their order. With `most` there are at most so many.
+    All of them on GPUs of another architecture than the model was fitted to. Launches whose time it does not
+    predict come last, in their order. With `most` there are at most so many.
     """
     us = {launch: predicted_for(cell.problem, cell.tokens, launch, device) or math.inf for launch in launches}
-    limit = PROMISING * min(us.values(), default=math.inf)
+    known = device.type == "cuda" and torch.cuda.get_device_capability(device) == FITTED_CAPABILITY
+    limit = PROMISING * min(us.values(), default=math.inf) if known else math.inf
     likely = [launch for launch in us if us[launch] <= limit or math.isinf(us[launch])]
     return sorted(likely, key=us.__getitem__)[:most]
 

@@ -61,6 +61,12 @@ def test_each_cell_gets_what_runs_today_and_others_that_run(plan: list) -> None:
     assert len({binary.key for binary in binaries}) > 2
 
 
+def test_launches_are_drawn_of_the_named_families_alone(plan: list) -> None:
+    for cell, launches in script.chosen(plan, H200, 20, 1, ("decode", "grouped")).items():
+        few = cell.tokens == 1 or cell.tokens * cell.top_k <= 64
+        assert {launch.family for launch in launches} == ({"decode", "grouped"} if few else {"grouped"})
+
+
 def test_repeated_experts_compute_what_the_first_ones_do() -> None:
     layer = script.repeated(CELL.problem, torch.device("cpu"))
     few = replace(CELL.problem, experts=8, local_experts=8)

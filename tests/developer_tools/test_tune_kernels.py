@@ -13,7 +13,7 @@ from devtools.launch_binaries import LaunchedCell
 
 from moectl.environment import find_device
 from moectl.kernels.choice.launch import Launch
-from moectl.kernels.triton.launches import Tile
+from moectl.kernels.choice.portable_launches import Tile
 from moectl.kernels.triton.offline_gpu import OfflineGpu, standing_in
 from moectl.problem.published_layers import MODELS, model_problem
 from moectl.tuning.gpu_bench import GpuBench

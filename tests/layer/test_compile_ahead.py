@@ -35,7 +35,7 @@ from support.random_layers import canonical_roles
 from support.random_layers import layer_of as layer_of_roles
 
 A100 = OfflineGpu.of(find_device("a100"))
-PROBLEM = MoEProblem(Dims(512, 256), 8, 2, Scheme(MXFP4))
+PROBLEM = MoEProblem(Dims(512, 512), 8, 2, Scheme(MXFP4))
 REQUEST = CompileRequest(PROBLEM, "moectl", A100, tokens=2)
 
 

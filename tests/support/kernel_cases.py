@@ -13,12 +13,12 @@ import torch
 
 from moectl.convert.rank_slice import RankSlice, shard_of
 from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.portable_launches import Tile
 from moectl.kernels.layer_inputs import LayerInputs
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.kernel_family import CODE_BASES
-from moectl.kernels.triton.launches import Tile
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem
 from moectl.problem.schemes import MXFP8, Scheme, WeightFormat

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from moectl.environment.named_devices import published_matrix_rate
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.choice.launch_model import GpuRates, fitted
-from moectl.kernels.choice.launch_plan import Plan
+from moectl.kernels.choice.launch_plan import PORTABLE
 from moectl.kernels.choice.launch_shape import LaunchShape
+from moectl.kernels.choice.tile_family import SHARED_KIB
 from moectl.kernels.triton.triton_runner import FAMILIES, launch_of
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.published_layers import SCHEMES
 
 DOCS = Path(__file__).parents[2] / "docs"
-IN_4_BITS, IN_ROWS = "launches_h*.jsonl", "launches_tma_*.jsonl"
-"""Recorded launches, of weights that kernels decode and of those in rows."""
+IN_4_BITS, IN_ROWS, PORTABLE_ONES = "launches_h*.jsonl", "launches_tma_*.jsonl", "launches_portable_*.jsonl"
+"""Recorded launches on SM90 of weights that kernels decode and of those in rows, and of portable kernels."""
 
 H200, H100 = GpuRates(132, 4.8e12), GpuRates(132, 3.35e12)
 H20 = GpuRates.of(78, 4e12, published_matrix_rate("NVIDIA H20"))
@@ -31,19 +32,12 @@ LAYER = MoEProblem(Dims(2560, 1536), 64, 6, SCHEMES["int4-g128"])
 """A layer without rows in the shipped table."""
 
 
-def launch_at(plan: Plan, tokens: int) -> Launch:
-    """A plan's launch for a number of tokens, which it has."""
-    launch = plan.launch(tokens)
-    assert launch is not None
-    return launch
-
-
 def known_launches(problem: MoEProblem) -> list[tuple[Launch, LaunchShape]]:
-    """Every launch of a layer that the model of time knows."""
+    """Every launch of a layer on SM90 that the model of time knows, but for the portable ones."""
     return [
         (Launch(name, tile), family.shape(problem, tile))
         for name, family in FAMILIES.items()
-        if family.shape is not None
+        if name not in PORTABLE
         for tile in family.candidates(problem)
         if not family.fits(problem, tile) and fitted(name, family.shape(problem, tile), problem.scheme.weight)
     ]
@@ -63,7 +57,11 @@ def extreme_layers(draw: st.DrawFn) -> MoEProblem:
 
 
 EXTREME_GPUS = st.builds(
-    GpuRates, st.integers(1, 500), st.floats(5e10, 3e13), st.floats(0.1, 1.0) | st.just(1.0)
+    GpuRates,
+    st.integers(1, 500),
+    st.floats(5e10, 3e13),
+    st.floats(0.1, 1.0) | st.just(1.0),
+    st.sampled_from([kib << 10 for kib in sorted(set(SHARED_KIB.values()))]),
 )
 """From a multiprocessor with a laptop's memory to several times an H200."""
 
@@ -75,7 +73,7 @@ def measured_cells(files: str) -> dict[tuple[str, str, str, int], list[tuple[MoE
         for line in path.read_text().splitlines():
             row = json.loads(line)
             launch = launch_of(row["family"], row["tile"])
-            if launch is None or "us" not in row or FAMILIES[launch.family].shape is None:
+            if launch is None or "us" not in row:
                 continue
             problem = MoEProblem(
                 Dims(row["hidden"], row["intermediate"]),
@@ -90,6 +88,4 @@ def measured_cells(files: str) -> dict[tuple[str, str, str, int], list[tuple[MoE
 
 def shape_of(problem: MoEProblem, launch: Launch) -> LaunchShape:
     """What the model of time knows of a launch."""
-    shape = FAMILIES[launch.family].shape
-    assert shape is not None
-    return shape(problem, launch.tile)
+    return FAMILIES[launch.family].shape(problem, launch.tile)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from moectl.kernels.activation import activate
 from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.portable_launches import Tile
 from moectl.kernels.layer_inputs import LayerInputs
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.quantize_tokens import dequantize, quantize
 from moectl.kernels.tolerance import Tolerance, check, tolerance_for
-from moectl.kernels.triton.launches import Tile
 from moectl.kernels.triton.token_codes import LiveRows, quantize_rows
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.layer.experts import ExpertLayer

@@ -21,6 +21,7 @@ from ...problem.schemes import FULL, WeightFormat
 from .expert_load import ExpertLoad
 from .launch import list_launches, token_tiles
 from .launch_shape import GemmShape, LaunchShape
+from .tile_family import SHARED_KIB, SHARED_MEMORY
 
 FILE = "launch_model.json"
 
@@ -35,6 +36,17 @@ FITTED_MATRIX_RATE = 7.495e12
 """Published dense 16-bit matrix rate of a multiprocessor of the GPUs that were measured, FLOP/s."""
 
 
+FITTED_CAPABILITY = (9, 0)
+"""The GPUs on which the launches were measured that the model of time is fitted to."""
+
+LEAST_SHARED_KIB = 99
+"""KiB of shared memory of a program that every GPU has."""
+
+RESERVED = 1 << 10
+"""Bytes of shared memory that a program takes beside its own, and that a multiprocessor has beside those of
+its largest."""
+
+
 class GpuRates(NamedTuple):
     """What the time depends on.
 
@@ -42,19 +54,25 @@ class GpuRates(NamedTuple):
         sms: number of multiprocessors.
         bandwidth: published bytes per second.
         matrix: matrix rate of a multiprocessor, as a share of `FITTED_MATRIX_RATE`.
+        shared: most bytes of shared memory of a program.
     """
 
     sms: Quantity
     bandwidth: Quantity
     matrix: Quantity = 1.0
+    shared: Quantity = SHARED_MEMORY
 
     @staticmethod
-    def of(sms: int, bandwidth: float, flops_per_sm: float) -> GpuRates:
+    def of(
+        sms: int, bandwidth: float, flops_per_sm: float, capability: tuple[int, int] = FITTED_CAPABILITY
+    ) -> GpuRates:
         """The rates of a GPU with this published matrix rate of a multiprocessor; 0 if it is not known.
 
         A rate that is unknown or above `FITTED_MATRIX_RATE` counts as that one.
         """
-        return GpuRates(sms, bandwidth, min(1.0, flops_per_sm / FITTED_MATRIX_RATE) or 1.0)
+        matrix = min(1.0, flops_per_sm / FITTED_MATRIX_RATE) or 1.0
+        major, minor = capability
+        return GpuRates(sms, bandwidth, matrix, SHARED_KIB.get(10 * major + minor, LEAST_SHARED_KIB) << 10)
 
 
 class GemmWork(NamedTuple):
@@ -67,7 +85,8 @@ class GemmWork(NamedTuple):
         tiles: 64x64 tiles of weights that one computes, in whole steps.
         steps: of its loop.
         width: average tokens of a token tile.
-        resident: programs that fit into one multiprocessor.
+        resident: programs that fit into one multiprocessor, if not for shared memory.
+        shared: bytes of a multiprocessor's shared memory that one takes.
         copied: 64-column pieces of tokens that a program copies first.
         idle: programs that find no work, as grids are for the most tiles that a routing can need.
     """
@@ -79,6 +98,7 @@ class GemmWork(NamedTuple):
     steps: Quantity
     width: Quantity
     resident: Quantity
+    shared: Quantity
     copied: Quantity
     idle: Quantity
 
@@ -159,10 +179,13 @@ class Arithmetic(NamedTuple):
     most: Callable[[Quantity, Quantity], Quantity]
     exp: Callable[[Quantity], Quantity]
     ceil: Callable[[Quantity], Quantity]
+    floor: Callable[[Quantity], Quantity]
     where: Callable[[Quantity, Quantity, Quantity], Quantity]
 
 
-NUMBERS = Arithmetic(min, max, math.exp, math.ceil, lambda condition, yes, no: yes if condition else no)
+NUMBERS = Arithmetic(
+    min, max, math.exp, math.ceil, math.floor, lambda condition, yes, no: yes if condition else no
+)
 
 
 class LayerLoad(NamedTuple):
@@ -227,6 +250,7 @@ def _gemm_work(
         steps,
         width,
         shape.resident,
+        shape.shared + RESERVED,
         shape.copied * columns / shape.split,
         idle * programs,
     )
@@ -237,7 +261,7 @@ def seconds(work: LaunchWork, gpu: GpuRates, of: LaunchCoefficients, by: Arithme
 
     GEMMs take what they take where they have work, on average, as often as they do.
     """
-    sms, bandwidth, matrix = gpu
+    sms, bandwidth, matrix, shared = gpu
     total = of.fixed + of.listing * work.lists + work.rows / of.combine
     sharpness = 1.5 + of.sharpness
     rounding, uneven = of.rounding / (1 + of.rounding), of.uneven / (1 + of.uneven)
@@ -245,7 +269,8 @@ def seconds(work: LaunchWork, gpu: GpuRates, of: LaunchCoefficients, by: Arithme
     for gemm, its in zip(work.gemms, of.gemms, strict=True):
         read, programs = (gemm.bytes + of.again * gemm.again) / work.busy, gemm.programs / work.busy
         memory = read / (bandwidth * by.least(its.bandwidth, 1.0))
-        resident = by.where(stays, work.persistent, gemm.resident)
+        fit = by.least(gemm.resident, by.floor((shared + RESERVED) / gemm.shared))
+        resident = by.where(stays, work.persistent, fit)
         rounds = by.most(programs / (sms * resident), 1e-6)
         whole = by.where(stays, by.ceil(rounds - 0.02), rounds + 0.5 * by.exp(-rounds))
         waited = rounding * by.most(whole, 1.0) + (1 - rounding) * by.most(rounds, 1.0)
@@ -281,7 +306,7 @@ class Coefficients:
     errors: Mapping[str, Mapping[str, float]]
 
     def format_for(self, family: str, weight: WeightFormat) -> str:
-        """The fitted format that stands for a layer's: itself, or another group of its codes; else empty.
+        """The fitted format that stands for a layer's: itself, or its codes in other groups; else empty.
 
         One scale for a tensor is as much work as one for each row.
         """
@@ -292,7 +317,8 @@ class Coefficients:
             return next((name for name in fitted if name == f"{weight.name} per channel"), "")
         alike = [name for name in fitted if name.startswith(f"{weight.name} group ")]
         group = weight.group if weight.group > 0 else 128
-        return min(alike, key=lambda name: abs(math.log2(int(name.split()[2]) / group)), default="")
+        nearest = min(alike, key=lambda name: abs(math.log2(int(name.split()[2]) / group)), default="")
+        return nearest or next((name for name in fitted if name.startswith(f"{weight.name} per ")), "")
 
     def error(self, family: str, weight: WeightFormat, gpu: str) -> float | None:
         """The median error of a family's times on a GPU; None if it was not measured there."""

@@ -8,35 +8,40 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from operator import indexOf
 from types import MappingProxyType
 from typing import NamedTuple
 
+from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from .launch import Launch
-from .launch_model import GpuRates, fitted, load_of, seconds, work_of
+from .launch_model import FITTED_CAPABILITY, GpuRates, fitted, load_of, seconds, work_of
 from .launch_shape import LaunchShape
 from .launch_table import GpuModel, own_rows, tokens_per_expert
 from .mid_launches import MID_TILES
+from .portable_launches import DECODE_TILES, FORMATS, GROUPED_TILES
 from .prefill_launches import PREFILL_TILES
 from .stream_launches import STREAM_TILES
 from .tile_family import TileFamily, launch_of
 from .tma_launches import TMA_TILES
 from .warpwise_launches import WARPWISE_TILES
 
-MODELLED: Mapping[str, TileFamily] = {
+TILE_FAMILIES: Mapping[str, TileFamily] = {
     "stream": STREAM_TILES,
     "mid": MID_TILES,
     "prefill": PREFILL_TILES,
     "warpwise": WARPWISE_TILES,
     "tma": TMA_TILES,
+    "decode": DECODE_TILES,
+    "grouped": GROUPED_TILES,
 }
-"""The kernel families that the model of time knows, by `Launch.family`."""
+"""The kernel families, by `Launch.family`."""
 
-FITTED_CAPABILITY = (9, 0)
-"""The GPUs on which the launches were measured that the model of time is fitted to."""
+PORTABLE = frozenset(("decode", "grouped"))
+"""Families that run every layer on every GPU. A layer takes none of their launches where others suit all
+numbers of tokens: those are faster, and few measurements of both in one cell show by how much."""
 
 MOST_TOKENS = 16384
 """Numbers of tokens up to which launches are compared and, by default, a layer's binaries are compiled; more
@@ -47,7 +52,7 @@ SIZES = tuple(sorted({round(2 ** (half / 2)) for half in range(2 * int(math.log2
 
 MOST_BINARIES = 12
 """Compiled kernels of a layer over all numbers of tokens: GEMMs, and the small ones around them
-(`TileFamily.small_binaries`). Portable GEMMs for more tokens than a plan has come in addition."""
+(`TileFamily.small_binaries`)."""
 
 MOST_IF_MEASURED = 16
 """The same for a layer with measured launches: with fewer, some of the fastest would have to be left out."""
@@ -74,11 +79,6 @@ FEW, WITH_FEW = 1.5, 1.03
 """Tiles of families that were made for several tokens of an expert count as this much slower below so many:
 few launches were measured there, and they are chosen only where they are predicted to be clearly faster."""
 
-FILLED = 0.75
-"""Where a plan ends early, as the layer's kernels for many tokens are portable ones, whose time the model
-does not know: up to so many tokens of an expert for each that a tile holds, as experts have unequal numbers.
-With 8 in NVFP4, `stream`'s tiles of 8 took 478 to 686 us on an H200, and `mid`'s of 16 and 32 304 to 386."""
-
 UNFITTED = 1000.0
 """Loss of a launch where it was not fitted: beyond those of all that were, at all sizes."""
 
@@ -91,22 +91,22 @@ class CandidateLaunch(NamedTuple):
         shape: what the model of time knows of it.
         tokens_per_expert: where it was fitted: lowest and highest average of active experts.
         single: whether its kernels are compiled for one token, or for more; None if that is the same.
+        most_tokens: in all, for which it is worth measuring.
     """
 
     launch: Launch
     shape: LaunchShape
     tokens_per_expert: tuple[float, float]
     single: bool | None = None
+    most_tokens: float = math.inf
 
     @staticmethod
     def each_of(problem: MoEProblem, launch: Launch) -> list[CandidateLaunch]:
-        """The candidates of a launch, by what is compiled of it; none if its family is not in `MODELLED`."""
-        family = MODELLED.get(launch.family)
-        if family is None or family.shape is None:
-            return []
-        shape = family.shape(problem, launch.tile)
+        """The candidates of a launch, by what is compiled of it."""
+        family = TILE_FAMILIES[launch.family]
+        shape, most = family.shape(problem, launch.tile), family.most_tokens(problem)
         forms = (True, False) if shape.lists else (None,)
-        return [CandidateLaunch(launch, shape, family.tokens_per_expert, single) for single in forms]
+        return [CandidateLaunch(launch, shape, family.tokens_per_expert, single, most) for single in forms]
 
     def suits(self, tokens: int, per_expert: float) -> bool:
         """Whether it was fitted for `per_expert` tokens of active experts, at `tokens` in all.
@@ -115,13 +115,12 @@ class CandidateLaunch(NamedTuple):
         columns for nothing, and were up to 20% slower than predicted.
         """
         fewest, most = self.tokens_per_expert
-        if not fewest <= per_expert <= most:
+        if not fewest <= per_expert <= most or tokens > self.most_tokens:
             return False
+        family = TILE_FAMILIES[self.launch.family]
         if self.single is None:
-            return tokens > 1 or max(self.shape.widths, default=0) <= 2
-        return self.single == (tokens == 1) and MODELLED[self.launch.family].suits(
-            self.launch.tile, per_expert
-        )
+            return tokens > 1 or max(self.shape.widths, default=0) <= family.narrowest
+        return self.single == (tokens == 1) and family.suits(self.launch.tile, per_expert)
 
     def caution(self, per_expert: float) -> float:
         """By what its predicted time is multiplied, at `per_expert` tokens of active experts."""
@@ -140,37 +139,31 @@ class Plan(NamedTuple):
     """Launches by number of tokens.
 
     Attributes:
-        most: largest number of tokens of each range, in ascending order; the last range has more tokens, too,
-            if that is `MOST_TOKENS`.
+        most: largest number of tokens of each range, in ascending order; the last range has more tokens, too.
         launches: the launch of each range.
     """
 
     most: tuple[int, ...]
     launches: tuple[Launch, ...]
 
-    def launch(self, tokens: int) -> Launch | None:
-        """The launch for `tokens` tokens; None above the last range, if that ends before `MOST_TOKENS`."""
-        place = bisect_left(self.most, min(tokens, MOST_TOKENS))
-        return self.launches[place] if place < len(self.launches) else None
+    def launch(self, tokens: int) -> Launch:
+        """The launch for `tokens` tokens."""
+        return self.launches[bisect_left(self.most, min(tokens, MOST_TOKENS))]
 
 
 @lru_cache(maxsize=256)
 def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> Plan | None:
     """The launches of a layer; None if the model of time knows no kernels for it on the GPU."""
-    if capability != FITTED_CAPABILITY:
-        return None
-    candidates = {}
-    small = 0
-    for name, family in MODELLED.items():
-        for tile in family.candidates(problem):
-            for made in CandidateLaunch.each_of(problem, Launch(name, tile)):
-                if fitted(name, made.shape, problem.scheme.weight) and not family.fits(problem, tile):
-                    candidates[made.launch, made.single] = made
-                    small = max(small, family.small_binaries(problem))
+    special = [name for name in TILE_FAMILIES if name not in PORTABLE]
+    candidates = _candidates(problem, gpu, capability, special)
+    if not all(any(it.suits(m, tokens_per_expert(problem, m)) for it in candidates.values()) for m in SIZES):
+        candidates |= _candidates(problem, gpu, capability, PORTABLE)
+    families = {launch.family for launch, _ in candidates}
+    small = max((TILE_FAMILIES[name].small_binaries(problem) for name in families), default=0)
     rows = []
     for row in own_rows(problem, GpuModel(capability, gpu.sms)):
-        launch = launch_of(MODELLED, row.family, row.tile)
-        if launch and row.tokens in SIZES and not MODELLED[row.family].fits(problem, launch.tile):
+        launch = launch_of(TILE_FAMILIES, row.family, row.tile)
+        if launch and row.tokens in SIZES and not TILE_FAMILIES[row.family].fits(problem, launch.tile):
             forms = CandidateLaunch.each_of(problem, launch)
             made = next(it for it in forms if it.single is None or it.single == (row.tokens == 1))
             candidates[made.launch, made.single] = made
@@ -180,6 +173,43 @@ def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> 
     return plan(problem, gpu, [*candidates.values()], measured, small)
 
 
+USUAL_GPU = GpuRates(132, 3.35e12)
+"""An H100's rates, for `launch_for`."""
+
+
+@lru_cache(maxsize=256)
+def _portable_plan(problem: MoEProblem) -> Plan | None:
+    found = _candidates(problem, USUAL_GPU, FITTED_CAPABILITY, PORTABLE)
+    return plan(problem, USUAL_GPU, [*found.values()], small=GROUPED_TILES.small_binaries(problem))
+
+
+def launch_for(problem: MoEProblem, tokens: int) -> Launch:
+    """The portable kernels' launch for `tokens` tokens, wherever they run; UsageError if they do not support
+    the layer's format."""
+    found = _portable_plan(problem)
+    if found is None:
+        weight = problem.scheme.weight
+        raise UsageError(f"the portable kernels support {', '.join(FORMATS)} weights; the layer has {weight}")
+    return found.launch(tokens)
+
+
+def _candidates(
+    problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int], families: Iterable[str]
+) -> dict[tuple[Launch, bool | None], CandidateLaunch]:
+    """The fitted launches of `families` that run on a GPU, by launch and `CandidateLaunch.single`."""
+    found = {}
+    for name in families:
+        family = TILE_FAMILIES[name]
+        lowest, highest = family.capability
+        for tile in family.candidates(problem) if lowest <= capability <= highest else ():
+            for made in CandidateLaunch.each_of(problem, Launch(name, tile)):
+                known = fitted(name, made.shape, problem.scheme.weight) is not None
+                most = max(gemm.shared for gemm in made.shape.gemms)
+                if known and most <= gpu.shared and not family.fits(problem, tile):
+                    found[made.launch, made.single] = made
+    return found
+
+
 def plan(
     problem: MoEProblem,
     gpu: GpuRates,
@@ -187,9 +217,7 @@ def plan(
     measured: Mapping[int, int] = MappingProxyType({}),
     small: int = 3,
 ) -> Plan | None:
-    """The launches of a layer, up to the first of `SIZES` that no candidate suits; None if that is the first.
-
-    Where that ends early, it ends where experts fill the widest tiles (`FILLED`).
+    """The launches of a layer; None if no candidate suits one of `SIZES`.
 
     They are few, within `MOST_BINARIES` or `MOST_IF_MEASURED`: those whose fastest is nearest to the fastest
     of all candidates, on average over these sizes.
@@ -200,17 +228,11 @@ def plan(
         small: compiled kernels beside the GEMMs.
     """
     us = _predicted(problem, gpu, candidates)
-    fastest = [min(times) for times in zip(*us, strict=True)]
-    sizes = SIZES[: next((i for i, time in enumerate(fastest) if time == math.inf), len(fastest))]
-    if len(sizes) < len(SIZES):
-        widest = max((max(it.shape.widths, default=1) for it in candidates), default=1)
-        most_of_one = max(1.0, FILLED * widest)
-        sizes = tuple(m for m in sizes if tokens_per_expert(problem, m) <= most_of_one)
-    if not sizes:
+    if not us or math.inf in map(min, zip(*us, strict=True)):
         return None
-    us = [times[: len(sizes)] for times in _corrected(us, measured)]
+    us = _corrected(us, measured)
     # What a measured launch takes by the model, since it is the model that compares the others with it.
-    rows = [measured.get(tokens) for tokens in sizes]
+    rows = [measured.get(tokens) for tokens in SIZES]
     reference = [
         min(times) if row is None or times[row] == math.inf else times[row]
         for times, row in zip(zip(*us, strict=True), rows, strict=True)
@@ -219,7 +241,7 @@ def plan(
     losses = [
         [
             _loss_beside(time / best, row, index) * _weight(tokens, row is not None)
-            for tokens, time, best, row in zip(sizes, times, reference, rows, strict=True)
+            for tokens, time, best, row in zip(SIZES, times, reference, rows, strict=True)
         ]
         for index, times in enumerate(us)
     ]
@@ -230,10 +252,11 @@ def plan(
         return None
     picks = [chosen[indexOf(each, min(each))] for each in least]
     ends = [i for i, pick in enumerate(picks) if i + 1 == len(picks) or picks[i + 1] != pick]
-    # Between two sizes the launch of the nearer one is taken.
+    # Between two sizes the launch of the nearer one is taken, if it suits so many.
+    most = [MOST_TOKENS if i + 1 == len(SIZES) else int(math.sqrt(SIZES[i] * SIZES[i + 1])) for i in ends]
     most = [
-        sizes[i] if i + 1 == len(sizes) else max(sizes[i], int(math.sqrt(sizes[i] * sizes[i + 1])))
-        for i in ends
+        max(SIZES[i], min(between, int(min(candidates[picks[i]].most_tokens, MOST_TOKENS))))
+        for i, between in zip(ends, most, strict=True)
     ]
     return Plan(tuple(most), tuple(candidates[picks[i]].launch for i in ends))
 

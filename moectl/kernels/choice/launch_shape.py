@@ -15,6 +15,7 @@ class GemmShape(NamedTuple):
         step: 64-column tiles that a program reads at once, along the reduction.
         split: programs that share the reduction.
         resident: programs that fit into one multiprocessor; of no meaning in a launch whose programs stay.
+        shared: bytes of shared memory of a program, by which a GPU's is divided; 0 if `resident` counts them.
         copied: tokens whose rows a program copies before it starts; 0 if they are copied step by step.
     """
 
@@ -24,6 +25,7 @@ class GemmShape(NamedTuple):
     split: int = 1
     resident: float = math.inf
     copied: int = 0
+    shared: int = 0
 
 
 class LaunchShape(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from ...capabilities.own_kernels import token_format
 from ...dtypes import MODEL_DTYPES
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL
@@ -22,22 +23,37 @@ class TileFamily:
         tile: the type of its launch configurations, a frozen dataclass of plain numbers.
         fits: why it does not support a problem with a tile, its weight format included, as a clause; empty if
             it does.
+        shape: what the model of time has to know of a tile (`launch_model`).
         capability: lowest and highest supported compute capability.
         candidates: tiles that are worth measuring for a problem.
+        most_assignments: most of them in a call for which they are worth measuring, unless it has one token.
+        narrowest: columns of tokens of its narrowest products; at one token, wider tiles are not worth it.
         tokens_per_expert: range of tokens per active expert in which they are worth measuring.
         suits: whether one of the candidates is worth measuring at a number of tokens per active expert.
         small_binaries: how many kernels of a layer are compiled beside the GEMMs, for all numbers of tokens.
-        shape: what the model of time has to know of a tile (`launch_model`); None if it has no such launches.
     """
 
     tile: type
     fits: Callable[[MoEProblem, Any], str]
+    shape: Callable[[MoEProblem, Any], LaunchShape]
     capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 9))
     candidates: Callable[[MoEProblem], Sequence[Any]] = lambda problem: ()
     tokens_per_expert: tuple[float, float] = (0.0, math.inf)
     suits: Callable[[Any, float], bool] = lambda tile, tokens_per_expert: True
+    most_assignments: float = math.inf
+    narrowest: int = 2
     small_binaries: Callable[[MoEProblem], int] = lambda problem: 3
-    shape: Callable[[MoEProblem, Any], LaunchShape] | None = None
+
+    def most_tokens(self, problem: MoEProblem) -> float:
+        """The most tokens of a call of the layer for which launches are worth measuring."""
+        return max(1.0, self.most_assignments / problem.top_k)
+
+
+def quantizing_binaries(problem: MoEProblem) -> int:
+    """Compiled kernels that quantize what enters the GEMMs of a layer: one, or two if all tokens share a
+    dynamic scale."""
+    form = token_format(problem)
+    return 0 if form is None else 1 + (form.block == (FULL, FULL) and form.dynamic)
 
 
 def launch_of(families: Mapping[str, TileFamily], name: str, tile: Mapping[str, int]) -> Launch | None:
@@ -92,7 +108,10 @@ def scale_name(problem: MoEProblem) -> str:
     return _FLOATS.get(weight.scale_dtype, "") if weight.scale_dtype else problem.dtype
 
 
-SHARED_MEMORY = 227 * 1024
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+"""Most KiB of shared memory of a program, by ten times the compute capability."""
+
+SHARED_MEMORY = SHARED_KIB[90] << 10
 """Most bytes of shared memory that a program may have on SM90."""
 
 REGISTERS = 65536

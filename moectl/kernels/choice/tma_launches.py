@@ -11,7 +11,14 @@ from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL
 from .launch import tile_words
 from .launch_shape import GemmShape, LaunchShape
-from .tile_family import REGISTERS, SHARED_MEMORY, SIZE_MULTIPLE, TileFamily, next_power_of_2
+from .tile_family import (
+    REGISTERS,
+    SHARED_MEMORY,
+    SIZE_MULTIPLE,
+    TileFamily,
+    next_power_of_2,
+    quantizing_binaries,
+)
 
 WIDTHS: dict[int, tuple[int, ...]] = {
     8: (8,),
@@ -186,40 +193,19 @@ def _tile(tokens: int, workers: int, blocks_m: int, **more: int) -> TmaTile:
     return TmaTile(tokens, workers, blocks_m, stages=2, **more)
 
 
-_FEW_FP8 = (
-    (1.02, _tile(8, 1, 1, depth=2, programs=3)),
-    (2.6, _tile(8, 1, 2, depth=2)),
-    (10, _tile(16, 2, 1, depth=2)),
-    (22, _tile(32, 1, 2, programs=2)),
-    (48, _tile(64, 2, 2)),
-    (100, _tile(96, 2, 2)),
-)
-
-RULES: dict[str, tuple[tuple[float, TmaTile], ...]] = {
-    "bf16": (
-        (1.02, _tile(8, 1, 1, depth=2)),
-        (2.6, _tile(8, 1, 2, depth=2)),
-        (10, _tile(16, 2, 1, depth=2)),
-        (22, _tile(32, 1, 2, programs=2)),
-        (40, _tile(64, 2, 2)),
-        (80, _tile(96, 2, 2)),
-        (150, _tile(128, 2, 2, group_m=4)),
-        (350, _tile(96, 2, 2, loaders=4, group_m=4)),
-        (math.inf, _tile(128, 2, 2, group_m=4)),
-    ),
-    "fp8": (
-        *_FEW_FP8,
-        (200, _tile(160, 2, 1, loaders=4, group_m=4)),
-        (math.inf, _tile(128, 2, 2, group_m=4, turned=1)),
-        (math.inf, _tile(128, 2, 2, group_m=4)),
-    ),
-    "fp8 at end": (*_FEW_FP8, (math.inf, _tile(128, 2, 2, group_m=4, fast_sums=1))),
-}
-"""Weight format, and whether FP8 weights are scaled at the end (by row or tensor) -> (most tokens per expert,
-tile): the first that fits runs if nothing was measured. All but the stages."""
-
 PROMISING: tuple[TmaTile, ...] = (
-    *dict.fromkeys(tile for rules in RULES.values() for _, tile in rules),
+    _tile(8, 1, 1, depth=2),
+    _tile(8, 1, 2, depth=2),
+    _tile(16, 2, 1, depth=2),
+    _tile(32, 1, 2, programs=2),
+    _tile(64, 2, 2),
+    _tile(96, 2, 2),
+    _tile(128, 2, 2, group_m=4),
+    _tile(96, 2, 2, loaders=4, group_m=4),
+    _tile(8, 1, 1, depth=2, programs=3),
+    _tile(160, 2, 1, loaders=4, group_m=4),
+    _tile(128, 2, 2, group_m=4, turned=1),
+    _tile(128, 2, 2, group_m=4, fast_sums=1),
     _tile(8, 1, 1, depth=2, programs=2),
     _tile(16, 1, 2, programs=2),
     _tile(32, 2, 2),
@@ -249,14 +235,6 @@ def candidates(problem: MoEProblem) -> Sequence[TmaTile]:
         return []
     tiles = (_with_stages(problem, tile) for tile in PROMISING)
     return [tile for tile in tiles if tile is not None]
-
-
-def tile_for(problem: MoEProblem, tokens_per_expert: float) -> TmaTile | None:
-    """The tile of `RULES` for a number of tokens per active expert; None if it does not fit the layer."""
-    weight = problem.scheme.weight.name
-    rules = RULES["fp8 at end"] if weight_scales(problem) in ("channel", "tensor") else RULES.get(weight, ())
-    fitting = (_with_stages(problem, tile) for most, tile in rules if tokens_per_expert <= most)
-    return next(filter(None, fitting), None)
 
 
 FEW_FOR_FAST_SUMS = 100
@@ -293,12 +271,8 @@ def launch_shape(problem: MoEProblem, tile: TmaTile) -> LaunchShape:
 
 
 def small_binaries(problem: MoEProblem) -> int:
-    """Compiled kernels of a layer beside its GEMMs: one lists assignments, one adds up, and one quantizes FP8
-    tokens, or two if all tokens share a dynamic scale."""
-    form = token_format(problem)
-    if form is None:
-        return 2
-    return 3 + (form.block == (FULL, FULL) and form.dynamic)
+    """Compiled kernels of a layer beside its GEMMs: one lists assignments, one adds up, others quantize."""
+    return 2 + quantizing_binaries(problem)
 
 
 TMA_TILES = TileFamily(

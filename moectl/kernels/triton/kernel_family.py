@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...capabilities.own_kernels import in_rows
 from ...errors import UsageError
 from ...problem.moe_problem import Activation, MoEProblem
 from ..choice.tile_family import TileFamily, scale_name
 from ..prepared_layer import PreparedMoE
-from .row_matrix import RowLayer, in_rows, row_layer_of
+from .row_matrix import RowLayer, row_layer_of
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,7 @@ from triton.backends.compiler import GPUTarget
 
 from ...environment import Device
 from ...errors import UsageError
-
-SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
-"""Most KiB of shared memory of a program, by ten times the compute capability."""
+from ..choice.tile_family import SHARED_KIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,15 @@ import torch
 import triton
 from torch import Tensor
 
-from ...capabilities.own_kernels import ROW_FORMATS, token_format
+from ...capabilities.own_kernels import in_rows, token_format
 from ...later import Later
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL
 from ..choice.launch import token_tiles
-from ..choice.tile_family import DECODED, scale_name
+from ..choice.portable_launches import DECODE_ASSIGNMENTS, DECODE_TILES, GROUPED_TILES, Tile
+from ..choice.tile_family import scale_name
 from .kernel_family import AnyLayer, KernelCall, KernelFamily, KernelMatrix, activation_numbers
-from .launches import Tile, decode_for, grouped_for, is_legal
-from .row_matrix import BLOCK, RowMatrix, in_rows
+from .row_matrix import RowMatrix
 from .sort_and_combine import INTERPRETED, combine, finish, order_of
 from .token_codes import ALL_ROWS, LiveRows, TokenCodes, code_dtype, quantize_rows, scale_kind
 
@@ -134,14 +134,6 @@ def _in_rows(m: RowMatrix) -> dict[str, Tensor]:
     }
 
 
-PORTABLE = (*DECODED, *ROW_FORMATS)
-"""Names of the weight formats that the portable kernels read."""
-
-READ_AT_ONCE = (16, 64, 256)
-"""Sizes to which the number of ids that a decode program reads is rounded up: each is another kernel to
-compile."""
-
-
 def _decode(layer: AnyLayer, call: KernelCall, tile: Tile) -> None:
     problem, t = layer.problem, call.assignments
     arguments = _PortableArguments(layer, tile)
@@ -150,8 +142,8 @@ def _decode(layer: AnyLayer, call: KernelCall, tile: Tile) -> None:
     h = call.x.new_empty(t, problem.dims.intermediate)
     parts = call.x.new_empty(tile.split, t, problem.dims.hidden, dtype=torch.float32)
     routing = {
-        "BY_SLOT": t <= problem.local_experts,
-        "TPAD": next((size for size in READ_AT_ONCE if t <= size), triton.next_power_of_2(t)),
+        "BY_SLOT": int(t <= problem.local_experts),
+        "TPAD": triton.next_power_of_2(max(t, DECODE_ASSIGNMENTS)),
         "M_BLOCKS": blocks,
     }
     kernels._decode_gemm1_kernel[(arguments.row_tiles(layer.w13), programs * blocks)](
@@ -199,33 +191,5 @@ def _grouped(layer: AnyLayer, call: KernelCall, tile: Tile) -> None:
     finish(call, y, experts)
 
 
-def _fits(problem: MoEProblem, tile: Tile) -> str:
-    weight = problem.scheme.weight
-    if weight.name not in PORTABLE:
-        return f"it supports {', '.join(PORTABLE)}; the layer has {weight}"
-    if weight.name == "fp8" and tile.depth > BLOCK:
-        return f"{tile} adds up more than {BLOCK} columns of FP8 products at once"
-    if is_legal(tile, weight.group):
-        return ""
-    return f"{tile} does not consist of whole weight tiles and groups of {weight.group}"
-
-
-def _decode_tiles(problem: MoEProblem) -> list[Tile]:
-    return [tile for _, tile in decode_for(problem)]
-
-
-def _grouped_tiles(problem: MoEProblem) -> list[Tile]:
-    return [tile for _, tile in grouped_for(problem)]
-
-
-DECODE_FAMILY = KernelFamily(
-    tile=Tile,
-    run=_decode,
-    fits=_fits,
-    interpreted=True,
-    candidates=_decode_tiles,
-    tokens_per_expert=(0, 16),
-)
-GROUPED_FAMILY = KernelFamily(
-    tile=Tile, run=_grouped, fits=_fits, interpreted=True, candidates=_grouped_tiles
-)
+DECODE_FAMILY = KernelFamily.of(DECODE_TILES, _decode, interpreted=True)
+GROUPED_FAMILY = KernelFamily.of(GROUPED_TILES, _grouped, interpreted=True)

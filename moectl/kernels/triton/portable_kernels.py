@@ -112,7 +112,7 @@ def _gemm2_tile(
 
 
 @triton.jit
-def _assigned(IDS, T, p, m0, E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.constexpr, BM: tl.constexpr):
+def _assigned(IDS, T, p, m0, BY_SLOT, E: tl.constexpr, TPAD: tl.constexpr, BM: tl.constexpr):
     """Assignments m0 to m0 + BM of program p's expert: (expert, slots [BM], live [BM], whether any).
 
     With `BY_SLOT` program p belongs to assignment p, and has work if that is the first assignment of its
@@ -120,13 +120,11 @@ def _assigned(IDS, T, p, m0, E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.co
     """
     t = tl.arange(0, TPAD)
     ids = tl.load(IDS + t, mask=t < T, other=-1)
+    expert = p
     if BY_SLOT:
         expert = tl.load(IDS + p)
-        earlier = tl.sum(((ids == expert) & (t < p)).to(tl.int32), 0)
-        mine = (expert >= 0) & (expert < E) & (earlier == 0)
-    else:
-        expert = p
-        mine = p < E
+    earlier = tl.sum(((ids == expert) & (t < p * BY_SLOT)).to(tl.int32), 0)
+    mine = (expert >= 0) & (expert < E) & (earlier == 0)
     match = (ids == expert) & (t < T)
     count = tl.sum(match.to(tl.int32), 0)
     rank = tl.cumsum(match.to(tl.int32), 0) - 1
@@ -136,10 +134,10 @@ def _assigned(IDS, T, p, m0, E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.co
     return expert, slots, wanted < count, mine & (count > m0)
 
 
-@triton.jit(do_not_specialize=["T", "M_BLOCKS"])
+@triton.jit(do_not_specialize=["T", "M_BLOCKS", "BY_SLOT"])
 def _decode_gemm1_kernel(
-    X, XS, W, S, Z, B, F, H, IDS, WEIGHTS, T, M_BLOCKS, N, K, KX, NX, alpha, limit,
-    E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.constexpr,
+    X, XS, W, S, Z, B, F, H, IDS, WEIGHTS, T, M_BLOCKS, BY_SLOT, N, K, KX, NX, alpha, limit,
+    E: tl.constexpr, TPAD: tl.constexpr,
     TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     HALVES: tl.constexpr, WEIGHTED: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
@@ -150,7 +148,7 @@ def _decode_gemm1_kernel(
     pid_n = tl.program_id(0)
     p = tl.program_id(1) // M_BLOCKS
     m0 = (tl.program_id(1) % M_BLOCKS) * BM
-    expert, slots, live, work = _assigned(IDS, T, p, m0, E, BY_SLOT, TPAD, BM)
+    expert, slots, live, work = _assigned(IDS, T, p, m0, BY_SLOT, E, TPAD, BM)
     if work:
         _gemm1_tile(
             X, XS, W, S, Z, B, F, H, WEIGHTS, slots, slots, live, expert, pid_n, N, K, KX, NX, alpha, limit,
@@ -159,10 +157,10 @@ def _decode_gemm1_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "M_BLOCKS"])
+@triton.jit(do_not_specialize=["T", "M_BLOCKS", "BY_SLOT"])
 def _decode_gemm2_kernel(
-    H, XS, W, S, Z, B, F, Y, IDS, WEIGHTS, T, M_BLOCKS, N, K, KX, NX,
-    E: tl.constexpr, BY_SLOT: tl.constexpr, TPAD: tl.constexpr,
+    H, XS, W, S, Z, B, F, Y, IDS, WEIGHTS, T, M_BLOCKS, BY_SLOT, N, K, KX, NX,
+    E: tl.constexpr, TPAD: tl.constexpr,
     BIAS: tl.constexpr, HALVES: tl.constexpr, WEIGHTED: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -174,7 +172,7 @@ def _decode_gemm2_kernel(
     p = tl.program_id(1) // M_BLOCKS
     m0 = (tl.program_id(1) % M_BLOCKS) * BM
     pid_k = tl.program_id(2)
-    expert, slots, live, work = _assigned(IDS, T, p, m0, E, BY_SLOT, TPAD, BM)
+    expert, slots, live, work = _assigned(IDS, T, p, m0, BY_SLOT, E, TPAD, BM)
     if work:
         _gemm2_tile(
             H, XS, W, S, Z, B, F, Y + pid_k.to(tl.int64) * T * NX, WEIGHTS, slots, slots, live, expert,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...capabilities.own_kernels import ROW_FORMATS, token_format
+from ...capabilities.own_kernels import token_format
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL
@@ -48,11 +48,6 @@ class RowLayer:
     problem: MoEProblem
     w13: RowMatrix
     w2: RowMatrix
-
-
-def in_rows(problem: MoEProblem) -> bool:
-    """Whether the layer's weights are read in rows (`RowLayer`); else in tiles (`KernelLayer`)."""
-    return problem.scheme.weight.name in ROW_FORMATS
 
 
 def row_matrix_of(prepared: PreparedMoE, role: str) -> RowMatrix:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...capabilities.kernel_support import KernelSupport
-from ...capabilities.own_kernels import TRITON, token_format
+from ...capabilities.own_kernels import TRITON, in_rows, token_format
 from ...environment import Device
 from ...environment.named_devices import published_bandwidth, published_matrix_rate
 from ...errors import UsageError
@@ -24,11 +24,10 @@ from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import A16
 from ..choice.launch import Launch
 from ..choice.launch_model import GpuRates, predicted_us
-from ..choice.launch_plan import FITTED_CAPABILITY, planned
-from ..choice.launch_table import GpuModel, tokens_per_expert, tuned
+from ..choice.launch_plan import launch_for, planned
+from ..choice.launch_table import tuned
 from ..choice.tile_family import launch_of as launch_named
 from ..choice.tile_family import scale_name
-from ..choice.tma_launches import tile_for
 from ..prepared_layer import PreparedMoE
 from ..runner import ActivationFormat, Runner, check_dtype
 from ..tolerance import DECLARED
@@ -46,9 +45,7 @@ from .kernel_family import (
     multiprocessors,
     remember_exponents,
 )
-from .launches import launch_for
 from .portable import DECODE_FAMILY, GROUPED_FAMILY
-from .row_matrix import in_rows
 from .sort_and_combine import INTERPRETED
 from .warpwise import WARPWISE_FAMILY
 from .workspace import workspace
@@ -134,36 +131,27 @@ def choose(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
 def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
     """A launch that does not depend on measurements of this machine.
 
-    In this order: one of the layer's plan, by the model of time and the shipped ones that were measured for
-    this layer; one by rules, those of `tma` for weights that it reads, and of the portable kernels.
+    That of the layer's plan: by the model of time, and by the shipped ones that were measured for this layer.
     """
     if device.type == "cuda" and tokens:
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        gpu = GpuModel(torch.cuda.get_device_capability(device), sms)
-
-        plan = planned(problem, _rates_of(device), gpu.capability)
-        if plan is not None and (launch := plan.launch(tokens)):
-            return launch
-        per_expert = tokens_per_expert(problem, tokens)
-        tile = tile_for(problem, per_expert)
-        if tile is not None and TMA_FAMILY.runs_on(device):
-            return Launch("tma", tile)
+        plan = planned(problem, _rates_of(device), torch.cuda.get_device_capability(device))
+        if plan is not None:
+            return plan.launch(tokens)
     return launch_for(problem, tokens)
 
 
 def predicted_for(problem: MoEProblem, tokens: int, launch: Launch, device: torch.device) -> float | None:
-    """Microseconds of a launch by the model of time; None if it does not know the GPU, format or family."""
-    shape = FAMILIES[launch.family].shape
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != FITTED_CAPABILITY or not tokens:
+    """Microseconds of a launch by the model of time; None if it does not know the format, or on a CPU."""
+    if device.type != "cuda" or not tokens:
         return None
-    if shape is None:
-        return None
-    return predicted_us(problem, tokens, launch.family, shape(problem, launch.tile), _rates_of(device))
+    shape = FAMILIES[launch.family].shape(problem, launch.tile)
+    return predicted_us(problem, tokens, launch.family, shape, _rates_of(device))
 
 
 def _rates_of(device: torch.device) -> GpuRates:
     about = torch.cuda.get_device_properties(device)
-    return GpuRates.of(about.multi_processor_count, bandwidth_of(about), published_matrix_rate(about.name))
+    sms, matrix = about.multi_processor_count, published_matrix_rate(about.name)
+    return GpuRates.of(sms, bandwidth_of(about), matrix, torch.cuda.get_device_capability(device))
 
 
 def bandwidth_of(about: Any) -> float:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from ...capabilities.own_kernels import token_format
+from ...capabilities.own_kernels import in_rows, token_format
 from ...problem.moe_problem import MoEProblem
 from ..choice.launch import Launch, token_tiles
 from ..prepared_layer import PreparedMoE
 from ..runner import ActivationFormat
 from .kernel_family import layer_of
 from .row_matrix import BLOCK as TOKEN_BLOCK
-from .row_matrix import in_rows
 from .sort_and_combine import BLOCK
 
 SMALLEST = 8 << 10

@@ -370,7 +370,9 @@ def test_every_verdict_is_explained():
     assert re.search(r"exit code 1: slower, failing, missing", told)
 
 
-@pytest.mark.parametrize("title", [{"title": "triton (OpenAI triton_kernels)"}, {}], ids=["told", "of an older file"])
+@pytest.mark.parametrize(
+    "title", [{"title": "triton (OpenAI triton_kernels)"}, {}], ids=["told", "of an older file"]
+)
 def test_what_an_engine_would_choose_is_in_the_document(tmp_path, title):
     """Whatever the machine: on a CPU that the engine has no kernels for there is nothing to tell."""
     head, *rows = (ROOT / "docs" / "bench_h200.jsonl").read_text().splitlines()

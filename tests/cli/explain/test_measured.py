@@ -7,7 +7,7 @@ from moectl.cache.backend_times import BackendTime
 from moectl.cache.launches_file import KIND, LaunchesStore, LaunchRow
 from moectl.checkpoint import open_checkpoint
 from moectl.environment import find_device
-from moectl.kernels.triton.launches import Tile
+from moectl.kernels.choice.portable_launches import Tile
 from support.invoking import moectl
 
 MODEL = "Qwen/Qwen3-30B-A3B-GPTQ-Int4"

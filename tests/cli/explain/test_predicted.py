@@ -37,11 +37,12 @@ def test_a_gpu_that_was_not_measured_is_said_to_be_none():
     assert explain("--gpu", "h20", "--json").document["groups"][0]["predicted"]["median_error"] is None
 
 
-def test_a_gpu_that_the_model_does_not_know_has_no_times():
-    what, options = "they are predicted on SM90 only", ("--gpu", "a100", "--tp", "8")
-    assert f"predicted no times: {what}" in explain(*options).words
+def test_gpus_of_other_architectures_have_times_of_portable_kernels():
+    options = ("--gpu", "a100", "--tp", "8")
+    assert "at 1024 a layer (not measured on this GPU)" in explain(*options).words
     (group,) = explain(*options, "--json").document["groups"]
-    assert group["predicted"] == {"times": [], "median_error": None, "reason": what}
+    assert [it["tokens"] for it in group["predicted"]["times"]] == [1, 64, 1024]
+    assert (group["predicted"]["median_error"], group["predicted"]["reason"]) == (None, "")
 
 
 def test_other_answers_have_no_such_line():

@@ -13,7 +13,7 @@ from moectl.cli.tune.command import parse_budget
 from moectl.environment import find_device
 from moectl.errors import UsageError
 from moectl.kernels.choice.launch import Launch
-from moectl.kernels.triton.launches import Tile
+from moectl.kernels.choice.portable_launches import Tile
 from moectl.problem.published_layers import MODELS
 from moectl.tuning import tune
 from moectl.tuning.grouped_gemm import GemmConfig

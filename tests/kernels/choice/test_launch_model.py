@@ -16,9 +16,8 @@ from moectl.environment.named_devices import find_device, published_bandwidth, p
 from moectl.kernels.choice.expert_load import expert_counts, token_tiles_of
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.choice.launch_model import GemmWork, GpuRates, load_of, predicted_us, work_of
-from moectl.kernels.choice.launch_plan import SIZES, planned
+from moectl.kernels.choice.launch_plan import SIZES, launch_for, planned
 from moectl.kernels.choice.launch_shape import GemmShape, LaunchShape
-from moectl.kernels.triton.launches import launch_for
 from moectl.kernels.triton.triton_runner import (
     _rates_of,
     bandwidth_of,
@@ -36,6 +35,7 @@ from support.launch_cases import (
     IN_ROWS,
     LAYER,
     ON_SM90,
+    PORTABLE_ONES,
     RATES,
     extreme_layers,
     known_launches,
@@ -199,7 +199,11 @@ def test_a_name_that_begins_with_no_gpu_s_has_no_matrix_rate(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("files", "cells", "most", "within"),
-    [(IN_4_BITS, 600, 1.016, (0.82, 0.96)), (IN_ROWS, 90, 1.01, (0.9, 0.98))],
+    [
+        (IN_4_BITS, 600, 1.016, (0.82, 0.96)),
+        (IN_ROWS, 90, 1.01, (0.9, 0.98)),
+        (PORTABLE_ONES, 216, 1.01, (0.88, 0.97)),
+    ],
 )
 def test_choices_among_measured_launches_are_near_the_fastest(
     files: str, cells: int, most: float, within: tuple[float, float]
@@ -223,12 +227,15 @@ def test_a_launch_has_a_predicted_time_where_its_family_was_fitted() -> None:
     with compiling_for(OFFLINE_GPUS[90]):
         found = planned(LAYER, _rates_of(device), ON_SM90)
         assert found is not None
-        us = predicted_for(LAYER, found.most[0], found.launches[0], device)
+        us = predicted_for(LAYER, 1, found.launches[0], device)
         assert us is not None and 0 < us < 1000
-        assert predicted_for(LAYER, 1, launch_for(LAYER, 1), device) is None
+        portable = launch_for(LAYER, 1)
+        slower = predicted_for(LAYER, 1, portable, device)
+        assert slower is not None and us < slower < 5 * us
         assert predicted_for(LAYER, 1, found.launches[0], torch.device("cpu")) is None
     with compiling_for(OFFLINE_GPUS[80]):
-        assert predicted_for(LAYER, 1, found.launches[0], device) is None
+        with_fewer = predicted_for(LAYER, 1, portable, device)
+        assert with_fewer is not None and with_fewer > slower
 
 
 def test_bandwidth_is_that_of_the_name_or_the_device() -> None:

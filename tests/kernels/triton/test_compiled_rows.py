@@ -7,7 +7,7 @@ from devtools.inspection.kernel_report import KernelReport
 from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.shipped_kernels import inspect
 
-from moectl.kernels.triton.launches import launch_for
+from moectl.kernels.choice.launch_plan import launch_for
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import SILU, Dims, MoEProblem
 from support.row_cases import SCHEMES

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.portable_launches import DECODE, GROUPED
 from moectl.kernels.layer_inputs import LayerInputs
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
 from moectl.kernels.tolerance import check, tolerance_for
-from moectl.kernels.triton.launches import DECODE, GROUPED
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.problem.moe_problem import Dims
 from moectl.problem.schemes import Scheme, int_format
@@ -31,7 +31,7 @@ WIDE = {
         KIMI, dims=Dims(2048, 768), experts=8, local_experts=8, scheme=Scheme(int_format(4, 128))
     ),
 }
-SHIPPED = [Launch("decode", tile) for _, tile in DECODE] + [Launch("grouped", tile) for _, tile in GROUPED]
+SHIPPED = [Launch("decode", tile) for tile in DECODE] + [Launch("grouped", tile) for tile in GROUPED]
 
 
 @pytest.fixture(autouse=True)

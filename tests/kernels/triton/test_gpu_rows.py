@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.portable_launches import FP8_GROUPED, GROUPED_TILES, ROWS_DECODE
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import ActivationFormat
 from moectl.kernels.tolerance import check, tolerance_for
-from moectl.kernels.triton.launches import FP8_GROUPED, ROWS_DECODE, grouped_for
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.problem.moe_problem import SILU, Dims, MoEProblem
 from moectl.problem.schemes import FP8_ACT_GROUP_128, FP8_ACT_TOKEN, ActFormat
@@ -82,10 +82,9 @@ def test_every_tile_of_the_table(scheme: str) -> None:
     problem = wide(scheme)
     layer = cases.layer_of(problem, "cuda")
     prepared = layer.prepared("moectl", "cuda")
-    grouped = grouped_for(problem)
-    launches = [(tokens, Launch("decode", tile)) for tokens, tile in ROWS_DECODE]
-    launches += [(600, Launch("grouped", tile)) for _, tile in grouped]
-    for tokens, launch in launches:
+    decode = [(tokens, Launch("decode", tile)) for tile in ROWS_DECODE for tokens in (2, 8, 64)]
+    grouped = [(600, Launch("grouped", tile)) for tile in GROUPED_TILES.candidates(problem)]
+    for tokens, launch in (*decode, *grouped):
         inputs = inputs_of(problem, tokens, device="cuda")
         y = run_with(prepared, inputs.x, inputs.ids, inputs.weights, launch)
         result = check(y, cases.expected_of(layer, inputs), cases.tight(problem))
@@ -106,7 +105,7 @@ def test_batches_are_computed_in_place() -> None:
         ids = torch.full((n, 1), expert, dtype=torch.int32, device="cuda")
         one = replace(prepared, problem=replace(problem, top_k=1), derived={})
         weights = torch.ones(n, 1, device="cuda")
-        alone = run_with(one, x[expert, :n], ids, weights, Launch("grouped", FP8_GROUPED[0][1]))
+        alone = run_with(one, x[expert, :n], ids, weights, Launch("grouped", FP8_GROUPED[0]))
         result = check(y[expert, :n], alone, cases.tight(problem))
         assert result.ok, result
 
@@ -143,7 +142,7 @@ def test_sums_of_fp8_products_lose_nothing_over_many_columns() -> None:
     inputs = inputs_of(problem, 32, device="cuda")
     x = inputs.x * torch.exp2(torch.randint(-6, 7, inputs.x.shape, device="cuda").float()).bfloat16()
     spread = replace(inputs, x=x / 16)
-    y = run_with(prepared, spread.x, spread.ids, spread.weights, Launch("grouped", FP8_GROUPED[-1][1]))
+    y = run_with(prepared, spread.x, spread.ids, spread.weights, Launch("grouped", FP8_GROUPED[-1]))
     result = check(y, cases.expected_of(layer, spread), cases.tight(problem))
     assert result.ok, result
     assert result.rms < tolerance_for(problem, "fp8").rms / 5

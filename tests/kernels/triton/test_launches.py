@@ -9,8 +9,8 @@ import pytest
 from devtools.inspection.published_kernels import MODELS, layer_without_weights
 
 from moectl.kernels.choice.launch import token_tiles
+from moectl.kernels.choice.launch_plan import launch_for
 from moectl.kernels.triton.kernel_family import activation_numbers
-from moectl.kernels.triton.launches import is_legal, launch_for
 from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.problem.moe_problem import SWIGLU_OAI, Activation
 from moectl.problem.schemes import Scheme, int_format
@@ -20,7 +20,8 @@ from moectl.problem.schemes import Scheme, int_format
 def test_launches_depend_on_sizes_alone_and_are_legal(model: str) -> None:
     problem = layer_without_weights(model).problem
     for tokens in (1, 2, 3, 8, 9, 63, 64, 65, 500, 2000, 8192, 70_000):
-        assert is_legal(launch_for(problem, tokens).tile, problem.scheme.weight.group)
+        launch = launch_for(problem, tokens)
+        assert not FAMILIES[launch.family].fits(problem, launch.tile)
     assert launch_for(problem, 1).family == "decode"
     assert launch_for(problem, 8192).family == "grouped"
 

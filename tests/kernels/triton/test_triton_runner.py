@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from moectl.errors import UsageError
+from moectl.kernels.choice.launch_plan import launch_for
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import Runner
 from moectl.kernels.triton import kernel_family
 from moectl.kernels.triton.hopper.gemm_spec import exact_weights
 from moectl.kernels.triton.kernel_family import exponents_of, exponents_of_each, layer_of
-from moectl.kernels.triton.launches import launch_for
 from moectl.kernels.triton.triton_runner import aligned, run_batch_with, run_with
 from moectl.problem.moe_problem import Activation
 from moectl.problem.schemes import MXFP8, NVFP4, Scheme, int_format

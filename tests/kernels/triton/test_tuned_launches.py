@@ -14,8 +14,8 @@ from moectl.cache.launches_file import KIND, LaunchesStore, LaunchRow
 from moectl.environment import find_device
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.choice.launch_table import tuned
+from moectl.kernels.choice.portable_launches import Tile
 from moectl.kernels.triton import triton_runner
-from moectl.kernels.triton.launches import Tile
 from moectl.kernels.triton.triton_runner import choose, choose_shipped
 from moectl.problem.published_layers import MODELS
 

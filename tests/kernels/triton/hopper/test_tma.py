@@ -11,11 +11,9 @@ from devtools.inspection.published_kernels import IN_ROWS, layer_without_weights
 
 from moectl.kernels.choice.tma_launches import (
     PROMISING,
-    RULES,
     TmaTile,
     launch_registers,
     registers,
-    tile_for,
 )
 from moectl.kernels.triton.hopper.tma import (
     TMA_FAMILY,
@@ -34,26 +32,26 @@ QWEN_CHANNEL = replace(QWEN, scheme=Scheme(FP8_CHANNEL, FP8_ACT_TOKEN))
 
 
 @pytest.mark.parametrize("problem", [QWEN, QWEN_FP8], ids=IN_ROWS)
-def test_layers_have_tiles_for_all_widths_and_rules(problem: MoEProblem) -> None:
+def test_layers_have_tiles_for_all_widths(problem: MoEProblem) -> None:
     tiles = TMA_FAMILY.candidates(problem)
     assert {tile.tokens for tile in tiles} >= {8, 16, 32, 64, 96, 160}
     assert all(not TMA_FAMILY.fits(problem, tile) and tile.stages >= 3 for tile in tiles)
-    rules = RULES[problem.scheme.weight.name]
-    for most, tile in dict(reversed(rules)).items():
-        chosen = tile_for(problem, most)
-        assert chosen in tiles and chosen == replace(tile, stages=chosen.stages)
 
 
-def test_layers_that_a_tile_does_not_fit_take_the_next_rule() -> None:
-    for problem, turned in ((QWEN_FP8, 1), (replace(QWEN_FP8, bias=True), 0)):
-        chosen = tile_for(problem, 1000)
-        assert chosen and (chosen.tokens, chosen.turned) == (128, turned)
+def test_layers_with_a_bias_have_no_products_with_tokens_as_rows() -> None:
+    turned = [
+        {tile.turned for tile in TMA_FAMILY.candidates(problem)}
+        for problem in (QWEN_FP8, replace(QWEN_FP8, bias=True))
+    ]
+    assert turned == [{0, 1}, {0}]
 
 
-def test_few_tokens_take_narrow_tiles_and_many_wide_ones() -> None:
-    tiles = [tile_for(QWEN, per_expert) for per_expert in (1, 3, 10, 30, 60, 500)]
-    widths = [tile.tokens for tile in tiles if tile]
-    assert widths == sorted(widths) and widths[0] == 8 and widths[-1] == 128
+@pytest.mark.parametrize("problem", [QWEN, QWEN_FP8], ids=IN_ROWS)
+def test_few_tokens_take_narrow_tiles_and_many_wide_ones(problem: MoEProblem) -> None:
+    with compiling_for(OFFLINE_GPUS[90]):
+        chosen = [choose_shipped(problem, tokens, torch.device("cuda")) for tokens in (1, 16384)]
+    assert [launch.family for launch in chosen] == ["tma", "tma"]
+    assert chosen[0].tile.tokens == 8 and chosen[1].tile.tokens >= 96
 
 
 @pytest.mark.parametrize(("promoted", "blocks"), [(False, False), (True, False), (True, True)])
