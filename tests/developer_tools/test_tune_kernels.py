@@ -48,16 +48,23 @@ class Fake:
         return 1e-3
 
     def time(self, cell: TuningCase, launch: Launch, repeats: int) -> float:
-        return {SLOW: 30.0, FAST: 10.04, CURRENT: 20.0}[launch]
+        return {SLOW: 30.0, FAST: 10.04, CURRENT: 12.0}[launch]
 
 
 def test_the_fastest_right_launch_is_printed_and_is_the_row(capsys: pytest.CaptureFixture[str]) -> None:
     options = argparse.Namespace(repeats=3, show=1)
     (row,) = script._tuned(CELL, Fake(), options)
-    assert row == {"tokens": 64, "family": "grouped", "tile": asdict(FAST.tile), "us": 10.0}
+    slower = [{"family": "grouped", "tile": asdict(CURRENT.tile), "ratio": 1.195}]
+    assert row == {
+        "tokens": 64,
+        "family": "grouped",
+        "tile": asdict(FAST.tile),
+        "us": 10.0,
+        "slower": slower,  # but none that takes 30 us
+    }
     wrong, best, second = capsys.readouterr().out.splitlines()
     assert wrong.strip().startswith("OUT grouped") and wrong.endswith("off by 3")
-    assert "qwen3-30b M=   64      10.0 us" in best and "20.0 us" in second
+    assert "qwen3-30b M=   64      10.0 us" in best and "12.0 us" in second
     with pytest.raises(DeviceBroken):
         script._tuned(CELL, Fake(broken=True), options)
 

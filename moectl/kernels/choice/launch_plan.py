@@ -1,7 +1,7 @@
 """Which launches a layer takes: a few, each for a range of numbers of tokens.
 
 They are chosen by the model of time, and by what was measured of this very layer where there are such rows:
-a row says which launch was the fastest, and the model how much longer others take.
+a row says which launch was the fastest, and how much longer some others took; of the rest the model says it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from operator import indexOf
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from .launch import Launch
-from .launch_model import FITTED_CAPABILITY, GpuRates, fitted, load_of, seconds, work_of
+from .launch_model import FITTED_CAPABILITY, USUAL_BANDWIDTH, GpuRates, fitted, load_of, seconds, work_of
 from .launch_shape import LaunchShape
 from .launch_table import GpuModel, own_rows, tokens_per_expert
 from .mid_launches import MID_TILES
@@ -39,7 +39,7 @@ TILE_FAMILIES: Mapping[str, TileFamily] = {
 }
 """The kernel families, by `Launch.family`."""
 
-PORTABLE = frozenset(("decode", "grouped"))
+PORTABLE = ("decode", "grouped")
 """Families that run every layer on every GPU. A layer takes none of their launches where others suit all
 numbers of tokens: those are faster, and few measurements of both in one cell show by how much."""
 
@@ -63,9 +63,10 @@ SEVERITY = 2.0
 WORTH = 0.001
 """Mean gain of predicted time over all `SIZES` for which another launch is added."""
 
-UNMEASURED = 1.03
+UNMEASURED = 1.06
 """Least ratio of another launch's time to that of the one that a row says was the fastest: the model may
-predict that the other takes as long or less, but it was not measured to."""
+predict that the other takes as long or less, but it was not measured to. With 1.03, seven layers took two
+launches that the model preferred and nobody had measured; those that had been were 3% slower on average."""
 
 SINGLE = 4.0
 """How much losses at one token count where it was measured: decoding a single sequence is what latency is
@@ -111,8 +112,8 @@ class CandidateLaunch(NamedTuple):
     def suits(self, tokens: int, per_expert: float) -> bool:
         """Whether it was fitted for `per_expert` tokens of active experts, at `tokens` in all.
 
-        At one token no expert has two: tiles of more than two, where they are not compiled for that, compute
-        columns for nothing, and were up to 20% slower than predicted.
+        At one token no expert has two: tiles that are wider than the family's narrowest, where they are not
+        compiled for that, compute columns for nothing, and were up to 20% slower than predicted.
         """
         fewest, most = self.tokens_per_expert
         if not fewest <= per_expert <= most or tokens > self.most_tokens:
@@ -130,9 +131,14 @@ class CandidateLaunch(NamedTuple):
     def binaries(self) -> frozenset[object]:
         """Its compiled GEMMs; those of equal shapes are one, which launches share."""
         family, name = self.launch.family, self.shape.name
-        if getattr(self.launch.tile, "fused", 0):
+        if _is_fused(self.launch.tile):
             return frozenset([(family, name, self.shape.gemms)])
         return frozenset((family, name, self.single, *indexed) for indexed in enumerate(self.shape.gemms))
+
+
+def _is_fused(tile: Any) -> bool:
+    """Whether both GEMMs are one launch."""
+    return bool(getattr(tile, "fused", 0))
 
 
 class Plan(NamedTuple):
@@ -160,20 +166,21 @@ def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> 
         candidates |= _candidates(problem, gpu, capability, PORTABLE)
     families = {launch.family for launch, _ in candidates}
     small = max((TILE_FAMILIES[name].small_binaries(problem) for name in families), default=0)
-    rows = []
+    rows: dict[int, dict[tuple[Launch, bool | None], float]] = {}
     for row in own_rows(problem, GpuModel(capability, gpu.sms)):
-        launch = launch_of(TILE_FAMILIES, row.family, row.tile)
-        if launch and row.tokens in SIZES and not TILE_FAMILIES[row.family].fits(problem, launch.tile):
-            forms = CandidateLaunch.each_of(problem, launch)
-            made = next(it for it in forms if it.single is None or it.single == (row.tokens == 1))
-            candidates[made.launch, made.single] = made
-            rows.append((row.tokens, (made.launch, made.single)))
+        found = [(row, 1.0), *((it, it.ratio) for it in row.slower)]
+        for launch, ratio in ((launch_of(TILE_FAMILIES, it.family, it.tile), ratio) for it, ratio in found):
+            if launch and row.tokens in SIZES and not TILE_FAMILIES[launch.family].fits(problem, launch.tile):
+                forms = CandidateLaunch.each_of(problem, launch)
+                made = next(it for it in forms if it.single is None or it.single == (row.tokens == 1))
+                candidates[made.launch, made.single] = made
+                rows.setdefault(row.tokens, {})[made.launch, made.single] = ratio
     places = {key: place for place, key in enumerate(candidates)}
-    measured = {tokens: places[key] for tokens, key in rows}
+    measured = {tokens: {places[key]: ratio for key, ratio in row.items()} for tokens, row in rows.items()}
     return plan(problem, gpu, [*candidates.values()], measured, small)
 
 
-USUAL_GPU = GpuRates(132, 3.35e12)
+USUAL_GPU = GpuRates(132, USUAL_BANDWIDTH)
 """An H100's rates, for `launch_for`."""
 
 
@@ -202,6 +209,8 @@ def _candidates(
         family = TILE_FAMILIES[name]
         lowest, highest = family.capability
         for tile in family.candidates(problem) if lowest <= capability <= highest else ():
+            if capability != FITTED_CAPABILITY and _is_fused(tile):
+                continue  # programs wait for others, which nobody has tried there
             for made in CandidateLaunch.each_of(problem, Launch(name, tile)):
                 known = fitted(name, made.shape, problem.scheme.weight) is not None
                 most = max(gemm.shared for gemm in made.shape.gemms)
@@ -214,7 +223,7 @@ def plan(
     problem: MoEProblem,
     gpu: GpuRates,
     candidates: Sequence[CandidateLaunch],
-    measured: Mapping[int, int] = MappingProxyType({}),
+    measured: Mapping[int, Mapping[int, float]] = MappingProxyType({}),
     small: int = 3,
 ) -> Plan | None:
     """The launches of a layer; None if no candidate suits one of `SIZES`.
@@ -224,7 +233,8 @@ def plan(
 
     Args:
         candidates: those of unfitted families or formats are only taken where they are `measured`.
-        measured: the candidate that was measured to be the fastest, at some of `SIZES`.
+        measured: at some of `SIZES`, the candidates that were measured, by how much longer they took than the
+            fastest.
         small: compiled kernels beside the GEMMs.
     """
     us = _predicted(problem, gpu, candidates)
@@ -232,15 +242,15 @@ def plan(
         return None
     us = _corrected(us, measured)
     # What a measured launch takes by the model, since it is the model that compares the others with it.
-    rows = [measured.get(tokens) for tokens in SIZES]
+    rows = [measured.get(tokens, {}) for tokens in SIZES]
     reference = [
-        min(times) if row is None or times[row] == math.inf else times[row]
+        _of_fastest(times, row) if row else min(times)
         for times, row in zip(zip(*us, strict=True), rows, strict=True)
     ]
     # A loss for each candidate at each number of tokens.
     losses = [
         [
-            _loss_beside(time / best, row, index) * _weight(tokens, row is not None)
+            _loss_beside(time / best, row, index) * _weight(tokens, bool(row))
             for tokens, time, best, row in zip(SIZES, times, reference, rows, strict=True)
         ]
         for index, times in enumerate(us)
@@ -261,7 +271,13 @@ def plan(
     return Plan(tuple(most), tuple(candidates[picks[i]].launch for i in ends))
 
 
-def _corrected(us: list[list[float]], measured: Mapping[int, int]) -> list[list[float]]:
+def _of_fastest(times: Sequence[float], measured: Mapping[int, float]) -> float:
+    """Predicted time of the launch that was measured to be the fastest; of any if it was not fitted."""
+    time = times[min(measured, key=measured.__getitem__)]
+    return min(times) if time == math.inf else time
+
+
+def _corrected(us: list[list[float]], measured: Mapping[int, Mapping[int, float]]) -> list[list[float]]:
     """Predicted times, at each of `SIZES`, with what measurements say of those next to theirs.
 
     A launch that was measured to be the fastest is mostly predicted to take a little longer than another: by
@@ -269,11 +285,12 @@ def _corrected(us: list[list[float]], measured: Mapping[int, int]) -> list[list[
     divided by the square root of that.
     """
     corrected = [times.copy() for times in us]
-    for tokens, index in measured.items():
+    fastest = {tokens: min(row, key=row.__getitem__) for tokens, row in measured.items()}
+    for tokens, index in fastest.items():
         size = SIZES.index(tokens)
         over = us[index][size] / min(times[size] for times in us)
         for beside in (size - 1, size + 1):
-            if over < math.inf and 0 <= beside < len(SIZES) and measured.get(SIZES[beside]) != index:
+            if over < math.inf and 0 <= beside < len(SIZES) and fastest.get(SIZES[beside]) != index:
                 corrected[index][beside] /= math.sqrt(over)
     return corrected
 
@@ -308,13 +325,13 @@ def _weight(tokens: int, measured: bool) -> float:
     return SINGLE if tokens == 1 else KNOWN
 
 
-def _loss_beside(ratio: float, measured: int | None, index: int) -> float:
+def _loss_beside(ratio: float, measured: Mapping[int, float], index: int) -> float:
     """`_loss` of the candidate `index`, which takes `ratio` times as long as the reference by the model."""
-    if measured == index:
-        return 0.0
+    if index in measured:
+        return _loss(measured[index])
     if ratio == math.inf:
         return UNFITTED
-    return _loss(ratio if measured is None else max(ratio, UNMEASURED))
+    return _loss(max(ratio, UNMEASURED) if measured else ratio)
 
 
 def _loss(ratio: float) -> float:

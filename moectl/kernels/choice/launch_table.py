@@ -1,9 +1,9 @@
 """The table of measured launches that ships with the package (``launches.json``), and its lookup.
 
 An entry is one layer on one GPU, measured by ``scripts/tune_kernels``; its rows are the fastest kernel
-family and tile at a number of tokens. A layer takes what the model of time predicts, and of its own rows
-(`own_rows`) as many as share few compiled kernels (``launch_plan``). Launches that `moectl tune` measured for
-the same layer on the same machine come first (`tuned`).
+family and tile at a number of tokens, and how much longer others take. A layer takes what the model of time
+predicts, and of its own rows (`own_rows`) as many as share few compiled kernels (``launch_plan``). Launches
+that `moectl tune` measured for the same layer on the same machine come first (`tuned`).
 """
 
 from __future__ import annotations
@@ -47,13 +47,27 @@ def tokens_per_expert(problem: MoEProblem, tokens: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowerLaunch:
+    """A launch that took `ratio` times as long as the fastest one in the same run."""
+
+    family: str
+    tile: Mapping[str, int]
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredLaunch:
-    """The fastest launch of a layer at one number of tokens: kernel family and fields of its tile."""
+    """The fastest launch of a layer at one number of tokens: kernel family and fields of its tile.
+
+    Attributes:
+        slower: others that were measured there.
+    """
 
     tokens: int
     family: str
     tile: Mapping[str, int]
     us: float
+    slower: tuple[SlowerLaunch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +100,16 @@ def entries() -> tuple[LayerLaunches, ...]:
 
 
 def _entry(item: Mapping[str, Any]) -> LayerLaunches:
-    rows = tuple(MeasuredLaunch(row["tokens"], row["family"], row["tile"], row["us"]) for row in item["rows"])
+    rows = tuple(
+        MeasuredLaunch(
+            row["tokens"],
+            row["family"],
+            row["tile"],
+            row["us"],
+            tuple(SlowerLaunch(it["family"], it["tile"], it["ratio"]) for it in row.get("slower", ())),
+        )
+        for row in item["rows"]
+    )
     major, minor = item["capability"]
     gpu = GpuModel((major, minor), item["sms"])
     sizes = (item["hidden"], item["intermediate"], item["experts"], item["top_k"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moectl.capabilities.own_kernels import ROW_FORMATS
 from moectl.environment.named_devices import find_device, published_matrix_rate
@@ -24,6 +26,7 @@ from moectl.kernels.choice.launch_plan import (
     MOST_IF_MEASURED,
     PORTABLE,
     SIZES,
+    UNMEASURED,
     CandidateLaunch,
     Plan,
     plan,
@@ -77,6 +80,24 @@ def test_extreme_layers_and_gpus_have_plans_that_run(problem: MoEProblem, gpu: G
         assert not FAMILIES[launch.family].fits(problem, launch.tile)
 
 
+@settings(max_examples=40, deadline=None)
+@given(extreme_layers(), EXTREME_GPUS, st.sampled_from([(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)]))
+def test_extreme_layers_have_plans_on_other_gpus(
+    problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]
+) -> None:
+    found = planned(problem, gpu, capability)
+    assert found is not None and found.most[-1] == SIZES[-1]
+    firsts = (1, *(most + 1 for most in found.most))
+    for first, most, launch in zip(firsts, found.most, found.launches, strict=False):
+        family = FAMILIES[launch.family]
+        assert not family.fits(problem, launch.tile) and not getattr(launch.tile, "fused", 0)
+        assert family.capability[0] <= capability <= family.capability[1]
+        assert first <= most <= max(family.most_tokens(problem), 1)
+        assert max(gemm.shared for gemm in shape_of(problem, launch).gemms) <= gpu.shared
+        us = predicted_us(problem, most, launch.family, shape_of(problem, launch), gpu)
+        assert us is not None and 0 < us < math.inf
+
+
 def test_a_lower_matrix_rate_bounds_prefill_and_leaves_decoding_alone() -> None:
     """An H20 has a quarter of an H200's rate per multiprocessor, and more than half of them."""
     for problem in (LAYER, replace(LAYER, dims=Dims(7168, 256), experts=384, local_experts=384, top_k=8)):
@@ -128,9 +149,7 @@ def _gemms(problem: MoEProblem, plan: Plan) -> set[object]:
     gemms: set[object] = set()
     for size in SIZES:
         launch = plan.launch(size)
-        shape = FAMILIES[launch.family].shape
-        assert shape is not None
-        name, (first, second), *_ = shape(problem, launch.tile)
+        name, (first, second), *_ = shape_of(problem, launch)
         kind = name, launch.family == "tma" and size == 1
         if getattr(launch.tile, "fused", 0):
             gemms.add((kind, first, second))
@@ -202,14 +221,14 @@ def test_other_gpus_have_plans_of_the_kernels_that_run_there(format: str, gpu: s
 
 
 def test_memory_that_programs_share_bounds_how_many_run_at_once() -> None:
-    """An L40S has less than half of an H200's shared memory."""
+    """A GPU may have less than half of an H200's."""
     launch = Launch("grouped", GROUPED_TILES.candidates(LAYER)[-1])
     shape = shape_of(LAYER, launch)
     assert H200.shared >= 2 * max(gemm.shared for gemm in shape.gemms)
     us, with_less = (
         predicted_us(LAYER, 8192, launch.family, shape, gpu) for gpu in (H200, H200._replace(shared=99 << 10))
     )
-    assert us is not None and with_less is not None and with_less >= us
+    assert us is not None and with_less is not None and with_less > us
 
 
 def _candidate(launch: Launch, shape: LaunchShape) -> CandidateLaunch:
@@ -256,20 +275,13 @@ def test_layers_of_the_table_take_their_rows_or_what_shares_binaries_and_is_near
     problem = OF_THE_TABLE[name]
     found = planned(problem, gpu, ON_SM90)
     assert found is not None and len(_gemms(problem, found)) <= MOST_IF_MEASURED - _small(problem)
-    own = {
-        row.tokens: launch
-        for row in own_rows(problem, GpuModel(ON_SM90, 132))
-        if (launch := launch_of(row.family, row.tile))
-    }
-    others = {tokens: launch for tokens, launch in own.items() if found.launch(tokens) != launch}
-    assert len(own) >= 8 and len(others) <= len(own) / 2
-    assert found.launch(1) == own[1]
-    for tokens, launch in others.items():
-        us, measured = (
-            predicted_us(problem, tokens, it.family, shape_of(problem, it), gpu)
-            for it in (found.launch(tokens), launch)
-        )
-        assert us is not None and measured is not None and us < 1.1 * measured, (tokens, us, measured)
+    ratios = {}
+    for row in own_rows(problem, GpuModel(ON_SM90, 132)):
+        measured = {launch_of(it.family, it.tile): it.ratio for it in row.slower}
+        measured[launch_of(row.family, row.tile)] = 1.0
+        ratios[row.tokens] = measured.get(found.launch(row.tokens), UNMEASURED)
+    assert len(ratios) >= 8 and ratios[1] == 1
+    assert geometric_mean(ratios.values()) < 1.02 and max(ratios.values()) < 1.1, ratios
 
 
 @pytest.mark.parametrize("gpu", [H200, H100], ids=["h200", "h100"])
@@ -290,14 +302,14 @@ def test_rows_decide_at_their_numbers_of_tokens_and_the_model_between_them(name:
         }
         taken = found.launch(tokens)
         us = predicted_us(problem, tokens, taken.family, shape_of(problem, taken), gpu)
-        assert us is not None and us < 1.16 * min(times.values()), (tokens, taken, us, min(times.values()))
+        assert us is not None and us < 1.21 * min(times.values()), (tokens, taken, us, min(times.values()))
 
 
 def test_what_was_measured_is_taken_and_shared_only_if_there_are_too_many() -> None:
     """Where a row says that a launch is the fastest, it is, whatever the model says."""
     candidates = [_candidate(launch, shape) for launch, shape in known_launches(LAYER)]
     slow = next(i for i, it in enumerate(candidates) if it.launch.family == "stream")
-    rows = {1: slow, 2: slow, 4: slow}
+    rows = {tokens: {slow: 1.0} for tokens in (1, 2, 4)}
     found, without = plan(LAYER, H200, candidates, rows), plan(LAYER, H200, candidates)
     assert found is not None and without is not None
     assert {found.launch(tokens) for tokens in (1, 2, 4)} == {candidates[slow].launch}
