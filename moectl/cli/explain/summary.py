@@ -160,8 +160,7 @@ def predicted_words(decision: Decision) -> str:
     parts += [f"{duration(time.us / 1e6)} at {time.tokens}" for time in rest]
     error = found.median_error
     known = "not measured on this GPU" if error is None else f"median error {error:.0%} on this GPU"
-    more = f"; {found.reason}" if found.reason else ""
-    return f"{name}{', '.join(parts)} a layer ({known}){more}"
+    return f"{name}{', '.join(parts)} a layer ({known})"
 
 
 def backend_title(decision: Decision, candidate: Candidate) -> str:

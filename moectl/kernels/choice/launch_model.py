@@ -39,8 +39,11 @@ FITTED_MATRIX_RATE = 7.495e12
 FITTED_CAPABILITY = (9, 0)
 """The GPUs on which the launches were measured that the model of time is fitted to."""
 
-LEAST_SHARED_KIB = 99
+LEAST_SHARED_KIB = min(SHARED_KIB.values())
 """KiB of shared memory of a program that every GPU has."""
+
+USUAL_BANDWIDTH = 3.35e12
+"""Bytes per second of a GPU that says nothing of its memory: an H100's."""
 
 RESERVED = 1 << 10
 """Bytes of shared memory that a program takes beside its own, and that a multiprocessor has beside those of
@@ -66,9 +69,14 @@ class GpuRates(NamedTuple):
     def of(
         sms: int, bandwidth: float, flops_per_sm: float, capability: tuple[int, int] = FITTED_CAPABILITY
     ) -> GpuRates:
-        """The rates of a GPU with this published matrix rate of a multiprocessor; 0 if it is not known.
+        """The rates of a GPU.
 
-        A rate that is unknown or above `FITTED_MATRIX_RATE` counts as that one.
+        Args:
+            sms: number of multiprocessors.
+            bandwidth: published bytes per second.
+            flops_per_sm: published matrix rate of a multiprocessor, FLOP/s; `FITTED_MATRIX_RATE` stands for a
+                higher one, and for 0, an unknown one.
+            capability: its compute capability, of which the shared memory follows.
         """
         matrix = min(1.0, flops_per_sm / FITTED_MATRIX_RATE) or 1.0
         major, minor = capability
@@ -269,7 +277,7 @@ def seconds(work: LaunchWork, gpu: GpuRates, of: LaunchCoefficients, by: Arithme
     for gemm, its in zip(work.gemms, of.gemms, strict=True):
         read, programs = (gemm.bytes + of.again * gemm.again) / work.busy, gemm.programs / work.busy
         memory = read / (bandwidth * by.least(its.bandwidth, 1.0))
-        fit = by.least(gemm.resident, by.floor((shared + RESERVED) / gemm.shared))
+        fit = by.least(gemm.resident, by.most(by.floor((shared + RESERVED) / gemm.shared), 1.0))
         resident = by.where(stays, work.persistent, fit)
         rounds = by.most(programs / (sms * resident), 1e-6)
         whole = by.where(stays, by.ceil(rounds - 0.02), rounds + 0.5 * by.exp(-rounds))

@@ -168,8 +168,9 @@ def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> 
     small = max((TILE_FAMILIES[name].small_binaries(problem) for name in families), default=0)
     rows: dict[int, dict[tuple[Launch, bool | None], float]] = {}
     for row in own_rows(problem, GpuModel(capability, gpu.sms)):
-        found = [(row, 1.0), *((it, it.ratio) for it in row.slower)]
-        for launch, ratio in ((launch_of(TILE_FAMILIES, it.family, it.tile), ratio) for it, ratio in found):
+        found = [(row.family, row.tile, 1.0), *((it.family, it.tile, it.ratio) for it in row.slower)]
+        for family, tile, ratio in found:
+            launch = launch_of(TILE_FAMILIES, family, tile)
             if launch and row.tokens in SIZES and not TILE_FAMILIES[launch.family].fits(problem, launch.tile):
                 forms = CandidateLaunch.each_of(problem, launch)
                 made = next(it for it in forms if it.single is None or it.single == (row.tokens == 1))

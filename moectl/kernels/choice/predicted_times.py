@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ...capabilities.own_kernels import TRITON
 from ...environment import Device
 from ...environment.named_devices import published_matrix_rate
 from ...problem.moe_problem import MoEProblem
 from .launch_model import GpuRates, coefficients, predicted_us
 from .launch_plan import TILE_FAMILIES, planned
-
-FIRST_CAPABILITY = 80
-"""Ten times the first compute capability that kernels are compiled for."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,8 @@ class PredictedTimes:
     Attributes:
         times: by number of tokens, in ascending order.
         median_error: median relative error of predictions on this GPU, of layers that the model was not
-            fitted to, the largest of the families among the times; None if nothing was measured on it.
+            fitted to, the largest of the families among the times; None if one of the launches was not
+            measured, on it or at all.
         reason: why there are none, as a clause; empty if there are.
     """
 
@@ -66,7 +65,7 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
     if plan is None:
         return PredictedTimes((), None, f"nothing was measured of {problem.scheme.weight} weights")
     times: list[PredictedTime] = []
-    errors: list[float] = []
+    errors: list[float | None] = []
     for m in sorted(tokens):
         launch = plan.launch(m)
         shape = TILE_FAMILIES[launch.family].shape(problem, launch.tile)
@@ -74,13 +73,15 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
         if us is not None:
             times.append(PredictedTime(m, us, launch.family))
             error = coefficients().error(launch.family, problem.scheme.weight, device.name)
-            errors += [] if error is None else [error]
-    return PredictedTimes(tuple(times), max(errors, default=None))
+            measured = all(gemm.name in coefficients().shapes for gemm in shape.gemms)
+            errors += [error if measured else None]
+    known = [error for error in errors if error is not None]
+    return PredictedTimes(tuple(times), max(known) if len(known) == len(errors) > 0 else None)
 
 
 def _unpredicted(device: Device) -> str:
     """Why times on a device are not predicted, as a clause; empty if they are."""
-    if device.capability < FIRST_CAPABILITY:
+    if divmod(device.capability, 10) < TRITON.lowest:
         return "they are predicted for NVIDIA GPUs from SM80 on"
     if not device.sms or not device.bandwidth:
         return f"the multiprocessors or the memory bandwidth of {device.name} are not known"

@@ -232,6 +232,6 @@ STREAM_TILES = TileFamily(
     fits,
     capability=((9, 0), (9, 0)),
     candidates=candidates,
-    tokens_per_expert=(0.0, 9.0),
+    tokens_per_expert=(0.0, 8.0),
     shape=launch_shape,
 )

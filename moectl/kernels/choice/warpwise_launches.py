@@ -90,6 +90,6 @@ WARPWISE_TILES = TileFamily(
     WarpwiseTile,
     _fits,
     candidates=_candidates,
-    tokens_per_expert=(0, 10),
+    tokens_per_expert=(0, 8),
     shape=launch_shape,
 )

@@ -23,7 +23,7 @@ from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import A16
 from ..choice.launch import Launch
-from ..choice.launch_model import GpuRates, predicted_us
+from ..choice.launch_model import USUAL_BANDWIDTH, GpuRates, predicted_us
 from ..choice.launch_plan import launch_for, planned
 from ..choice.launch_table import tuned
 from ..choice.tile_family import launch_of as launch_named
@@ -161,10 +161,6 @@ def bandwidth_of(about: Any) -> float:
         return known
     clock, width = getattr(about, "memory_clock_rate", 0), getattr(about, "memory_bus_width", 0)
     return 2e3 * clock * width / 8 or USUAL_BANDWIDTH
-
-
-USUAL_BANDWIDTH = 3.35e12
-"""Bytes per second of a GPU that says nothing of its memory: an H100's."""
 
 
 def launch_of(name: str, tile: Mapping[str, int]) -> Launch | None:

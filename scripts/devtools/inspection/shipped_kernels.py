@@ -32,7 +32,7 @@ class Examined:
 
 
 def shipped(layer: PreparedMoE, gpu: OfflineGpu) -> tuple[Examined, ...]:
-    """Every launch that the shipped table selects for `layer` on `gpu`."""
+    """Every launch that `layer` takes on `gpu`."""
     selected: dict[Launch, list[int]] = {}
     with compiling_for(gpu):
         for tokens in TOKENS:

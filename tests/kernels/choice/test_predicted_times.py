@@ -88,7 +88,10 @@ WITHOUT_A_SPECIAL_KERNEL = {
 @pytest.mark.parametrize("name", WITHOUT_A_SPECIAL_KERNEL)
 def test_portable_kernels_have_times_where_others_do_not_run(name: str) -> None:
     problem, families = WITHOUT_A_SPECIAL_KERNEL[name]
-    assert {time.family for time in predicted_times(problem, H200, (1, 4096)).times} == families
+    found = predicted_times(problem, H200, (1, 4096))
+    assert {time.family for time in found.times} == families
+    # No launch of FP8 weights with 16-bit tokens was measured.
+    assert (found.median_error is None) == (name == "16-bit tokens")
 
 
 NO_TIMES = {
