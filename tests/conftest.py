@@ -64,6 +64,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_a_file_leaves_is_no_garbage() -> Iterator[None]:
+    """The same for what the tests of a file have imported and keep: workers come to hold a gigabyte."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip slow tests unless asked for, and GPU tests where there is no GPU, each with its reason.
 
