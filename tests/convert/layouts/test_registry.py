@@ -44,7 +44,7 @@ from support.layout_cases import (
 from support.sampling import every_nth
 
 
-@pytest.mark.parametrize(("layout", "weight", "rows"), every_nth(EVERY_LAYOUT, 3))
+@pytest.mark.parametrize(("layout", "weight", "rows"), every_nth(EVERY_LAYOUT, 5))
 def test_the_way_back_gives_the_same_bytes(layout, weight, rows):
     for hidden, intermediate in SIZES:
         problem = problem_for(layout, weight, rows, hidden, intermediate)

@@ -22,7 +22,7 @@ from support.stored_layers import EXPERTS, LAYER, cases, make_layer
 from .test_storages import READABLE, read, storage_id
 
 
-@pytest.mark.parametrize("storage", every_nth(READABLE, 2), ids=storage_id)
+@pytest.mark.parametrize("storage", every_nth(READABLE, 3), ids=storage_id)
 def test_slices_lead_back_to_the_stored_tensors(storage: Storage) -> None:
     for case in cases(storage):
         inter = 2 * math.lcm(slice_unit(case.weight), 8)

@@ -50,7 +50,7 @@ def read(layer: Layer, first: int = 0, last: int = EXPERTS) -> tuple[LayerMappin
     return mapped, batch
 
 
-@pytest.mark.parametrize("storage", every_nth(READABLE, 2), ids=storage_id)
+@pytest.mark.parametrize("storage", every_nth(READABLE, 3), ids=storage_id)
 def test_back_and_forth_and_values(storage):
     for case in cases(storage):
         layer = make_layer(case)
