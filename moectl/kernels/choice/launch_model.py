@@ -21,7 +21,7 @@ from ...problem.schemes import FULL, WeightFormat
 from .expert_load import ExpertLoad
 from .launch import list_launches, token_tiles
 from .launch_shape import GemmShape, LaunchShape
-from .tile_family import SHARED_KIB, SHARED_MEMORY
+from .tile_family import RESERVED, SHARED_KIB, SHARED_MEMORY
 
 FILE = "launch_model.json"
 
@@ -44,10 +44,6 @@ LEAST_SHARED_KIB = min(SHARED_KIB.values())
 
 USUAL_BANDWIDTH = 3.35e12
 """Bytes per second of a GPU that says nothing of its memory: an H100's."""
-
-RESERVED = 1 << 10
-"""Bytes of shared memory that a program takes beside its own, and that a multiprocessor has beside those of
-its largest."""
 
 
 class GpuRates(NamedTuple):

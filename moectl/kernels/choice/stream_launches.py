@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, replace
 from ...capabilities.own_kernels import GATED, UNGATED
 from ...problem.moe_problem import MoEProblem
 from .launch_shape import GemmShape, LaunchShape
-from .tile_family import SHARED_MEMORY, TileFamily, column_refusal, programs_by_registers
+from .tile_family import RESERVED, SHARED_MEMORY, TileFamily, column_refusal, programs_by_registers
 
 DTYPES = ("bf16", "fp16")
 
@@ -148,7 +148,7 @@ def launch_shape(problem: MoEProblem, tile: StreamTile) -> LaunchShape:
         (tile.second, dims.intermediate, tile.split),
     ):
         memory = shared_memory(shape, shape.steps(64 * math.ceil(columns / 64), split), tile.tokens)
-        by_memory = max(1, SHARED_MEMORY // (memory + 1024))
+        by_memory = max(1, SHARED_MEMORY // (memory + RESERVED))
         resident.append(min(by_memory, programs_by_registers(registers(tile, shape), shape.warps)))
     if tile.fused:
         resident = [min(resident)] * 2

@@ -114,6 +114,10 @@ SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110
 SHARED_MEMORY = SHARED_KIB[90] << 10
 """Most bytes of shared memory that a program may have on SM90."""
 
+RESERVED = 1 << 10
+"""Bytes of shared memory that a program takes beside its own, and that a multiprocessor has beside those of
+its largest."""
+
 REGISTERS = 65536
 """Registers of a multiprocessor."""
 
