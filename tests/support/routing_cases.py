@@ -121,7 +121,8 @@ def tiles(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tiles of each kind are those of the sorted assignments, split evenly, in units of 16, or filled."""
+    """Tiles of each kind are those of the sorted assignments, split evenly, in units of 16, or filled; those
+    of experts with more assignments come first."""
     take(way, monkeypatch)
     ids = ids_of(name, assignments, experts, device)
     order, ends = expected_order(ids, experts)
@@ -134,7 +135,8 @@ def tiles(
         assert torch.equal(made.offsets.cpu(), ends)
         assert torch.equal(made.slots.cpu()[: len(order)], order)
     expected, in_units, filled = [], [], []
-    for expert, (low, high) in enumerate(pairwise(ends.tolist())):
+    shares = list(enumerate(pairwise(ends.tolist())))
+    for expert, (low, high) in sorted(shares, key=lambda share: share[1][0] - share[1][1]):
         parts = -(-(high - low) // tokens)
         part = -(-(high - low) // max(parts, 1))
         expected += [[expert, low + i * part, min(part, high - low - i * part), 0] for i in range(parts)]

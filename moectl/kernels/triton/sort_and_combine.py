@@ -52,9 +52,9 @@ class TokenTiles:
     Attributes:
         slots: the sorted assignments; only those of experts are written.
         offsets: ``[experts + 1]``, the first position of each expert in `slots`.
-        tiles: ``[bound, 4]`` int32, expert by expert. Split evenly, or with all but the last of an expert
-            full: expert, first position, tokens, 0. In units of 16 tokens: expert, first position, end,
-            units; those of an expert differ by one at most.
+        tiles: ``[bound, 4]`` int32, expert by expert, those with more tokens first. Split evenly, or with all
+            but the last of an expert full: expert, first position, tokens, 0. In units of 16 tokens: expert,
+            first position, end, units; those of an expert differ by one at most.
         count: the number of tiles, and two zeros.
     """
 

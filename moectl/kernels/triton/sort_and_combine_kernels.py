@@ -49,12 +49,21 @@ def _await_then_start_next(PDL: tl.constexpr):
 
 
 @triton.jit
-def _before(counts, e, WIDTH, EPAD: tl.constexpr):
-    """Assignments and tiles (of WIDTH assignments) of the experts before `e`, and assignments of `e`."""
+def _before(counts, e, KIND, WIDTH, EPAD: tl.constexpr):
+    """Assignments of the experts before `e`, the tiles (of WIDTH assignments) that come before its own, how
+    many there are of all experts, and the assignments of `e`.
+
+    Records are in the order of experts. Tiles of experts with more assignments come first: programs that take
+    every so many of them then get about the same work, and read an expert's weights at the same time.
+    """
     experts = tl.arange(0, EPAD)
+    count = tl.sum(tl.where(experts == e, counts, 0), 0)
+    tiles = (counts + WIDTH - 1) // WIDTH
+    sooner = experts < e
+    if KIND != RECORDS:
+        sooner = (counts > count) | (sooner & (counts == count))
     first = tl.sum(tl.where(experts < e, counts, 0), 0)
-    tile = tl.sum(tl.where(experts < e, (counts + WIDTH - 1) // WIDTH, 0), 0)
-    return first, tile, tl.sum(tl.where(experts == e, counts, 0), 0)
+    return first, tl.sum(tl.where(sooner, tiles, 0), 0), tl.sum(tiles, 0), count
 
 
 @triton.jit
@@ -74,7 +83,7 @@ def _place_of(rank, base, KIND, SHIFT):
 
 
 @triton.jit
-def _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E: tl.constexpr):
+def _cut(TILES, COUNT, e, first, tile, total, count, KIND, WIDTH, BOUND, E: tl.constexpr):
     """Writes the tiles of expert `e`: at most WIDTH of its `count` assignments each, from tile `tile` on.
 
     By KIND, for NOTHING no tiles:
@@ -112,14 +121,14 @@ def _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E: tl.constexp
             tl.store(at + 3, tl.where(KIND != UNIT_TILES, 0, width), mask=mine)
     if (e == E - 1) & (KIND != NOTHING):
         if KIND == RECORDS:
-            for begin in range(tile + tiles, BOUND, 128):
+            for begin in range(total, BOUND, 128):
                 spare = begin + tl.arange(0, 128)
                 at = TILES + spare.to(tl.int64) * (8 + WIDTH)
                 tl.store(at, -1, mask=spare < BOUND)
                 tl.store(at + 1, 0, mask=spare < BOUND)
         else:
             i = tl.arange(0, 4)
-            tl.store(COUNT + i, tl.where(i == 0, tile + tiles, 0), mask=i < 3)
+            tl.store(COUNT + i, tl.where(i == 0, total, 0), mask=i < 3)
 
 
 @triton.jit
@@ -157,7 +166,7 @@ def _list_few(
             later = tl.load(IDS + coming, mask=coming < T, other=-1)
             counts += tl.histogram(ids, EPAD, mask=(ids >= 0) & (ids < E))
             ids = later
-    first, tile, count = _before(counts, e, WIDTH, EPAD)
+    first, tile, total, count = _before(counts, e, KIND, WIDTH, EPAD)
     base = tl.where(KIND == RECORDS, tile, first)
     if JOB == GIVEN:
         if KIND == RECORDS:
@@ -175,7 +184,7 @@ def _list_few(
                 tl.store(LISTED + _place_of(rank, base, KIND, SHIFT), slot, mask=mine)
                 seen += tl.sum(mine.to(tl.int32), 0)
         _store_offset(OFFSETS, e, first, count, KIND, E)
-    _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E)
+    _cut(TILES, COUNT, e, first, tile, total, count, KIND, WIDTH, BOUND, E)
 
 
 @triton.jit
@@ -217,9 +226,9 @@ def _list_many(
             tl.store(LISTED + _place_of(rank, base, KIND, SHIFT), t, mask=live)
         else:
             e = program - BLOCKS
-            first, tile, count = _before(totals, e, WIDTH, EPAD)
+            first, tile, total, count = _before(totals, e, KIND, WIDTH, EPAD)
             _store_offset(OFFSETS, e, first, count, KIND, E)
-            _cut(TILES, COUNT, e, first, tile, count, KIND, WIDTH, BOUND, E)
+            _cut(TILES, COUNT, e, first, tile, total, count, KIND, WIDTH, BOUND, E)
 
 
 @triton.jit(do_not_specialize=["T", "JOB", "BLOCKS", "LISTS", "KIND", "WIDTH", "SHIFT", "BOUND", "K", "KX"])
