@@ -51,7 +51,7 @@ class TmaTile:
         blocks_m: blocks of 64 weight rows (M of wgmma) per worker.
         stages: stages of the shared memory ring.
         depth: pieces of 128 bytes of each row per stage.
-        loaders: warps that copy token rows (producers).
+        loaders: warps that copy token rows (producers), 2 or 4.
         programs: programs resident on one multiprocessor.
         group_m: token tiles that sweep all weight rows together, to reuse weights in L2.
         fast_sums: 1 if sums of FP8 products stay in the tensor cores, which add with fewer bits than fp32, to
@@ -85,10 +85,19 @@ class TmaTile:
         """Weight rows of a tile."""
         return 64 * self.workers * self.blocks_m
 
+    @property
+    def jobs(self) -> int:
+        """Tiles that a program has been told of and has not finished yet, at most.
+
+        Their slots, router weights and scales are in shared memory, which more of them would take from the
+        stages of wide tiles.
+        """
+        return 4 if self.tokens <= 64 or self.turned else 2
+
 
 def _loader_groups(tile: TmaTile) -> int:
-    """Warpgroups of the token loaders and the weight loader, which is one warp."""
-    return math.ceil((tile.loaders + 1) / 4)
+    """Warpgroups of the token loaders, the weight loader and the scheduler, which are one warp each."""
+    return math.ceil((tile.loaders + 2) / 4)
 
 
 def launch_registers(tile: TmaTile) -> int:
@@ -100,7 +109,7 @@ def launch_registers(tile: TmaTile) -> int:
 def registers(
     tile: TmaTile, promoted: bool = False, *, blocks: bool = False, stage: int = 1
 ) -> tuple[int, int, int]:
-    """Registers per thread of a worker, of a token loader, and of the weight loader.
+    """Registers per thread of a worker, of a token loader, and of the weight loader and the scheduler.
 
     `promoted` sums of FP8 products, which are not added yet, take registers of a worker; scales in `blocks`
     take those of a loader. The workers of turned tiles get fewer in the first GEMM: with more, ptxas keeps
@@ -135,14 +144,15 @@ def weight_scales(problem: MoEProblem) -> str:
 
 
 def shared_bytes(problem: MoEProblem, tile: TmaTile) -> int:
-    """Shared memory of a program: the ring, and each worker's slots, router weights and store staging."""
+    """Shared memory of a program: the ring, what each job needs, and each worker's store staging."""
     notes = 4 * next_power_of_2(tile.tokens)
     scales = weight_scales(problem)
     in_piece = 2 * notes if scales == "block" else 0
     by_token = notes * (2 if scales in ("none", "block") else 3)
     staging = 8192 if tile.turned else 2048
     stage = tile.depth * (LINE * (tile.rows + tile.tokens) + in_piece) + 16
-    return int(tile.stages * stage + tile.workers * (by_token + staging) + 512)
+    job = by_token + 128 + 3 * 8
+    return int(tile.stages * stage + tile.jobs * job + tile.workers * staging + 128)
 
 
 def refusal(problem: MoEProblem, tile: TmaTile) -> str:
@@ -150,7 +160,7 @@ def refusal(problem: MoEProblem, tile: TmaTile) -> str:
     weight, act, dims = problem.scheme.weight, problem.activation, problem.dims
     if tile.tokens not in WIDTHS or tile.workers not in (1, 2) or tile.blocks_m not in (1, 2):
         return f"{tile} is not a supported tile"
-    if tile.depth not in (1, 2, 4) or tile.loaders not in (1, 2, 4) or min(tile.programs, tile.group_m) < 1:
+    if tile.depth not in (1, 2, 4) or tile.loaders not in (2, 4) or min(tile.programs, tile.group_m) < 1:
         return f"{tile} is not a supported tile"
     if tile.stages < 2:
         return f"{tile} needs two stages: one to fill while another is read"

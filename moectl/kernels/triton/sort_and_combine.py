@@ -55,7 +55,7 @@ class TokenTiles:
         tiles: ``[bound, 4]`` int32, expert by expert, those with more tokens first. Split evenly, or with all
             but the last of an expert full: expert, first position, tokens, 0. In units of 16 tokens: expert,
             first position, end, units; those of an expert differ by one at most.
-        count: the number of tiles, and two zeros.
+        count: the number of tiles, and two zeros, from which the GEMMs may count tiles that programs take.
     """
 
     slots: Tensor

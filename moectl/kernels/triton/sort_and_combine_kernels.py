@@ -54,7 +54,7 @@ def _before(counts, e, KIND, WIDTH, EPAD: tl.constexpr):
     many there are of all experts, and the assignments of `e`.
 
     Records are in the order of experts. Tiles of experts with more assignments come first: programs that take
-    every so many of them then get about the same work, and read an expert's weights at the same time.
+    turns then have about the same work, and read an expert's weights at the same time.
     """
     experts = tl.arange(0, EPAD)
     count = tl.sum(tl.where(experts == e, counts, 0), 0)

@@ -52,7 +52,9 @@ class TmaVariant:
         copied: whether TMA copies the tokens, which lie one after the other; otherwise they are gathered.
         promoted: whether sums of 128 columns are added outside of the tensor cores.
         turned: whether tokens are the rows of products.
-        registers: registers per thread of a worker, of a token loader, and of the weight loader.
+        jobs: tiles that a program has been told of and has not finished yet, at most.
+        registers: registers per thread of a worker, of a token loader, and of the weight loader and the
+            scheduler.
     """
 
     stage: int
@@ -76,6 +78,7 @@ class TmaVariant:
     copied: bool
     promoted: bool
     turned: bool
+    jobs: int
     registers: tuple[int, int, int]
 
     @property
@@ -122,6 +125,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, rows: int, tile: Tma
         copied=_copied(stage, tile),
         promoted=promoted,
         turned=bool(tile.turned),
+        jobs=tile.jobs,
         registers=registers(tile, promoted, blocks=scales == "block", stage=stage),
     )
 
@@ -160,8 +164,8 @@ def tokens_descriptor(x: Tensor, tile: TmaTile) -> TensorDescriptor:
 def swept_together(tile: TmaTile, programs: int) -> int:
     """Token tiles that sweep all weight rows together.
 
-    An expert's last turned tile may take half the time of the others. Programs take every `programs`-th tile:
-    without a common divisor, none gets tiles of one kind alone.
+    An expert's last turned tile may take half the time of the others. Where tiles have few steps, programs
+    take every `programs`-th one: without a common divisor, none gets tiles of one kind alone.
     """
     group = tile.group_m
     while tile.turned and math.gcd(group, programs) > 1:
@@ -200,6 +204,7 @@ def gemm(
         SORTED=plan.slots,
         TILES=plan.tiles,
         COUNT=plan.count,
+        COUNTER=plan.count if plan.tiles.ndim == 1 else plan.count[stage:],
         WEIGHTS=call.weights,
         N=m.n,
         steps=triton.cdiv(_row_bytes(m), LINE * tile.depth),

@@ -6,11 +6,11 @@ from triton.experimental.gluon import language as gl
 
 from .activation_epilogue import activate_columns
 from .mid_epilogue import _store
-from .mid_loader import _cached
 from .mixed_width_wgmma import joined
 from .prefill_tiles import _mma
 from .shared_wgmma import unit_of, units_of
-from .tma_loader import notes_of, scale_count, scale_rows, slots_of, stored_rows
+from .tma_loader import scale_count, scale_rows, stored_rows
+from .tma_tiles import scaled_at_end
 
 
 @gluon.jit
@@ -25,73 +25,15 @@ def _biases(B, expert, block, N, HOW: gl.constexpr):
     return bias
 
 
-@gluon.constexpr_function
-def _scaled_at_end(HOW):
-    """Whether sums are multiplied by scales of rows and tokens."""
-    return HOW.scales in ("channel", "tensor")
-
-
 @gluon.jit
 def _row_scales(S, expert, block, N, HOW: gl.constexpr):
     """Scales of the weights of a row block, by channel or tensor; otherwise a placeholder."""
     row = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _mma(16)))
     scale = row
-    if _scaled_at_end(HOW):
+    if scaled_at_end(HOW):
         at, there = scale_rows(row, N, HOW)
         scale = gl.load(S + expert.to(gl.int64) * scale_count(N, HOW) + at, mask=there, other=0.0)
     return scale
-
-
-@gluon.constexpr_function
-def _notes_slots(HOW):
-    """Whether a tile's slots are needed in its epilogue."""
-    return HOW.stage == 2 or HOW.weighted or (_scaled_at_end(HOW) and HOW.token_scales == "token")
-
-
-@gluon.jit
-def _slots_ahead(SORTED, first, tokens, HOW: gl.constexpr):
-    """The slots of a tile's tokens, each thread's own."""
-    place = gl.arange(0, notes_of(HOW), layout=gl.BlockedLayout([1], [32], [4], [0]))
-    slot = place * 0
-    if _notes_slots(HOW):
-        slot = slots_of(SORTED, first, place, place < tokens, HOW)
-    return slot
-
-
-@gluon.jit
-def _weights_ahead(WEIGHTS, XS, slot, tokens, HOW: gl.constexpr):
-    """Router weights of slots, and scales of the first GEMM's tokens; placeholders of what there is not."""
-    place = gl.arange(0, notes_of(HOW), layout=gl.BlockedLayout([1], [32], [4], [0]))
-    weight = place * 0.0
-    scale = place * 0.0
-    if HOW.weighted:
-        weight = gl.load(WEIGHTS + slot, mask=place < tokens, other=0.0, cache_modifier=_cached(HOW))
-    if _scaled_at_end(HOW) and HOW.stage == 1:
-        row = slot // HOW.top_k if HOW.token_scales == "token" else place * 0
-        scale = gl.load(XS + row, mask=place < tokens, other=0.0, cache_modifier=".cg")
-    return weight, scale
-
-
-@gluon.jit
-def _note(notes, slot, weight, scale, HOW: gl.constexpr):
-    """Keeps what a tile's epilogue needs of its tokens in shared memory."""
-    if _notes_slots(HOW):
-        notes[0].store(slot)
-    if HOW.weighted:
-        notes[1].store(weight)
-    if _scaled_at_end(HOW) and HOW.stage == 1:
-        notes[2].store(scale)
-
-
-@gluon.jit
-def _note_scales(note, XS, first, tokens, HOW: gl.constexpr):
-    """Loads the scales of the second GEMM's tokens, which are complete once its first stage is filled."""
-    if _scaled_at_end(HOW) and HOW.stage == 2:
-        place = gl.arange(0, note.shape[0], layout=gl.BlockedLayout([1], [32], [4], [0]))
-        row = place * 0
-        if HOW.token_scales == "token":
-            row = first + place
-        note.store(gl.load(XS + row, mask=place < tokens, other=0.0, cache_modifier=".cg"))
 
 
 @gluon.jit
@@ -149,7 +91,7 @@ def _store_turned(
 @gluon.jit
 def _scaled(part, notes, factors, AT: gl.constexpr, HOW: gl.constexpr):
     """Sums of tokens from token AT on, times the scales of rows and tokens if these are not in blocks."""
-    if _scaled_at_end(HOW):
+    if scaled_at_end(HOW):
         L: gl.constexpr = part.type.layout
         of_rows = gl.convert_layout(factors, gl.SliceLayout(1, L))
         of_tokens = notes[2].slice(AT, part.shape[1]).load(gl.SliceLayout(0, L))

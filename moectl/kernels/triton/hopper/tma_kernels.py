@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 """Device code of the kernel family `tma`: warp-specialized grouped GEMMs on weights stored row by row.
 
-Programs are persistent. A tile is 64 or 128 weight rows per worker by the tokens of one expert. Two producer
-partitions fill a ring in shared memory, one with weight rows (by TMA), one with token rows (gathered by
-cp.async); the workers (consumer warpgroups) multiply them where they are, both operands of wgmma in shared
-memory. TMA brings gate and up rows in the order that the epilogue needs, eight and eight, and zeros past the
-end of a matrix in rows and columns.
+Programs are persistent. A tile is 64 or 128 weight rows per worker by the tokens of one expert. One warp
+takes tiles and tells the others (`tma_tiles`). Two producer partitions fill a ring in shared memory, one with
+weight rows (by TMA), one with token rows (gathered by cp.async); the workers (consumer warpgroups) multiply
+them where they are, both operands of wgmma in shared memory. TMA brings gate and up rows in the order that
+the epilogue needs, eight and eight, and zeros past the end of a matrix in rows and columns.
 
 A tile has as many token columns as its tokens need: one of ``HOW.widths``, each a branch of the kernel. If
 ``HOW.turned``, tokens are the rows of products, 64 of each, and 128 weight rows their columns.
@@ -24,33 +24,18 @@ from .gluon_compat import reinterpret
 from .mid_loader import _cached, _next, _width
 from .prefill_tiles import _mma
 from .shared_wgmma import await_all_but_last, step_issued, step_zeros, steps_finished, unit_of, units_of
-from .tma_epilogue import (
-    _biases,
-    _note,
-    _note_scales,
-    _notes_slots,
-    _row_scales,
-    _scaled_at_end,
-    _slots_ahead,
-    _store_block,
-    _store_turned,
-    _weights_ahead,
-)
+from .tma_epilogue import _biases, _row_scales, _store_block, _store_turned
 from .tma_loader import (
     arrivals,
     batch_rows,
     in_blocks,
-    notes_of,
     piece_bytes,
-    tile_ahead,
-    tile_at,
-    tile_told,
-    tile_unknown,
     token_bytes,
     token_loader,
     two_scales,
     weight_loader,
 )
+from .tma_tiles import notes_of, notes_slots, scaled_at_end, tile_scheduler, tile_told
 
 
 @gluon.jit
@@ -306,44 +291,19 @@ def _promoted_product(
 @gluon.jit
 def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     """The products and the epilogue of a worker's row blocks of each of the program's tiles."""
-    ring, notes, out, TILES, count, N, steps, NX, row_tiles, group_m, alpha, limit = work
+    ring, board, Y, B, S, N, steps, NX, alpha, limit = work
     WIDTHS: gl.constexpr = len(HOW.widths)
     BLOCKS: gl.constexpr = HOW.blocks_m
-    Y, B, S, XS, WEIGHTS, SORTED = out
-    own = (notes[0].index(ME), notes[1].index(ME), notes[2].index(ME))
+    _jobs, notes, _told, noted, _near, spent = board
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     if HOW.promoted and HOW.workers == 2 and ME == 1:
         _turn("arrive", 0)
-    # What a tile's epilogue needs is loaded during earlier tiles: first which tile it is, one tile later its
-    # slots, one later the router's weights. Each load has the result of the one before it by then. Turned
-    # products without slots have no registers for tiles further ahead than the next.
-    FAR: gl.constexpr = _notes_slots(HOW) or not HOW.turned
-    # The farthest tile is looked up where ptxas can do so between the instructions of an epilogue: before
-    # turned products are stored in the first GEMM, after the first of them is in the second. Every listed
-    # tile has a token, and with it an epilogue.
-    LATE: gl.constexpr = HOW.turned and not HOW.experts
-    total = count * row_tiles
-    begin = gl.program_id(0)
-    programs = gl.num_programs(0)
-    expert, first, tokens, nt = tile_at(TILES, begin, total, count, row_tiles, group_m, HOW)
-    expert1, first1, tokens1, nt1 = tile_at(TILES, begin + programs, total, count, row_tiles, group_m, HOW)
-    expert2, first2, tokens2, nt2 = expert1, first1, tokens1, nt1
-    if FAR:
-        expert2, first2, tokens2, nt2 = tile_at(
-            TILES, begin + 2 * programs, total, count, row_tiles, group_m, HOW
-        )
-    slot = _slots_ahead(SORTED, first, tokens, HOW)
-    slot1 = _slots_ahead(SORTED, first1, tokens1, HOW)
-    weight, scale = _weights_ahead(WEIGHTS, XS, slot, tokens, HOW)
-    _note(own, slot, weight, scale, HOW)
-    for tile in range(begin, total, programs):
-        weight, scale = _weights_ahead(WEIGHTS, XS, slot1, tokens1, HOW)
-        slot2 = _slots_ahead(SORTED, first2, tokens2, HOW)
-        later = tile + (3 if FAR else 2) * programs
-        farthest = tile_unknown(4)
-        if not LATE:
-            farthest = tile_ahead(TILES, later, total, count, row_tiles, group_m, 4, HOW)
+    job = 0
+    expert, first, tokens, nt = tile_told(board, job, 4, HOW)
+    while tokens >= 0:
+        at = job % HOW.jobs
+        own = (notes[0].index(at), notes[1].index(at), notes[2].index(at))
         block = (nt * HOW.workers + ME) * HOW.blocks_m
         biases = ()
         factors = ()
@@ -357,10 +317,8 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                     acc, stage, phase = _promoted_product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
                 else:
                     acc, stage, phase = _product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
-                if LATE and HOW.stage == 1:
-                    farthest = tile_ahead(TILES, later, total, count, row_tiles, group_m, 4, HOW)
-                # The first GEMM's tokens are complete by now, and with them their scales.
-                _note_scales(own[2], XS, first, tokens, HOW)
+                if notes_slots(HOW) or scaled_at_end(HOW):
+                    mbarrier.wait(noted.index(at), (job // HOW.jobs) & 1)
                 for b in gl.static_range(blocks_of(_width(i, HOW), HOW)):
                     if HOW.turned:
                         row = nt * (64 * HOW.workers * HOW.blocks_m) + first_row(b, _width(i, HOW), ME, HOW)
@@ -369,36 +327,25 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                                 acc, own, Y, row, first, tokens, NX, alpha, limit,
                                 b, first_token(_width(i, HOW), ME, HOW), HOW,
                             )  # fmt: skip
-                        if LATE and HOW.stage == 2 and b == 0:
-                            farthest = tile_ahead(TILES, later, total, count, row_tiles, group_m, 4, HOW)
                     elif (block + b) * 64 < N:
                         _store_block(
                             acc, own, Y, factors[b], biases[b], block + b, first, tokens, NX, alpha, limit,
                             b, _width(i, HOW), HOW,
                         )  # fmt: skip
-        _note(own, slot1, weight, scale, HOW)
-        slot1 = slot2
-        expert, first, tokens, nt = expert1, first1, tokens1, nt1
-        if FAR:
-            expert1, first1, tokens1, nt1 = expert2, first2, tokens2, nt2
-            expert2, first2, tokens2, nt2 = tile_told(farthest, 4, HOW)
-        else:
-            expert1, first1, tokens1, nt1 = tile_told(farthest, 4, HOW)
+        mbarrier.arrive(spent.index(at), count=1)
+        job += 1
+        expert, first, tokens, nt = tile_told(board, job, 4, HOW)
     if HOW.promoted and HOW.workers == 2 and ME == 0:
         _turn("sync", 0)
 
 
 @gluon.jit(do_not_specialize=["row_tiles", "group_m", "steps", "bound"])
 def _rows_gemm_kernel(
-    X, COPIES, XS, ROWS, S, B, Y, SORTED, TILES, COUNT, WEIGHTS,
+    X, COPIES, XS, ROWS, S, B, Y, SORTED, TILES, COUNT, COUNTER, WEIGHTS,
     N, steps, KX, NX, row_tiles, group_m, bound, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
     """Y ``[T, NX]``: activations by position (stage 1), or by slot, times router weights if weighted."""
-    if HOW.stage == 1:
-        tl.extra.cuda.gdc_wait()
-    # The next kernel may start: the tiles that it reads were complete before this kernel began its work.
-    tl.extra.cuda.gdc_launch_dependents()
     STAGES: gl.constexpr = HOW.stages
     BLOCKS: gl.constexpr = HOW.workers * HOW.blocks_m
     PIECES: gl.constexpr = HOW.stages * HOW.depth
@@ -406,39 +353,60 @@ def _rows_gemm_kernel(
     NOTES: gl.constexpr = notes_of(HOW)
     BATCH: gl.constexpr = batch_rows(HOW)
     PLACES: gl.constexpr = PIECES * (64 * BLOCKS + TOKENS) // BATCH
-    count = bound
-    if not HOW.experts:
-        count = gl.load(COUNT, cache_modifier=_cached(HOW))
     # The largest array is at the start of shared memory, from where products address it: first the weight
     # rows of all stages, then the tokens.
     tokens = gl.allocate_shared_memory(gl.uint8, [PLACES, BATCH, 128], gl.NVMMASharedLayout(128, 8, 2))
     rows = reinterpret(tokens, gl.uint8, [PIECES, 1, 4 * BLOCKS, 2, 8, 128], gl.NVMMASharedLayout(128, 8, 5))
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    slots = gl.allocate_shared_memory(gl.int32, [HOW.workers, NOTES], LINE)
-    weights = gl.allocate_shared_memory(gl.float32, [HOW.workers, NOTES], LINE)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    JOBS: gl.constexpr = HOW.jobs
+    slots = gl.allocate_shared_memory(gl.int32, [JOBS, NOTES], LINE)
+    weights = gl.allocate_shared_memory(gl.float32, [JOBS, NOTES], LINE)
     token_scales = weights
-    if _scaled_at_end(HOW):
-        token_scales = gl.allocate_shared_memory(gl.float32, [HOW.workers, NOTES], LINE)
+    if scaled_at_end(HOW):
+        token_scales = gl.allocate_shared_memory(gl.float32, [JOBS, NOTES], LINE)
+    jobs = gl.allocate_shared_memory(gl.int32, [JOBS, 32], LINE)
+    told = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
+    noted = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
+    spent = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
+    near = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     scales = weights
     if in_blocks(HOW):
         scales = gl.allocate_shared_memory(gl.float32, [2 * PIECES, NOTES], LINE)
-    full = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=arrivals(HOW))
         mbarrier.init(empty.index(i), count=HOW.workers)
+    for i in gl.static_range(JOBS):
+        mbarrier.init(told.index(i), count=1)
+        mbarrier.init(noted.index(i), count=1)
+        mbarrier.init(spent.index(i), count=HOW.workers + 2)
+    mbarrier.init(near.index(0), count=1)
     hopper.fence_async_shared()
+    if HOW.stage == 1:
+        tl.extra.cuda.gdc_wait()
+    # The next kernel may start: the tiles that it reads were complete before this kernel began its work.
+    tl.extra.cuda.gdc_launch_dependents()
+    count = bound
+    if not HOW.experts:
+        count = gl.load(COUNT, cache_modifier=_cached(HOW))
     ring = (rows, tokens, scales, full, empty)
-    notes = (slots, weights, token_scales)
-    out = (Y, B, S, XS, WEIGHTS, SORTED)
-    work = (ring, notes, out, TILES, count, N, steps, NX, row_tiles, group_m, alpha, limit)
-    gather = (ring, X, COPIES, XS, S, SORTED, TILES, count, N, steps, KX, row_tiles, group_m)
-    stream = (ring, ROWS, TILES, count, steps, row_tiles, group_m)
+    board = (jobs, (slots, weights, token_scales), told, noted, near, spent)
+    work = (ring, board, Y, B, S, N, steps, NX, alpha, limit)
+    gather = (ring, board, X, COPIES, XS, S, SORTED, N, steps, KX)
+    stream = (ring, board, ROWS, steps)
+    order = (board, SORTED, WEIGHTS, XS, TILES, COUNTER, count, steps, row_tiles, group_m)
     if HOW.workers == 1:
         gl.warp_specialize(
-            [(_worker, (work, 0, HOW)), (token_loader, (gather, HOW)), (weight_loader, (stream, HOW))],
-            [HOW.loaders, 1],
-            [HOW.registers[1], HOW.registers[2]],
+            [
+                (_worker, (work, 0, HOW)),
+                (token_loader, (gather, HOW)),
+                (weight_loader, (stream, HOW)),
+                (tile_scheduler, (order, HOW)),
+            ],
+            [HOW.loaders, 1, 1],
+            [HOW.registers[1], HOW.registers[2], HOW.registers[2]],
         )
     else:
         gl.warp_specialize(
@@ -447,7 +415,8 @@ def _rows_gemm_kernel(
                 (_worker, (work, 1, HOW)),
                 (token_loader, (gather, HOW)),
                 (weight_loader, (stream, HOW)),
+                (tile_scheduler, (order, HOW)),
             ],
-            [4, HOW.loaders, 1],
-            [HOW.registers[0], HOW.registers[1], HOW.registers[2]],
+            [4, HOW.loaders, 1, 1],
+            [HOW.registers[0], HOW.registers[1], HOW.registers[2], HOW.registers[2]],
         )

@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_compat import async_load, tma_load
-from .mid_loader import _cached, _next
-from .prefill_tiles import _placed
+from .mid_loader import _next
+from .tma_tiles import AHEAD, notes_of, slots_of, tile_told
 
 
 @gluon.constexpr_function
@@ -41,12 +41,6 @@ def piece_bytes(HOW):
 def token_bytes(HOW):
     """Bytes of all token rows in a piece."""
     return HOW.widths[-1] * 128
-
-
-@gluon.constexpr_function
-def notes_of(HOW):
-    """Numbers by token of a tile, rounded up to a power of two."""
-    return 1 << (HOW.widths[-1] - 1).bit_length()
 
 
 @gluon.constexpr_function
@@ -117,121 +111,30 @@ def scale_count(N, HOW: gl.constexpr):
 
 
 @gluon.jit
-def _divided(a, b):
-    """a // b and a % b for 0 <= a < 2^24 and b > 0, in a third of the instructions of integer division.
-
-    The reciprocal is off by at most one unit in its last place, and exact for powers of two: then so is the
-    quotient but for one, in an emulation of all b up to 2000. 2^24 turned tiles would write hundreds of GB.
-    """
-    reciprocal = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b.to(gl.float32)], gl.float32, True, 1
-    )
-    quotient = (a.to(gl.float32) * reciprocal).to(gl.int32)  # or one more or less
-    rest = a - quotient * b
-    less, more = rest < 0, rest >= b
-    quotient = gl.where(less, quotient - 1, gl.where(more, quotient + 1, quotient))
-    return quotient, gl.where(less, rest + b, gl.where(more, rest - b, rest))
-
-
-@gluon.jit
-def _place_of(tile, count, row_tiles, group_m):
-    """`_placed` with fewer instructions. With it ptxas spills registers of tiles of 160 tokens."""
-    group, within = _divided(tile, gl.maximum(group_m * row_tiles, 1))
-    nt, of_group = _divided(within, gl.maximum(gl.minimum(count - group * group_m, group_m), 1))
-    return group * group_m + of_group, nt
-
-
-@gluon.jit
-def tile_ahead(TILES, tile, total, count, row_tiles, group_m, WARPS: gl.constexpr, HOW: gl.constexpr):
-    """Begins to load what tile number `tile` is; `tile_told` waits for it.
-
-    TILES are tiles ``[count, 4]``, or for one token the ids of its experts. What ptxas knows to be one number
-    for all lanes it may move to a uniform register, and then waits for it at once. In a partition of WARPS
-    warps, lane i therefore loads number i % 4 of the tile; with 0 all lanes load the same ones.
-    """
-    CACHE: gl.constexpr = _cached(HOW)
-    tile_number = gl.minimum(tile, gl.maximum(total - 1, 0))
-    if HOW.turned:
-        mt, nt = _place_of(tile_number, count, row_tiles, group_m)
-    else:
-        mt, nt = _placed(tile_number, count, row_tiles, group_m)
-    if HOW.experts:
-        numbers = gl.load(TILES + mt, cache_modifier=CACHE)
-    elif WARPS:
-        lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-        numbers = gl.load(TILES + (mt * 4 + lane % 4), cache_modifier=CACHE)
-    else:
-        numbers = ()
-        for i in gl.static_range(3):
-            numbers += (gl.load(TILES + mt * 4 + i, cache_modifier=CACHE),)
-    return numbers, mt, nt, tile < total
-
-
-@gluon.jit
-def tile_unknown(WARPS: gl.constexpr):
-    """Stands for a tile that `tile_ahead` has yet to begin to load."""
-    return gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0])), 0, 0, False
-
-
-@gluon.jit
-def tile_told(ahead, WARPS: gl.constexpr, HOW: gl.constexpr):
-    """(expert, first position, tokens, row tile) of a tile that `tile_ahead` began to load.
-
-    There are no tokens past the last tile, and none of an expert id that is out of range.
-    """
-    numbers, mt, nt, there = ahead
-    if HOW.experts:
-        known = (numbers >= 0) & (numbers < HOW.experts)
-        expert = gl.where(known, numbers, 0)
-        first = mt
-        tokens = gl.where(known & there, 1, 0)
-    elif WARPS:
-        expert, first, tokens = _number(numbers, 0), _number(numbers, 1), _number(numbers, 2)
-        tokens = gl.where(there, tokens, 0)
-    else:
-        expert, first, tokens = numbers
-        tokens = gl.where(there, tokens, 0)
-    return expert, first, tokens, nt
-
-
-@gluon.jit
-def _number(numbers, i: gl.constexpr):
-    """Number i of a tile, none of which is negative."""
-    lane = gl.arange(0, 32, layout=numbers.type.layout)
-    return gl.max(gl.where(lane % 4 == i, numbers, 0), 0)
-
-
-@gluon.jit
-def tile_at(TILES, tile, total, count, row_tiles, group_m, HOW: gl.constexpr):
-    """What tile number `tile` is, as `tile_told` has it."""
-    return tile_told(tile_ahead(TILES, tile, total, count, row_tiles, group_m, 0, HOW), 0, HOW)
-
-
-@gluon.jit
 def weight_loader(work, HOW: gl.constexpr):
     """Producer of weight rows."""
-    ring, ROWS, TILES, count, steps, row_tiles, group_m = work
+    ring, board, ROWS, steps = work
     DEPTH: gl.constexpr = HOW.depth
     GROUPS: gl.constexpr = HOW.workers * HOW.blocks_m * 4
     BYTES: gl.constexpr = HOW.depth * piece_bytes(HOW)
     rows, _tokens, _scales, full, empty = ring
+    _jobs, _notes, _told, _noted, near, spent = board
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    total = count * row_tiles
-    expert, _first, tokens, nt = tile_at(TILES, gl.program_id(0), total, count, row_tiles, group_m, HOW)
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        after = tile + gl.num_programs(0)
-        coming = tile_ahead(TILES, after, total, count, row_tiles, group_m, 1, HOW)
+    job = 0
+    expert, _first, tokens, nt = tile_told(board, job, 1, HOW)
+    while tokens >= 0:
+        mbarrier.arrive(spent.index(job % HOW.jobs), count=1)
         for k in range(gl.where(tokens > 0, steps, 0)):
             mbarrier.wait(empty.index(stage), phase)
-            # Without a use here, Triton 3.6 takes the first tile's tokens for those of all tiles: it does not
-            # count the bounds of an inner loop as uses.
-            mbarrier.expect(full.index(stage), BYTES, pred=tokens > 0)
+            mbarrier.expect(full.index(stage), BYTES)
             for d in gl.static_range(DEPTH):
                 at = [expert, nt * GROUPS, 0, 0, (k * DEPTH + d) * 128]
                 tma_load(ROWS, at, full.index(stage), rows.index(stage * DEPTH + d))
+            mbarrier.arrive(near.index(0), count=1, pred=k + AHEAD == steps)
             stage, phase = _next(stage, phase, HOW)
-        expert, _first, tokens, nt = tile_told(coming, 1, HOW)
+        job += 1
+        expert, _first, tokens, nt = tile_told(board, job, 1, HOW)
 
 
 @gluon.jit
@@ -241,15 +144,6 @@ def token_rows(SORTED, first, place, live, HOW: gl.constexpr):
     if HOW.stage == 1:
         row = slots_of(SORTED, first, place, live, HOW) // HOW.top_k
     return row
-
-
-@gluon.jit
-def slots_of(SORTED, first, place, live, HOW: gl.constexpr):
-    """The slots of a tile's tokens: for one token they are the positions."""
-    slot = gl.where(live, first + place, 0)
-    if not HOW.experts:
-        slot = gl.load(SORTED + first + place, mask=live, other=0, cache_modifier=_cached(HOW))
-    return slot
 
 
 @gluon.jit
@@ -288,8 +182,23 @@ def _copied_tokens(COPIES, first, tokens, k, full, into, stage, HOW: gl.constexp
                     tma_load(COPIES, [first + b * ROWS, (k * DEPTH + d) * 128], full.index(stage), to)
 
 
+@gluon.constexpr_function
+def _zero_asm():
+    return "{ .reg .s32 lane; mov.u32 lane, %laneid; add.s32 lane, lane, $1; shr.s32 $0, lane, 31; }"
+
+
 @gluon.jit
-def _scale_places(expert, nt, N, blocks, HOW: gl.constexpr):
+def _zero_of_lanes(number):
+    """Zero, for a `number` that is not negative, which ptxas takes for something of each lane's own.
+
+    A scale that it knows to be one for all lanes it moves to a uniform register, and waits for it at once.
+    """
+    ASM: gl.constexpr = _zero_asm()
+    return gl.inline_asm_elementwise(ASM, "=r,r", [number], gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _scale_places(expert, first, nt, N, blocks, HOW: gl.constexpr):
     """Where the two scales of a row tile's first columns are, and whether they exist.
 
     Places have 32 bits, half the registers of pointers: an expert's block of 16384 weights has one scale.
@@ -298,7 +207,7 @@ def _scale_places(expert, nt, N, blocks, HOW: gl.constexpr):
     other = row + 8 if two_scales(HOW) else row + 64 * HOW.blocks_m * (HOW.workers - 1)
     at, there = scale_rows(row, N, HOW)
     other_at, other_there = scale_rows(other, N, HOW)
-    base = expert * (scale_count(N, HOW) * blocks)
+    base = expert * (scale_count(N, HOW) * blocks) + _zero_of_lanes(first)
     return base + at * blocks, there, base + other_at * blocks, other_there
 
 
@@ -321,7 +230,7 @@ def _scales_ahead(S, of_rows, XS, of_tokens, known, k, blocks, HOW: gl.constexpr
 @gluon.jit
 def token_loader(work, HOW: gl.constexpr):
     """Producer of token rows, which have `KX` bytes, and of the scales of products."""
-    ring, X, COPIES, XS, S, SORTED, TILES, count, N, steps, KX, row_tiles, group_m = work
+    ring, board, X, COPIES, XS, S, SORTED, N, steps, KX = work
     DEPTH: gl.constexpr = HOW.depth
     ROWS: gl.constexpr = batch_rows(HOW)
     COUNT: gl.constexpr = batches(HOW)
@@ -330,23 +239,23 @@ def token_loader(work, HOW: gl.constexpr):
     NOTES: gl.constexpr = notes_of(HOW)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [HOW.loaders], [0])
     _rows, into, scales, full, empty = ring
+    _jobs, _notes, _told, _noted, _near, spent = board
     if HOW.stage == 2:
         tl.extra.cuda.gdc_wait()  # for the first GEMM; weight loads are already in flight
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, L)), 0)
-    total = count * row_tiles
     blocks = (KX + 127) // 128
-    expert, first, tokens, nt = tile_at(TILES, gl.program_id(0), total, count, row_tiles, group_m, HOW)
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        after = tile + gl.num_programs(0)
-        expert1, first1, tokens1, nt1 = tile_at(TILES, after, total, count, row_tiles, group_m, HOW)
+    job = 0
+    expert, first, tokens, nt = tile_told(board, job, HOW.loaders, HOW)
+    while tokens >= 0:
+        mbarrier.arrive(spent.index(job % HOW.jobs), count=1)
         coming = ()
         if in_blocks(HOW):
             place = gl.arange(0, NOTES, layout=LINE)
             known = place < tokens
             of_tokens = token_rows(SORTED, first, place, known, HOW) * blocks
-            of_rows = _scale_places(expert, nt, N, blocks, HOW)
+            of_rows = _scale_places(expert, first, nt, N, blocks, HOW)
             coming = _scales_ahead(S, of_rows, XS, of_tokens, known, 0, blocks, HOW)
         base = X
         if HOW.stage == 2:
@@ -384,4 +293,5 @@ def token_loader(work, HOW: gl.constexpr):
             if gathers(HOW):
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             stage, phase = _next(stage, phase, HOW)
-        expert, first, tokens, nt = expert1, first1, tokens1, nt1
+        job += 1
+        expert, first, tokens, nt = tile_told(board, job, HOW.loaders, HOW)

@@ -13,7 +13,9 @@ from moectl.kernels.choice.tma_launches import TmaTile
 from moectl.kernels.layer_inputs import LayerInputs, make_inputs
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.tolerance import Tolerance, check
+from moectl.kernels.triton.hopper import tma
 from moectl.kernels.triton.hopper.tma import TMA_FAMILY
+from moectl.kernels.triton.sort_and_combine import TokenTiles, token_tiles_of
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.layer.experts import ExpertLayer
 from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Dims, MoEProblem
@@ -193,6 +195,48 @@ def test_a_hundred_repetitions_and_a_graph_with_other_routings(scheme: str, tile
         graph.replay()
         torch.cuda.synchronize()
         assert same(captured, run(prepared, inputs, launch))
+
+
+@pytest.mark.parametrize("routing", ["uniform", "skipping", "crowded"])
+@pytest.mark.parametrize(
+    ("scheme", "tile", "sizes", "counted"),
+    [
+        *(
+            (it, tile, (2304, 2304), (True, True))
+            for it in ("plain", "block", "channel and token")
+            for tile in few(it)
+        ),
+        ("plain", "64x2x2", (576, 512), (True, False)),  # nine steps, and eight
+    ],
+)
+def test_tiles_that_programs_take_from_a_counter(
+    scheme: str,
+    tile: str,
+    sizes: tuple[int, int],
+    counted: tuple[bool, bool],
+    routing: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of more than eight steps, and more than there are programs. The counter then ends at the number of
+    tiles: the first one of each program is not counted, its last attempt is."""
+    case = RowCase(scheme, "", sizes, SILU, (8, 2), dtype="bf16", tokens=4000, routing=routing)
+    layer, prepared = experts_of(replace(case, tokens=1, routing="uniform"))
+    launch, inputs = launch_of(prepared, tile), call_of(case, "cuda")
+    plans = []
+
+    def remembered(*arguments: object) -> TokenTiles:
+        plans.append(token_tiles_of(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(tma, "token_tiles_of", remembered)
+    y = run(prepared, inputs, launch)
+    result = check(y, expected_of(layer, inputs), nearness(case.problem, launch))
+    assert result.ok, result
+    assert all(same(y, run(prepared, inputs, launch)) for _ in range(20))
+    for plan in plans:
+        tiles, *taken = plan.count.tolist()
+        row_tiles = (-(-rows // launch.tile.rows) for rows in (2 * sizes[1], sizes[0]))
+        assert taken == [tiles * n if used else 0 for n, used in zip(row_tiles, counted, strict=True)]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

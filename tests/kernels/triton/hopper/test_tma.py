@@ -75,7 +75,8 @@ def test_tokens_in_a_row_are_copied_in_the_batches_of_a_tile() -> None:
 
 @pytest.mark.parametrize("programs", [132, 114, 78, 131, 5, 1])
 def test_no_program_gets_tiles_of_one_kind_alone(programs: int) -> None:
-    """Full and last tiles alternate within what sweeps together; a program takes every so many-th tile."""
+    """Full and last tiles alternate within what sweeps together; a program takes every so many-th tile, where
+    it takes none from a counter."""
     plain, turned = (TmaTile(128, 2, 2, 4, group_m=4, turned=turned) for turned in (0, 1))
     assert swept_together(plain, programs) == 4
     together = swept_together(turned, programs)

@@ -1,0 +1,197 @@
+# mypy: ignore-errors
+"""Which tiles a program of `tma_kernels` computes, and what their epilogues need to know.
+
+One warp, the scheduler, takes tiles, mostly from a counter. It tells the other partitions by a board in
+shared memory, which has room for ``HOW.jobs`` tiles and consists of
+
+- ``jobs``: by lanes the expert of a tile, its first position, its tokens plus one, and its row tile;
+- ``notes``: slots, router weights and scales of the tokens of a tile;
+- barriers: ``told`` and ``noted``, by which the scheduler says that a job and its notes are there, ``spent``,
+  by which the others say that they need neither any more, and ``near``, that a tile's last steps begin.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .mid_loader import _cached
+from .prefill_tiles import _placed
+
+AHEAD = gl.constexpr(8)
+"""Steps before the end of a tile at which the next one is taken, so that it is known when its first weights
+can be copied."""
+
+
+@gluon.constexpr_function
+def notes_of(HOW):
+    """Numbers by token of a tile, rounded up to a power of two."""
+    return 1 << (HOW.widths[-1] - 1).bit_length()
+
+
+@gluon.constexpr_function
+def scaled_at_end(HOW):
+    """Whether sums are multiplied by scales of rows and tokens."""
+    return HOW.scales in ("channel", "tensor")
+
+
+@gluon.constexpr_function
+def notes_slots(HOW):
+    """Whether a tile's slots are needed in its epilogue."""
+    return HOW.stage == 2 or HOW.weighted or (scaled_at_end(HOW) and HOW.token_scales == "token")
+
+
+@gluon.jit
+def slots_of(SORTED, first, place, live, HOW: gl.constexpr):
+    """The slots of a tile's tokens: for one token they are the positions."""
+    slot = gl.where(live, first + place, 0)
+    if not HOW.experts:
+        slot = gl.load(SORTED + first + place, mask=live, other=0, cache_modifier=_cached(HOW))
+    return slot
+
+
+@gluon.jit
+def _lanes(WARPS: gl.constexpr):
+    """The number of each lane of WARPS warps."""
+    return gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+
+
+@gluon.jit
+def _number(numbers, i: gl.constexpr):
+    """What lanes i, i + 4 and so on hold; it is not negative."""
+    lane = gl.arange(0, 32, layout=numbers.type.layout)
+    return gl.max(gl.where(lane % 4 == i, numbers, 0), 0)
+
+
+@gluon.constexpr_function
+def _meeting_asm(ID):
+    return f"bar.sync {ID}, 32; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def _warp_meets(ID: gl.constexpr):
+    """Threads of a one-warp partition wait for each other at a barrier of the hardware. Triton numbers its
+    own from 0; ptxas may leave out the one that it has before an arrival at an mbarrier."""
+    ASM: gl.constexpr = _meeting_asm(ID)
+    gl.inline_asm_elementwise(ASM, "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def tile_told(board, job, WARPS: gl.constexpr, HOW: gl.constexpr):
+    """(expert, first position, tokens, row tile) of the program's tile number `job`, once they are known.
+
+    After the last tile there are -1 tokens.
+    """
+    jobs, _notes, told, _noted, _near, _spent = board
+    mbarrier.wait(told.index(job % HOW.jobs), (job // HOW.jobs) & 1)
+    numbers = jobs.index(job % HOW.jobs).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
+    if WARPS == 1:
+        _warp_meets(13)
+    return _number(numbers, 0), _number(numbers, 1), _number(numbers, 2) - 1, _number(numbers, 3)
+
+
+@gluon.jit
+def _looked_up(TILES, tile, total, count, row_tiles, group_m, HOW: gl.constexpr):
+    """Begins to load what tile number `tile` is, in the order of ``jobs``; and whether there is one.
+
+    TILES are tiles ``[count, 4]``, or for one token the ids of its experts. Past the last tile there are -1
+    tokens, and of an expert id that is out of range 0.
+    """
+    lane = _lanes(1)
+    there = tile < total
+    mt, nt = _placed(gl.minimum(tile, gl.maximum(total - 1, 0)), count, row_tiles, group_m)
+    if HOW.experts:
+        expert = gl.load(TILES + mt + lane * 0, cache_modifier=_cached(HOW))
+        known = (expert >= 0) & (expert < HOW.experts)
+        numbers = gl.where(lane % 4 == 0, gl.where(known, expert, 0), mt)
+        numbers = gl.where(lane % 4 == 2, known.to(gl.int32), numbers)
+    else:
+        numbers = gl.load(TILES + (mt * 4 + lane % 4), cache_modifier=_cached(HOW))
+    numbers = gl.where(lane % 4 == 2, gl.where(there, numbers + 1, 0), numbers)
+    return gl.where(lane % 4 == 3, nt, numbers), there
+
+
+@gluon.jit
+def _slots(SORTED, first, tokens, HOW: gl.constexpr):
+    """Begins to load the slots of a tile, if they are needed."""
+    place = gl.arange(0, notes_of(HOW), layout=gl.BlockedLayout([1], [32], [1], [0]))
+    slot = place
+    if notes_slots(HOW):
+        slot = slots_of(SORTED, first, place, place < tokens, HOW)
+    return slot
+
+
+@gluon.jit
+def _note(notes, slot, WEIGHTS, XS, first, tokens, HOW: gl.constexpr):
+    """Puts what the epilogue of a tile needs of its tokens on the board."""
+    place = gl.arange(0, notes_of(HOW), layout=gl.BlockedLayout([1], [32], [1], [0]))
+    live = place < tokens
+    if notes_slots(HOW):
+        notes[0].store(slot)
+    if HOW.weighted:
+        notes[1].store(gl.load(WEIGHTS + slot, mask=live, other=0.0, cache_modifier=_cached(HOW)))
+    if scaled_at_end(HOW):
+        row = place * 0
+        if HOW.token_scales == "token":
+            row = slot // HOW.top_k if HOW.stage == 1 else first + place
+        notes[2].store(gl.load(XS + row, mask=live, other=0.0, cache_modifier=".cg"))
+
+
+@gluon.jit
+def _tell(board, job, numbers, HOW: gl.constexpr):
+    """Puts the program's tile number `job` on the board once there is room for it."""
+    jobs, _notes, told, _noted, _near, spent = board
+    mbarrier.wait(spent.index(job % HOW.jobs), ((job // HOW.jobs) & 1) ^ 1)
+    jobs.index(job % HOW.jobs).store(numbers)
+    _warp_meets(12)
+    mbarrier.arrive(told.index(job % HOW.jobs), count=1)
+
+
+@gluon.jit
+def tile_scheduler(work, HOW: gl.constexpr):
+    """Takes tiles for the program and puts them on the board.
+
+    Programs take tiles as late as they can, from a counter, and so begin them in order: tiles of the same
+    weights are multiplied at the same time, and find these in L2. If tiles have few steps, or there is one
+    for each program at most, and for a single token, a program takes every so many of them. It then looks up
+    the tile after the next one, and loads the slots of the next, while it waits for the router's weights.
+    """
+    board, SORTED, WEIGHTS, XS, TILES, COUNTER, count, steps, row_tiles, group_m = work
+    _jobs, notes, _told, noted, near, _spent = board
+    total = count * row_tiles
+    programs = gl.num_programs(0)
+    late = (steps > AHEAD) & (total > programs)
+    tile = gl.program_id(0)
+    numbers, there = _looked_up(TILES, tile, total, count, row_tiles, group_m, HOW)
+    job = 0
+    _tell(board, job, numbers, HOW)
+    numbers1, there1 = _looked_up(TILES, tile + programs, total, count, row_tiles, group_m, HOW)
+    slot = _slots(SORTED, _number(numbers, 1), _number(numbers, 2) - 1, HOW)
+    if scaled_at_end(HOW) and HOW.stage == 2:
+        tl.extra.cuda.gdc_wait()  # for the scales of this GEMM's tokens
+    while there:
+        first, tokens = _number(numbers, 1), _number(numbers, 2) - 1
+        # A single token's tiles are never taken late; a branch that is never reached would not compile.
+        if HOW.experts or not late:
+            slot1 = _slots(SORTED, _number(numbers1, 1), _number(numbers1, 2) - 1, HOW)
+            tile += programs
+            numbers2, there2 = _looked_up(TILES, tile + programs, total, count, row_tiles, group_m, HOW)
+        else:
+            slot = _slots(SORTED, first, tokens, HOW)
+            slot1, numbers2, there2 = slot, numbers, there
+        at = job % HOW.jobs
+        own = (notes[0].index(at), notes[1].index(at), notes[2].index(at))
+        _note(own, slot, WEIGHTS, XS, first, tokens, HOW)
+        _warp_meets(12)
+        mbarrier.arrive(noted.index(at), count=1)
+        if not HOW.experts and late:
+            mbarrier.wait(near.index(0), job & 1)
+            lane = _lanes(1)
+            taken = gl.atomic_add(COUNTER + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
+            after = programs + gl.max(gl.where(lane == 0, taken, 0), 0)
+            numbers1, there1 = _looked_up(TILES, after, total, count, row_tiles, group_m, HOW)
+        numbers, there = numbers1, there1
+        numbers1, there1 = numbers2, there2
+        slot = slot1
+        job += 1
+        _tell(board, job, numbers, HOW)
