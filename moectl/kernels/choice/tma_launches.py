@@ -118,7 +118,7 @@ def registers(
     at_first, groups = launch_registers(tile), _loader_groups(tile)
     # Loaders have the addresses of tokens in registers; workers need the more of them, the wider sums are.
     if tile.turned:
-        spare = 72 if stage == 1 else 56
+        spare = 64 if stage == 1 else 56
     elif promoted:
         spare = {112: 56, 128: 64 if blocks else 56}.get(tile.tokens, 72)
     else:
@@ -151,7 +151,7 @@ def shared_bytes(problem: MoEProblem, tile: TmaTile) -> int:
     by_token = notes * (2 if scales in ("none", "block") else 3)
     staging = 8192 if tile.turned else 2048
     stage = tile.depth * (LINE * (tile.rows + tile.tokens) + in_piece) + 16
-    job = by_token + 128 + 3 * 8
+    job = by_token + 4 * 4 + 3 * 8
     return int(tile.stages * stage + tile.jobs * job + tile.workers * staging + 128)
 
 

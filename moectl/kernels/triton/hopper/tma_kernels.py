@@ -365,7 +365,7 @@ def _rows_gemm_kernel(
     token_scales = weights
     if scaled_at_end(HOW):
         token_scales = gl.allocate_shared_memory(gl.float32, [JOBS, NOTES], LINE)
-    jobs = gl.allocate_shared_memory(gl.int32, [JOBS, 32], LINE)
+    jobs = gl.allocate_shared_memory(gl.int32, [4 * JOBS, 1], LINE)
     told = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
     noted = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
     spent = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_compat import async_load, tma_load
 from .mid_loader import _next
-from .tma_tiles import AHEAD, notes_of, slots_of, tile_told
+from .tma_tiles import AHEAD, notes_of, slots_of, tile_told, warp_meets
 
 
 @gluon.constexpr_function
@@ -124,6 +124,7 @@ def weight_loader(work, HOW: gl.constexpr):
     job = 0
     expert, _first, tokens, nt = tile_told(board, job, 1, HOW)
     while tokens >= 0:
+        warp_meets(13)
         mbarrier.arrive(spent.index(job % HOW.jobs), count=1)
         for k in range(gl.where(tokens > 0, steps, 0)):
             mbarrier.wait(empty.index(stage), phase)

@@ -4,7 +4,8 @@
 One warp, the scheduler, takes tiles, mostly from a counter. It tells the other partitions by a board in
 shared memory, which has room for ``HOW.jobs`` tiles and consists of
 
-- ``jobs``: by lanes the expert of a tile, its first position, its tokens plus one, and its row tile;
+- ``jobs``: the expert of a tile, its first position, its tokens plus one, and its row tile, word by word: in
+  one store, ptxas would spill a lane's address, which it computes before partitions begin;
 - ``notes``: slots, router weights and scales of the tokens of a tile;
 - barriers: ``told`` and ``noted``, by which the scheduler says that a job and its notes are there, ``spent``,
   by which the others say that they need neither any more, and ``near``, that a tile's last steps begin.
@@ -69,7 +70,7 @@ def _meeting_asm(ID):
 
 
 @gluon.jit
-def _warp_meets(ID: gl.constexpr):
+def warp_meets(ID: gl.constexpr):
     """Threads of a one-warp partition wait for each other at a barrier of the hardware. Triton numbers its
     own from 0; ptxas may leave out the one that it has before an arrival at an mbarrier."""
     ASM: gl.constexpr = _meeting_asm(ID)
@@ -84,15 +85,20 @@ def tile_told(board, job, WARPS: gl.constexpr, HOW: gl.constexpr):
     """
     jobs, _notes, told, _noted, _near, _spent = board
     mbarrier.wait(told.index(job % HOW.jobs), (job // HOW.jobs) & 1)
-    numbers = jobs.index(job % HOW.jobs).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
-    if WARPS == 1:
-        _warp_meets(13)
-    return _number(numbers, 0), _number(numbers, 1), _number(numbers, 2) - 1, _number(numbers, 3)
+    expert, first = _field(jobs, job, 0, WARPS, HOW), _field(jobs, job, 1, WARPS, HOW)
+    tokens, nt = _field(jobs, job, 2, WARPS, HOW), _field(jobs, job, 3, WARPS, HOW)
+    return expert, first, tokens - 1, nt
+
+
+@gluon.jit
+def _field(jobs, job, i: gl.constexpr, WARPS: gl.constexpr, HOW: gl.constexpr):
+    """Number i of the program's tile number `job`."""
+    return gl.max(jobs.index(job % HOW.jobs * 4 + i).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
 def _looked_up(TILES, tile, total, count, row_tiles, group_m, HOW: gl.constexpr):
-    """Begins to load what tile number `tile` is, in the order of ``jobs``; and whether there is one.
+    """Begins to load what tile number `tile` is, by lanes in the order of ``jobs``; and whether there is one.
 
     TILES are tiles ``[count, 4]``, or for one token the ids of its experts. Past the last tile there are -1
     tokens, and of an expert id that is out of range 0.
@@ -142,8 +148,10 @@ def _tell(board, job, numbers, HOW: gl.constexpr):
     """Puts the program's tile number `job` on the board once there is room for it."""
     jobs, _notes, told, _noted, _near, spent = board
     mbarrier.wait(spent.index(job % HOW.jobs), ((job // HOW.jobs) & 1) ^ 1)
-    jobs.index(job % HOW.jobs).store(numbers)
-    _warp_meets(12)
+    for i in gl.static_range(4):
+        value = gl.full([1], _number(numbers, i), gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+        jobs.index(job % HOW.jobs * 4 + i).store(value)
+    warp_meets(12)
     mbarrier.arrive(told.index(job % HOW.jobs), count=1)
 
 
@@ -182,7 +190,7 @@ def tile_scheduler(work, HOW: gl.constexpr):
         at = job % HOW.jobs
         own = (notes[0].index(at), notes[1].index(at), notes[2].index(at))
         _note(own, slot, WEIGHTS, XS, first, tokens, HOW)
-        _warp_meets(12)
+        warp_meets(12)
         mbarrier.arrive(noted.index(at), count=1)
         if not HOW.experts and late:
             mbarrier.wait(near.index(0), job & 1)
