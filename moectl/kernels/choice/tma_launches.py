@@ -151,7 +151,8 @@ def shared_bytes(problem: MoEProblem, tile: TmaTile) -> int:
     by_token = notes * (2 if scales in ("none", "block") else 3)
     staging = 8192 if tile.turned else 2048
     stage = tile.depth * (LINE * (tile.rows + tile.tokens) + in_piece) + 16
-    job = by_token + 4 * 4 + 3 * 8
+    job = by_token + 4 * 4 + 3 * 8  # its four words and three barriers
+    # The last bytes are for what partitions capture, and for alignment.
     return int(tile.stages * stage + tile.jobs * job + tile.workers * staging + 128)
 
 

@@ -222,7 +222,7 @@ def test_tiles_that_programs_take_from_a_counter(
     case = RowCase(scheme, "", sizes, SILU, (8, 2), dtype="bf16", tokens=4000, routing=routing)
     layer, prepared = experts_of(replace(case, tokens=1, routing="uniform"))
     launch, inputs = launch_of(prepared, tile), call_of(case, "cuda")
-    plans = []
+    plans: list[TokenTiles] = []
 
     def remembered(*arguments: object) -> TokenTiles:
         plans.append(token_tiles_of(*arguments))
@@ -233,6 +233,7 @@ def test_tiles_that_programs_take_from_a_counter(
     result = check(y, expected_of(layer, inputs), nearness(case.problem, launch))
     assert result.ok, result
     assert all(same(y, run(prepared, inputs, launch)) for _ in range(20))
+    assert len(plans) == 21
     for plan in plans:
         tiles, *taken = plan.count.tolist()
         row_tiles = (-(-rows // launch.tile.rows) for rows in (2 * sizes[1], sizes[0]))
