@@ -187,6 +187,29 @@ def test_races_between_ordered_accesses_are_told_by_their_source(script: ModuleT
     assert not script.ordered(f"Invalid __shared__ read of size 4 bytes in mid_kernels.py:{kernel}")
 
 
+def test_reports_of_a_configuration_that_was_aborted_are_told(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text(f"#!/bin/sh\ncat <<'EOF'\n{SAID.rpartition('sanitize_kernels: done')[0]}EOF\n")
+    sanitizer.chmod(0o755)
+    assert script.sanitized(str(sanitizer), "synccheck", asked(formats=["mxfp4"], seconds=60)) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "synccheck  aborted in other; 1 reports"
+    assert lines[-1].split(maxsplit=1)[0] == "Invalid" and lines[-1].endswith("in a.py:3")
+
+
+def test_the_board_of_the_tile_scheduler_is_told_by_its_source(script: ModuleType) -> None:
+    file = script.ROOT / "moectl" / "kernels" / "triton" / "hopper" / "tma_tiles.py"
+    race = "Error: Race reported between Write access at _k in {0}:{1} and Read access at _k in {0}:1"
+    known = [
+        text.strip()
+        for number, text in enumerate(file.read_text().splitlines(), 1)
+        if "mbarrier" in script.ordered(race.format(file.name, number))
+    ]
+    assert [".load(" in text for text in known] == [True, False] and ".store(" in known[1]
+
+
 def test_words_that_workers_give_back_are_told_by_their_source(script: ModuleType) -> None:
     file = script.ROOT / "moectl" / "kernels" / "triton" / "hopper" / "mid_kernels.py"
     race = "Error: Race reported between Write access at _k in mid_ring.py:1 and Read access at _k in {}:{}"
