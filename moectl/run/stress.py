@@ -18,6 +18,7 @@ from ..kernels.layer_inputs import LayerInputs, no_bias
 from ..kernels.modular.fused_moe_kernel import FusedMoEKernel, kernel_of
 from ..kernels.tolerance import CheckResult, check, tolerance_for
 from ..layer.experts import ExpertLayer
+from ..torch_dtypes import MODEL_TORCH_DTYPES
 from .backend_failures import device_failure, guarded
 from .layer_variants import every_second, expert_shard, poisoned_padding
 from .one_layer import RunnableLayer
@@ -140,7 +141,7 @@ def _why_skipped(layer: ExpertLayer, case: StressCase, expected: Tensor) -> str:
     """Why a case does not apply to `layer`; empty if it does."""
     if case.how in SUBSETS:
         return _no_subset(layer)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[layer.problem.dtype]
+    dtype = MODEL_TORCH_DTYPES[layer.problem.dtype]
     if expected.numel() and float(expected.abs().max()) > torch.finfo(dtype).max:
         return f"its results exceed the range of {layer.problem.dtype}"
     return ""

@@ -18,6 +18,7 @@ from moectl.kernels.triton.offline_gpu import OfflineGpu, standing_in
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import MoEProblem
+from moectl.torch_dtypes import MODEL_TORCH_DTYPES
 from moectl.tuning.gpu_bench import BACKEND
 
 
@@ -39,7 +40,7 @@ class LaunchedCell:
 
         ids = empty(tokens, problem.top_k, dtype=torch.int32)
         weights = empty(tokens, problem.top_k, dtype=torch.float32)
-        x = empty(tokens, problem.dims.hidden, dtype=torch.bfloat16)
+        x = empty(tokens, problem.dims.hidden, dtype=MODEL_TORCH_DTYPES[problem.dtype])
         with recording() as launched:
             run_with(layer, x, ids, weights, self.launch)
         return [it.binary(ActivationFormat.STANDARD, tokens) for it in launched]

@@ -61,6 +61,13 @@ def test_each_cell_gets_what_runs_today_and_others_that_run(plan: list) -> None:
     assert len({binary.key for binary in binaries}) > 2
 
 
+def test_layers_in_fp16_are_compiled_for_their_own_tokens() -> None:
+    problem = replace(CELL.problem, dtype="fp16")
+    with standing_in(H200):
+        launch = choose_shipped(problem, 64, torch.device("cuda"))
+        assert LaunchedCell(problem, 64, launch).binaries()
+
+
 def test_launches_are_drawn_of_the_named_families_alone(plan: list) -> None:
     for cell, launches in script.chosen(plan, H200, 20, 1, ("decode", "grouped")).items():
         few = cell.tokens == 1 or cell.tokens * cell.top_k <= 64
