@@ -268,8 +268,10 @@ def test_long_sums_of_unlike_magnitudes_are_as_exact_as_in_fp32(scheme: str, til
 
     The largest numbers of `h` are further from the others here: where one of them takes the next code, an
     element moves by more than `tight` allows: the largest was 0.226. Sums in too few bits would move all of
-    them, which the RMS of the whole and of the worst token show.
+    them, which the RMS of the whole and of the worst token show. Where all tokens share a scale, one in fifty
+    draws of tokens has an RMS above its bound, with the same bits from every tile: hence the seed.
     """
+    torch.manual_seed(0)
     problem = MoEProblem(Dims(hidden, 256), 2, 1, SCHEMES[scheme], SILU)
     layer = layer_of(problem, "cuda")
     prepared = layer.prepared("moectl", "cuda")
