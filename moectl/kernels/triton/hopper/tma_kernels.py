@@ -35,7 +35,7 @@ from .tma_loader import (
     two_scales,
     weight_loader,
 )
-from .tma_tiles import notes_of, notes_slots, scaled_at_end, tile_scheduler, tile_told
+from .tma_tiles import noted_of, notes_of, scaled_at_end, tile_scheduler, tile_told
 
 
 @gluon.jit
@@ -317,7 +317,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                     acc, stage, phase = _promoted_product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
                 else:
                     acc, stage, phase = _product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
-                if notes_slots(HOW) or scaled_at_end(HOW):
+                if noted_of(HOW):
                     mbarrier.wait(noted.index(at), (job // HOW.jobs) & 1)
                 for b in gl.static_range(blocks_of(_width(i, HOW), HOW)):
                     if HOW.turned:
@@ -366,8 +366,12 @@ def _rows_gemm_kernel(
     if scaled_at_end(HOW):
         token_scales = gl.allocate_shared_memory(gl.float32, [JOBS, NOTES], LINE)
     jobs = gl.allocate_shared_memory(gl.int32, [4 * JOBS, 1], LINE)
+    # Triton gives the memory of a barrier that nothing waits for or arrives at to what partitions capture,
+    # which its initialization may reach later than the value that is written after it.
     told = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
-    noted = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
+    noted = told
+    if noted_of(HOW):
+        noted = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
     spent = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
     near = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     scales = weights
@@ -380,7 +384,8 @@ def _rows_gemm_kernel(
         mbarrier.init(empty.index(i), count=HOW.workers)
     for i in gl.static_range(JOBS):
         mbarrier.init(told.index(i), count=1)
-        mbarrier.init(noted.index(i), count=1)
+        if noted_of(HOW):
+            mbarrier.init(noted.index(i), count=1)
         mbarrier.init(spent.index(i), count=HOW.workers + 2)
     mbarrier.init(near.index(0), count=1)
     hopper.fence_async_shared()

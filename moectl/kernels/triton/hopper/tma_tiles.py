@@ -7,8 +7,9 @@ shared memory, which has room for ``HOW.jobs`` tiles and consists of
 - ``jobs``: the expert of a tile, its first position, its tokens plus one, and its row tile, word by word: in
   one store, ptxas would spill a lane's address, which it computes before partitions begin;
 - ``notes``: slots, router weights and scales of the tokens of a tile;
-- barriers: ``told`` and ``noted``, by which the scheduler says that a job and its notes are there, ``spent``,
-  by which the others say that they need neither any more, and ``near``, that a tile's last steps begin.
+- barriers: ``told`` and ``noted``, by which the scheduler says that a job and its notes, if it has any, are
+  there, ``spent``, by which the others say that they need neither any more, and ``near``, that a tile's last
+  steps begin.
 """
 
 import triton.language as tl
@@ -40,6 +41,12 @@ def scaled_at_end(HOW):
 def notes_slots(HOW):
     """Whether a tile's slots are needed in its epilogue."""
     return HOW.stage == 2 or HOW.weighted or (scaled_at_end(HOW) and HOW.token_scales == "token")
+
+
+@gluon.constexpr_function
+def noted_of(HOW):
+    """Whether the epilogue of a tile needs notes, and waits for them."""
+    return notes_slots(HOW) or scaled_at_end(HOW)
 
 
 @gluon.jit
@@ -187,11 +194,12 @@ def tile_scheduler(work, HOW: gl.constexpr):
         else:
             slot = _slots(SORTED, first, tokens, HOW)
             slot1, numbers2, there2 = slot, numbers, there
-        at = job % HOW.jobs
-        own = (notes[0].index(at), notes[1].index(at), notes[2].index(at))
-        _note(own, slot, WEIGHTS, XS, first, tokens, HOW)
-        warp_meets(12)
-        mbarrier.arrive(noted.index(at), count=1)
+        if noted_of(HOW):
+            at = job % HOW.jobs
+            own = (notes[0].index(at), notes[1].index(at), notes[2].index(at))
+            _note(own, slot, WEIGHTS, XS, first, tokens, HOW)
+            warp_meets(12)
+            mbarrier.arrive(noted.index(at), count=1)
         if not HOW.experts and late:
             mbarrier.wait(near.index(0), job & 1)
             lane = _lanes(1)
