@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from devtools.inspection.barriers import overwritten_barriers
 from devtools.inspection.handovers import early_handovers
 from devtools.inspection.hazards import a_registers, hazards, result_registers
 from devtools.inspection.kernel_report import KernelReport, _serialized, report_of
@@ -130,6 +131,32 @@ def test_what_is_handed_on_is_waited_for_by_all(guard: str, barrier: str, later:
     assert all("0120" in str(it) or "0150" in str(it) for it in early)
 
 
+KEEPS_A_VALUE = """
+        /*0100*/              @!UP4 SYNCS.EXCH.64 URZ, [UR7+0x1b4a0], UR38 ;
+        /*0110*/              @!UP4 SYNCS.EXCH.64 URZ, [UR7+0x1b000], UR40 ;
+        /*0120*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR7+0x1b4a0], R10 ;
+        /*0130*/                   {store} ;
+        /*0140*/                   LDS R3, [UR7+0x1b000] ;
+        /*0150*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("store", "found"),
+    [
+        ("STS [UR7+0x1b000], R2", 1),
+        ("STSM.16.M88.2 [R3+UR7+0x1b000], R18", 1),
+        ("STSM.16.M88.2 [R3+UR7+0x1b4a0], R18", 0),  # after the last wait for it
+        ("STS [UR7+0x1b008], R2", 0),
+        ("STS [R2], R0", 0),
+        ("STG.E desc[UR16][R2.64+0x1b000], R4", 0),
+    ],
+)
+def test_barriers_keep_their_memory_to_themselves(store: str, found: int) -> None:
+    overwritten = overwritten_barriers(parse(KEEPS_A_VALUE.replace("{store}", store)))
+    assert [it.split(":")[0] for it in overwritten] == ["0130"] * found
+
+
 THROUGH_A_TABLE = """
         /*0100*/                   BRX R18 -0x370 {targets};
 .L_x_1:
@@ -219,6 +246,7 @@ def test_faults_are_said_in_words() -> None:
         ({"shared": 1 << 20}, "1048576 bytes of shared memory"),
         ({"wgmma_a": 0}, "wgmmas without A in registers"),
         ({"handovers": ("one", "two")}, "2 early handovers, the first: one"),
+        ({"overwritten": ("one",)}, "1 overwritten barriers, the first: one"),
         ({"unreached": 7}, "7 products or accesses that no known path"),
     ):
         faulty: KernelReport = replace(plain, **change)

@@ -18,6 +18,7 @@ from triton.compiler import make_backend
 
 from moectl.errors import Unavailable
 
+from .barriers import overwritten_barriers
 from .handovers import early_handovers, is_access
 from .hazards import WGMMA, a_registers, hazards
 from .offline_gpu import OFFLINE_GPUS, LaunchedKernel
@@ -97,6 +98,7 @@ class KernelReport:
         warnings: ptxas' codes C7510 to C7515 for serialized wgmmas; only checked in kernels with wgmma.
         hazards: instructions that touch registers which a wgmma in flight still needs, see `hazards`.
         handovers: shared memory that is released too early, see `handovers`.
+        overwritten: stores of other values to the memory of mbarriers, see `barriers`.
         unreached: number of wgmmas and shared accesses that no known path reaches, for which hazards and
             handovers could not be checked.
     """
@@ -114,6 +116,7 @@ class KernelReport:
     warnings: tuple[str, ...]
     hazards: tuple[str, ...]
     handovers: tuple[str, ...]
+    overwritten: tuple[str, ...]
     unreached: int
 
     @property
@@ -149,6 +152,8 @@ class KernelReport:
             faults.append(f"{len(self.hazards)} hazards, the first: {self.hazards[0]}")
         if self.handovers:
             faults.append(f"{len(self.handovers)} early handovers, the first: {self.handovers[0]}")
+        if self.overwritten:
+            faults.append(f"{len(self.overwritten)} overwritten barriers, the first: {self.overwritten[0]}")
         if self.unreached:
             faults.append(f"{self.unreached} products or accesses that no known path reaches")
         return tuple(faults)
@@ -197,6 +202,7 @@ def _report(key: _Key) -> KernelReport:
         warnings=_serialized(kernel) if wgmmas else (),
         hazards=tuple(map(str, hazards(code))),
         handovers=tuple(map(str, early_handovers(code))),
+        overwritten=overwritten_barriers(code),
         unreached=sum(i.family in WGMMA or is_access(i) for i in code.unreached),
     )
 
