@@ -67,7 +67,7 @@ def test_a_fit_writes_every_coefficient_and_chooses_better_the_longer_it_runs(tm
         (
             (
                 *("docs/launches_tma_h100.jsonl", "docs/launches_tma_h200.jsonl"),
-                *(*BENCHES, "docs/bench_sm90_h200_28_november.jsonl", "--families", "tma"),
+                *("docs/bench_sm90_h200_29_november.jsonl", "--families", "tma"),
             ),
             "all of tma",
             5.5,
