@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ def nominal_memory(name: str) -> int:
     return int(_table()["gpus"][key]["memory_gib"]) if key else 0
 
 
+@lru_cache(maxsize=64)
 def published_bandwidth(name: str) -> float:
     """Bytes per second of a GPU's memory as published, by any of its names; 0 if it is not in the table.
 
@@ -121,6 +122,7 @@ def published_bandwidth(name: str) -> float:
     return _scaled(_table()["gpus"][key]["bandwidth_tb_s"]) if key else 0.0
 
 
+@lru_cache(maxsize=64)
 def published_matrix_rate(name: str) -> float:
     """Dense 16-bit FLOP/s of one multiprocessor as published, by any name of its GPU; 0 if unknown.
 
