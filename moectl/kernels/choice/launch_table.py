@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -120,18 +120,23 @@ MAX_CACHE_DISTANCE = 0.5
 """Maximum distance, in powers of two of the number of tokens, at which a row of the user's cache is used."""
 
 
-def tuned(problem: MoEProblem, tokens: int, device: Device) -> Iterator[MeasuredLaunch]:
-    """Launches that `moectl tune` measured for this layer near `tokens` tokens on `device`, nearest first.
+def tuned(problem: MoEProblem, device: Device) -> tuple[MeasuredLaunch, ...]:
+    """Launches that `moectl tune` measured for this layer on `device`.
 
     A cache file that cannot be used is ignored, with one `CacheWarning`.
     """
     rows, note = rows_of(problem, device)
     if note:
         warnings.warn(note, CacheWarning, stacklevel=2)
+    return tuple(MeasuredLaunch(row.tokens, row.family, row.tile, row.us) for row in rows)
+
+
+def near(rows: Sequence[MeasuredLaunch], tokens: int) -> Iterator[MeasuredLaunch]:
+    """Those of `rows` whose number of tokens is near `tokens`, nearest first."""
     distances = {row.tokens: abs(math.log2(row.tokens / tokens)) for row in rows}
     for row in sorted(rows, key=lambda row: distances[row.tokens]):
         if distances[row.tokens] <= MAX_CACHE_DISTANCE:
-            yield MeasuredLaunch(row.tokens, row.family, row.tile, row.us)
+            yield row
 
 
 def own_rows(problem: MoEProblem, gpu: GpuModel) -> tuple[MeasuredLaunch, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import A16
 from ..choice.launch import Launch
 from ..choice.launch_model import USUAL_BANDWIDTH, GpuRates, predicted_us
-from ..choice.launch_plan import launch_for, planned
-from ..choice.launch_table import tuned
+from ..choice.launch_plan import Plan, launch_for, planned
+from ..choice.launch_table import MeasuredLaunch, near, tuned
 from ..choice.tile_family import launch_of as launch_named
 from ..choice.tile_family import scale_name
 from ..prepared_layer import PreparedMoE
@@ -49,6 +49,9 @@ from .portable import DECODE_FAMILY, GROUPED_FAMILY
 from .sort_and_combine import INTERPRETED
 from .warpwise import WARPWISE_FAMILY
 from .workspace import workspace
+
+CHOICES = "choices of launches"
+"""Key in `PreparedMoE.derived`."""
 
 FAMILIES: dict[str, KernelFamily] = {
     "decode": DECODE_FAMILY,
@@ -113,19 +116,55 @@ def launch_on(prepared: PreparedMoE, tokens: int) -> Launch:
     """The launch for `tokens` tokens of a layer on its device; never depends on the routing."""
     launches: dict[int, Launch] = prepared.derived.setdefault("launches", {})
     if tokens not in launches:
-        device = prepared.derived.get(CHOSEN_FOR, prepared.device)
-        launches[tokens] = choose(prepared.problem, tokens, device)
+        launches[tokens] = _choices_of(prepared).launch(tokens)
     return launches[tokens]
+
+
+def _choices_of(prepared: PreparedMoE) -> LaunchChoices:
+    """Kept by a layer without weights, which is asked for all numbers of tokens in a row; any other one heeds
+    what is tuned meanwhile."""
+    device = prepared.derived.get(CHOSEN_FOR)
+    if device is None:
+        return LaunchChoices.of(prepared.problem, prepared.device)
+    if CHOICES not in prepared.derived:
+        prepared.derived[CHOICES] = LaunchChoices.of(prepared.problem, device)
+    choices: LaunchChoices = prepared.derived[CHOICES]
+    return choices
+
+
+class LaunchChoices(NamedTuple):
+    """What launches of a layer are chosen by: what does not depend on the number of tokens, looked up once.
+
+    Attributes:
+        tuned: what `moectl tune` measured on this machine; it comes first.
+        plan: the launches that ship, None where the model of time does not know the format, or on a CPU.
+    """
+
+    problem: MoEProblem
+    device: torch.device
+    tuned: tuple[MeasuredLaunch, ...]
+    plan: Plan | None
+
+    @staticmethod
+    def of(problem: MoEProblem, device: torch.device) -> LaunchChoices:
+        """Those of a layer on a device."""
+        rows = tuned(problem, gpu_of(device)) if device.type == "cuda" else ()
+        return LaunchChoices(problem, device, rows, _plan_of(problem, device))
+
+    def launch(self, tokens: int) -> Launch:
+        """The launch for `tokens` tokens."""
+        for row in near(self.tuned, tokens) if tokens else ():
+            launch = launch_of(row.family, row.tile)
+            if launch is not None and is_runnable(launch, self.problem, self.device):
+                return launch
+        if tokens and self.plan is not None:
+            return self.plan.launch(tokens)
+        return launch_for(self.problem, tokens)
 
 
 def choose(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
     """The launch that `moectl tune` measured for the layer on this machine, if any, else `choose_shipped`."""
-    if device.type == "cuda" and tokens:
-        for row in tuned(problem, tokens, gpu_of(device)):
-            launch = launch_of(row.family, row.tile)
-            if launch is not None and is_runnable(launch, problem, device):
-                return launch
-    return choose_shipped(problem, tokens, device)
+    return LaunchChoices.of(problem, device).launch(tokens)
 
 
 def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> Launch:
@@ -133,11 +172,13 @@ def choose_shipped(problem: MoEProblem, tokens: int, device: torch.device) -> La
 
     That of the layer's plan: by the model of time, and by the shipped ones that were measured for this layer.
     """
-    if device.type == "cuda" and tokens:
-        plan = planned(problem, _rates_of(device), torch.cuda.get_device_capability(device))
-        if plan is not None:
-            return plan.launch(tokens)
-    return launch_for(problem, tokens)
+    return LaunchChoices(problem, device, (), _plan_of(problem, device)).launch(tokens)
+
+
+def _plan_of(problem: MoEProblem, device: torch.device) -> Plan | None:
+    if device.type != "cuda":
+        return None
+    return planned(problem, _rates_of(device), torch.cuda.get_device_capability(device))
 
 
 def predicted_for(problem: MoEProblem, tokens: int, launch: Launch, device: torch.device) -> float | None:

@@ -13,10 +13,12 @@ from moectl.cache.cache_file import CacheWarning
 from moectl.cache.launches_file import KIND, LaunchesStore, LaunchRow
 from moectl.environment import find_device
 from moectl.kernels.choice.launch import Launch
-from moectl.kernels.choice.launch_table import tuned
+from moectl.kernels.choice.launch_table import near, tuned
 from moectl.kernels.choice.portable_launches import Tile
 from moectl.kernels.triton import triton_runner
-from moectl.kernels.triton.triton_runner import choose, choose_shipped
+from moectl.kernels.triton.expert_batches import CHOSEN_FOR
+from moectl.kernels.triton.triton_runner import choose, choose_shipped, launch_on
+from moectl.layer.experts import empty_layer
 from moectl.problem.published_layers import MODELS
 
 QWEN = MODELS["qwen3-30b"]
@@ -52,8 +54,22 @@ def test_the_nearest_row_comes_first() -> None:
     store = LaunchesStore.of(QWEN, H200)
     for tokens in (16, 24):
         store.finish(_row(tokens, tile=asdict(OWN) | {"stages": tokens}))
-    assert [row.tile["stages"] for row in tuned(QWEN, 21, H200)] == [24, 16]
-    assert [row.tile["stages"] for row in tuned(QWEN, 17, H200)] == [16, 24]
+    assert [row.tile["stages"] for row in near(tuned(QWEN, H200), 21)] == [24, 16]
+    assert [row.tile["stages"] for row in near(tuned(QWEN, H200), 17)] == [16, 24]
+
+
+def test_a_layer_without_weights_looks_up_once_what_others_look_up_for_each_number(
+    h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, layer = LaunchesStore.of(QWEN, H200), empty_layer(QWEN, "moectl")
+    store.finish(_row(16))
+    asked = []
+    monkeypatch.setattr(triton_runner, "tuned", lambda *of: asked.append(of) or tuned(*of))
+    layer.derived[CHOSEN_FOR] = CUDA
+    launches = [launch_on(layer, tokens) for tokens in range(1, 40)]
+    assert len(asked) == 1
+    assert launches == [choose(QWEN, tokens, CUDA) for tokens in range(1, 40)]
+    assert len(asked) == 40 and launches.count(Launch("grouped", OWN)) == 11
 
 
 @pytest.mark.parametrize(
