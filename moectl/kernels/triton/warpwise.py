@@ -14,6 +14,7 @@ import torch
 
 from ...later import Later
 from ...problem.moe_problem import MoEProblem
+from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..choice.tile_family import scale_name
 from ..choice.warpwise_launches import WARPWISE_TILES, WarpwiseTile
 from .kernel_family import CODE_BASES, KernelCall, KernelFamily, KernelLayer, KernelMatrix, activation_numbers
@@ -23,8 +24,6 @@ kernels = Later(f"{__package__}.warpwise_kernels")
 
 REGISTERS = 96
 """Registers per thread if they suffice, for 20 warps per SM. By default ptxas takes 80 and spills."""
-
-SCALES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class _WarpwiseArguments:
 
     def _gemm(self, m: KernelMatrix, columns: int, outputs: int, rows: int, warps: int) -> dict[str, Any]:
         warps_per_tile, group = warps // rows, self.problem.scheme.weight.group
-        scales = m.scales.view(SCALES[scale_name(self.problem)])
+        scales = m.scales.view(MODEL_TORCH_DTYPES[scale_name(self.problem)])
         limit_registers = self.tile.tokens == 8 and m.zeros is None
         return {
             "W": m.codes.view(torch.int16),
