@@ -187,15 +187,19 @@ def test_races_between_ordered_accesses_are_told_by_their_source(script: ModuleT
     assert not script.ordered(f"Invalid __shared__ read of size 4 bytes in mid_kernels.py:{kernel}")
 
 
+BEFORE_ANY = SAID.partition("sanitize_kernels: one")[0] + SAID.partition("sanitize_kernels: other\n")[2]
+
+
+@pytest.mark.parametrize(("said", "where"), [(SAID, "other"), (BEFORE_ANY, "outside of the kernels")])
 def test_reports_of_a_configuration_that_was_aborted_are_told(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: ModuleType, said: str, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sanitizer = tmp_path / "compute-sanitizer"
-    sanitizer.write_text(f"#!/bin/sh\ncat <<'EOF'\n{SAID.rpartition('sanitize_kernels: done')[0]}EOF\n")
+    sanitizer.write_text(f"#!/bin/sh\ncat <<'EOF'\n{said.rpartition('sanitize_kernels: done')[0]}EOF\n")
     sanitizer.chmod(0o755)
     assert script.sanitized(str(sanitizer), "synccheck", asked(formats=["mxfp4"], seconds=60)) == 2
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2] == "synccheck  aborted in other; 1 reports"
+    assert lines[-2] == f"synccheck  aborted in {where}; 1 reports"
     assert lines[-1].split(maxsplit=1)[0] == "Invalid" and lines[-1].endswith("in a.py:3")
 
 
