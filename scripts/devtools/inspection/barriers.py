@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 
+from .handovers import ARRIVAL
 from .sass import Instruction, SassCode
 
 INITIALIZATION, STORES = "SYNCS.EXCH", ("STS", "STSM")
-USES = ("SYNCS.ARRIVE", "SYNCS.PHASECHK", "ARRIVES")
+USES = (ARRIVAL, "SYNCS.PHASECHK", "ARRIVES")
 _OFFSET = re.compile(r"\[[^\]]*?\+(0x[0-9a-f]+)\]")
 
 
