@@ -366,9 +366,9 @@ def _rows_gemm_kernel(
     if scaled_at_end(HOW):
         token_scales = gl.allocate_shared_memory(gl.float32, [JOBS, NOTES], LINE)
     jobs = gl.allocate_shared_memory(gl.int32, [4 * JOBS, 1], LINE)
-    # Triton gives the memory of a barrier that nothing waits for or arrives at to what partitions capture,
-    # which its initialization may reach later than the value that is written after it.
     told = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
+    # Not allocated without use: Triton gives the memory of a barrier that nothing waits for or arrives at to
+    # what partitions capture, and its initialization may come after the value is written.
     noted = told
     if noted_of(HOW):
         noted = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
