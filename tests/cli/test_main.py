@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moectl.cli.main import COMMANDS, epilog
+from support import python_forks
 from support.sampling import every_nth
 
 HEAVY = ("torch", "triton", "flashinfer")
@@ -29,14 +30,9 @@ sys.exit(code)
 
 
 def start(*argv, env=None):
-    """Run moectl in a fresh interpreter; its stderr ends with the heavy modules it imported."""
-    return subprocess.run(
-        [sys.executable, "-c", PROBE.format(argv=list(argv), heavy=HEAVY)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **(env or {})},
-        timeout=60,
-    )
+    """Run moectl where its commands alone are imported; its stderr ends with the heavy ones that it has."""
+    probe = PROBE.format(argv=list(argv), heavy=HEAVY)
+    return python_forks.run(["-c", probe], env={**os.environ, **(env or {})}, timeout=60, imported="commands")
 
 
 @pytest.mark.parametrize(
@@ -135,11 +131,10 @@ def test_environment_variable_is_used():
     every_nth(["", "explain", "convert", "verify", "bench", "unconvert", "run", "tune", "synth", "list"], 2),
 )
 def test_help_fits_one_screen_with_examples(command):
-    done = subprocess.run(
-        [sys.executable, "-m", "moectl", *command.split(), "--help"],
-        capture_output=True,
-        text=True,
+    done = python_forks.run(
+        ["-m", "moectl", *command.split(), "--help"],
         env={**os.environ, "COLUMNS": "120", "TERMINAL_WIDTH": "120"},
+        imported="commands",
     )
     assert done.returncode == 0
     assert "Examples" in done.stdout
@@ -186,12 +181,14 @@ def on_a_terminal(*argv, columns=120, **env):
     import pty
 
     reader, writer = pty.openpty()
-    done = subprocess.Popen(
-        [sys.executable, "-m", "moectl", *argv],
-        stdout=writer,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), **env},
-    )
+    with Path(os.devnull).open("w") as nothing:
+        done = python_forks.start(
+            ["-m", "moectl", *argv],
+            stdout=writer,
+            stderr=nothing,
+            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), **env},
+            imported="commands",
+        )
     os.close(writer)
     found = b""
     while True:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from moectl.checkpoint import open_checkpoint
 from moectl.convert.execute.convert import convert
 from moectl.convert.layouts.registry import layout_for
 from moectl.convert.plan.kernel_layout_plan import plan_conversion
+from support import python_forks
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_load"
 
@@ -20,9 +19,7 @@ def test_both_roads_of_a_converted_folder_are_timed(tiny_gpt_oss: Path, tmp_path
     layout = layout_for("moectl", source.groups[0].problem.scheme.weight)
     folder = convert(plan_conversion(source, layout), tmp_path / "out").folder
     arguments = ["--device", "cpu", "--backend", "torch", "--threads", "2", "--repeats", "2", "--json"]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder), *arguments], capture_output=True, text=True, check=True
-    )
+    done = python_forks.run([SCRIPT, folder, *arguments], check=True)
     report = json.loads(done.stdout)
     kinds = ["all layers prepared", "each prepared", "files to tensors"]
     assert [row["what"] for row in report["rows"]] == kinds

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from moectl.convert.layouts.registry import layout_named
 from moectl.errors import UsageError
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.schemes import Scheme, int_format
+from support import python_forks
 
 ROOT = Path(__file__).resolve().parents[2]
 VECTORS = ROOT / "tests" / "data" / "vectors"
@@ -188,9 +187,7 @@ def test_a_folder_without_recordings_is_an_error(tmp_path):
 
 
 def run(*arguments):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
+    return python_forks.run([SCRIPT, *arguments])
 
 
 def test_the_script_lists_every_recording_and_the_total(tmp_path):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from moectl.kernels.choice.launch_model import BY_FORMAT, GEMM, LAUNCH, coefficients
 from moectl.kernels.choice.launch_plan import PORTABLE
+from support import python_forks
 
 ROOT = Path(__file__).parents[2]
 BENCHES = ("docs/bench_sm90_h100.jsonl", "docs/bench_sm90_h200.jsonl")
@@ -25,8 +24,8 @@ FOUR_BITS = (
 
 
 def _fit(*arguments: str) -> str:
-    command = [sys.executable, str(ROOT / "scripts" / "fit_launch_model"), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    script = ROOT / "scripts" / "fit_launch_model"
+    return python_forks.run([script, *arguments], cwd=ROOT, check=True, timeout=3600).stdout
 
 
 @pytest.mark.slow

@@ -1,14 +1,12 @@
 """A model's experts from the Hub: headers while an engine is configured, weights when it loads them.
 
-In new processes: the Hub's client reads its settings when it is imported.
+In processes of their own: the Hub's client reads its settings when it is imported.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 
 from moectl.integrations.model_experts import open_experts
+from support import python_forks
 from support.hub_server import COMMIT, Hub, serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,10 +59,7 @@ class Engine:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
         settings = {"HF_HOME": str(self.home), "HF_ENDPOINT": self.endpoint, "PYTHONPATH": str(ROOT)}
         asked = json.dumps([revision, None if cache is None else str(cache), load])
-        command = [sys.executable, "-c", SCRIPT, asked]
-        done = subprocess.run(
-            command, env={**kept, **settings, **environment}, capture_output=True, text=True, timeout=120
-        )
+        done = python_forks.run(["-c", SCRIPT, asked], env={**kept, **settings, **environment})
         assert done.returncode == 0, done.stderr
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,6 +27,7 @@ from moectl.tuning import gpu_bench
 from moectl.tuning.launch_search import DeviceBroken, SearchPlan, SearchProgress, WrongResult, search
 from moectl.tuning.tuned_layers import named_layers
 from moectl.tuning.tuning_cases import TuningCase, by_expected_gain, candidates, promising
+from support import python_forks
 from support.runners import apply
 
 QWEN = MODELS["qwen3-30b"]
@@ -194,11 +193,10 @@ _run(Dies(_times()), _cells(16))
 
 def test_a_search_that_is_killed_goes_on(user_cache: Path) -> None:
     root = Path(__file__).parents[2]
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED.format(tests=str(root / "tests"))],
+    ended = python_forks.run(
+        ["-c", KILLED.format(tests=str(root / "tests"))],
         cwd=root,
         env={**os.environ, "MOECTL_CACHE": str(user_cache)},
-        check=False,
     )
     assert ended.returncode == -9
     attempts = LaunchesStore.of(QWEN, H200).attempts(16)

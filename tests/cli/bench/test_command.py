@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from moectl.bench.compare_runs import VERDICTS
+from support import python_forks
 from support.invoking import moectl
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -91,16 +92,18 @@ def test_a_killed_bench_keeps_its_rows(tiny_gpt_oss, tmp_path):
     rows = tmp_path / "rows.jsonl"
     counts = ",".join(map(str, range(1, 200)))
     options = ["-m", counts, *map(str, QUICK[2:]), "-o", str(rows)]
-    command = [sys.executable, "-m", "moectl", "bench", str(tiny_gpt_oss), *options]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with (tmp_path / "said").open("wb") as said:
+        command = ["-m", "moectl", "bench", tiny_gpt_oss, *options]
+        process = python_forks.start(command, said, said, cwd=tmp_path)
     end = time.monotonic() + 120
     try:
         while not rows.exists() or rows.read_text().count("\n") < 4:
-            assert process.poll() is None and time.monotonic() < end
+            assert time.monotonic() < end
+            os.kill(process.pid, 0)
             time.sleep(0.05)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     from moectl.bench.read_rows import read_rows
 
     found = read_rows(rows).rows

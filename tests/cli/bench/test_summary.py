@@ -22,6 +22,7 @@ from moectl.bench.bench_rows import BenchRow
 from moectl.bench.pivot import filtered, geometric_mean, pivot_tables
 from moectl.bench.row_tables import one_line
 from moectl.cli.bench.output import grid, pivot_cells
+from support import python_forks
 from support.bench_rows import row_of
 from support.invoking import moectl
 
@@ -190,17 +191,20 @@ def test_compare_begins_with_what_became_slower(tmp_path, monkeypatch):
     assert everything.count(" same") >= 221
 
 
-def test_ctrl_c_prints_what_was_measured(tiny_gpt_oss):
+def test_ctrl_c_prints_what_was_measured(tiny_gpt_oss, tmp_path):
     counts = ",".join(map(str, range(1, 400)))
     options = ["-m", counts, "--repeats", "3", "--device", "cpu", "--warm", "--backend", "torch"]
-    command = [sys.executable, "-m", "moectl", "bench", str(tiny_gpt_oss), *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(3)]
-    process.send_signal(signal.SIGINT)
-    rest, notes = process.communicate(timeout=120)
+    reader, writer = os.pipe()
+    with (tmp_path / "notes").open("w") as said:
+        process = python_forks.start(["-m", "moectl", "bench", tiny_gpt_oss, *options], writer, said)
+    os.close(writer)
+    with os.fdopen(reader) as stdout:
+        lines = [stdout.readline() for _ in range(3)]
+        os.kill(process.pid, signal.SIGINT)
+        rest = stdout.read()
+    status, notes = process.wait(timeout=120), (tmp_path / "notes").read_text()
     assert [line.split()[3] for line in lines] == ["M=1", "M=2", "M=3"]
-    assert process.returncode == 130 and "warning: interrupted: " in notes and "Traceback" not in notes
+    assert status == 130 and "warning: interrupted: " in notes and "Traceback" not in notes
     assert re.search(r"backend +roofline +M=1 +2 +3", rest) and "\n  torch (reference) " in rest
 
 

@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +23,7 @@ from moectl.convert.restore.verify import verify
 from moectl.errors import CheckpointError, Unavailable, UsageError
 from moectl.files.access import Access
 from moectl.files.atomic import copy_file
+from support import python_forks
 from support.stream_checkpoints import CHECKPOINTS, all_tensors, folder_bytes, kimi_checkpoint, same_tensors
 
 from ..conftest import plan_of
@@ -103,7 +102,7 @@ module.unconvert(*map(Path, folders))
 
 def killed_at(name: str, converted: Path, out: Path) -> None:
     """Restores `converted` in a process that ends, as if killed, when `name` is to be written."""
-    done = subprocess.run([sys.executable, "-c", KILLED, name, str(converted), str(out)], check=False)
+    done = python_forks.run(["-c", KILLED, name, converted, out])
     assert done.returncode == 9
 
 
