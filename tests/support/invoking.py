@@ -1,13 +1,18 @@
 """Commands run inside the test process."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 
-from typer.testing import CliRunner
+import typer.testing
 
 from moectl.cli.main import app
 
 from .json_schemas import check
+
+# Made once of the program's functions, not for each command that is run.
+typer.testing._get_command = cache(typer.testing._get_command)
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,19 @@ class Done:
 
 def moectl(*arguments, code=0, env=None):
     """Run `moectl ARGUMENTS`; fails unless it ends with `code` (None: any) and without a traceback."""
-    result = CliRunner().invoke(app, [str(a) for a in arguments], env=env)
+    words = [str(a) for a in arguments]
+    with _timing(words):
+        result = typer.testing.CliRunner().invoke(app, words, env=env)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert code in (None, result.exit_code), (arguments, result.exit_code, result.stdout, result.stderr)
     return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def _timing(words):
+    """Commands that time calls do it fast; others do not import what that takes."""
+    if words[:1] in (["bench"], ["run"], ["tune"]):
+        from .quick_timing import quick_timing
+
+        return quick_timing()
+    return nullcontext()
