@@ -20,7 +20,7 @@ RECORDED = read_rows(Path(__file__).resolve().parents[2] / "docs" / "bench_h200.
 MODELS = sorted({row.model for row in RECORDED.rows})
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pyplot():
     pytest.importorskip("matplotlib")
     found = plot._pyplot()
@@ -28,11 +28,18 @@ def pyplot():
     found.close("all")
 
 
-def drawn(pyplot, model, *, routings=None, rows=RECORDED.rows):
-    chosen = [r for r in rows if r.model == model and r.timed and (not routings or r.routing in routings)]
-    sheet = plot.figure(pyplot, RECORDED.about, chosen)
-    sheet.canvas.draw()
-    return sheet
+SHEETS = {}
+
+
+def drawn(pyplot, model, *, routings=None):
+    """The figure of a model's recorded rows, which tests only look at."""
+    key = model, *(routings or ())
+    if key not in SHEETS:
+        chosen = [r for r in RECORDED.rows if r.model == model and r.timed]
+        chosen = [r for r in chosen if not routings or r.routing in routings]
+        SHEETS[key] = plot.figure(pyplot, RECORDED.about, chosen)
+        SHEETS[key].canvas.draw()
+    return SHEETS[key]
 
 
 def panels(sheet, scale):

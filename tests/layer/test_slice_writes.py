@@ -24,6 +24,7 @@ from moectl.problem.rank_sizes import slice_unit
 from support.layout_cases import as_bytes
 from support.one_thread import one_thread  # noqa: F401
 from support.refit_cases import random_slice
+from support.sampling import every_nth
 from support.stored_layers import EXPERTS, LAYER, Layer, cases, make_layer
 
 
@@ -50,7 +51,7 @@ def live_of(layer: Layer, tp: int, rank: int) -> tuple[PreparedMoE, LayerMapping
     return PreparedMoE(share.problem, "torch", CANONICAL, weights, dense, origin=origin), mapped
 
 
-@pytest.mark.parametrize("storage", READABLE, ids=storage_id)
+@pytest.mark.parametrize("storage", every_nth(READABLE, 3, 1), ids=storage_id)
 def test_slices_of_stored_tensors(storage: Storage) -> None:
     draw = random.Random(storage_id(storage))
     case = draw.choice(list(cases(storage)))

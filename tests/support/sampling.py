@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 
-def every_nth(cases: Iterable[Any], n: int) -> list[Any]:
-    """The cases of a sweep, all but each `n`-th marked slow; tuples are the values of several parameters, and
-    cases of `pytest.param` keep their names and marks.
+def every_nth(cases: Iterable[Any], n: int, first: int = 0) -> list[Any]:
+    """The cases of a sweep, all but each `n`-th from `first` on marked slow; tuples are the values of several
+    parameters, and cases of `pytest.param` keep their names and marks. Tests of equal cases begin at others.
 
     Example:
         >>> every_nth(["a", "b", "c"], 2)[1].marks[0].name
         'slow'
     """
     return [
-        pytest.param(*values, marks=(*marks, pytest.mark.slow) if place % n else marks, id=name)
+        pytest.param(*values, marks=(*marks, pytest.mark.slow) if place % n != first else marks, id=name)
         for place, (values, marks, name) in enumerate(map(_parts, cases))
     ]
 

@@ -74,7 +74,7 @@ def check_both_ways(
 
 @pytest.mark.parametrize(
     ("layout", "weight", "rows", "hidden", "intermediate"),
-    every_nth([(*case.values, *sizes) for case in EVERY_LAYOUT for sizes in ((288, 96), (96, 352))], 7),
+    every_nth([(*case.values, *sizes) for case in EVERY_LAYOUT for sizes in ((288, 96), (96, 352))], 13),
 )
 def test_every_layout_is_one_pass_each_way(layout, weight, rows, hidden, intermediate):
     for name, chain, t in moved(layout, problem_for(layout, weight, rows, hidden, intermediate)):
@@ -88,7 +88,7 @@ def composes(name: str, chain: Chain) -> bool:
     return not name.endswith("_zero") and (once or not name.endswith("_scale"))
 
 
-@pytest.mark.parametrize(("layout", "weight", "rows"), EVERY_LAYOUT)
+@pytest.mark.parametrize(("layout", "weight", "rows"), every_nth(EVERY_LAYOUT, 2))
 def test_every_layout_has_a_launch_for_gpus(layout, weight, rows):
     for _name, chain, t in moved(layout, problem_for(layout, weight, rows, 288, 96)):
         for back in (False, True):

@@ -44,7 +44,7 @@ def test_slices_lead_back_to_the_stored_tensors(storage: Storage) -> None:
             assert torch.equal(again.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8)), mapping
 
 
-@pytest.mark.parametrize("storage", READABLE, ids=storage_id)
+@pytest.mark.parametrize("storage", every_nth(READABLE, 3, 1), ids=storage_id)
 def test_a_range_of_experts_is_read_from_its_own_bytes(storage: Storage) -> None:
     layer = make_layer(next(cases(storage)))
     _, whole = read(layer)

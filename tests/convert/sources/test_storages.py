@@ -157,7 +157,7 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize("storage", READABLE, ids=storage_id)
+@pytest.mark.parametrize("storage", every_nth(READABLE, 3, 2), ids=storage_id)
 def test_the_storage_that_headers_show_maps_the_same(storage):
     for case in cases(storage):
         layer = make_layer(case)

@@ -22,12 +22,14 @@ UNQUANTIZED = {engine.version: DATA / f"unquantized-{engine.version}.jsonl.gz" f
 PLAIN_GRID = read_grid(DATA / "grid-unquantized.json")
 
 
+@pytest.mark.parametrize("part", every_nth(range(3), 3))
 @pytest.mark.parametrize("version", every_nth(OLDER, 2))
-def test_every_recorded_decision_of_a_release_agrees(version: str) -> None:
-    records = list(read_decisions(OLDER[version]))
+def test_every_recorded_decision_of_a_release_agrees(version: str, part: int) -> None:
+    """By default every third of the decisions, which still have every format and device."""
+    records = list(read_decisions(OLDER[version]))[part::3]
     report = compare(records, read_grid(), policy_named(f"vllm=={version}"))
     assert not report.disagreements, "\n".join(map(str, report.disagreements[:20]))
-    assert report.total.outside == 0 and report.total.asked > 1000
+    assert report.total.outside == 0 and report.total.asked > 333
     assert all(tally.asked for tally in report.fields.values())
 
 

@@ -15,6 +15,7 @@ from moectl.oracle.registry import policy_named
 from moectl.oracle.select import select
 from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
 from moectl.problem.schemes import MXFP8_ACT, Scheme
+from support.sampling import every_nth
 
 MOECTL = policy_named("moectl")
 FULL = packages_from("flashinfer")
@@ -55,6 +56,7 @@ def problems(kernels: tuple[object, ...]) -> list[MoEProblem]:
     ]
 
 
+@pytest.mark.parametrize("part", every_nth(range(3), 3))
 @pytest.mark.parametrize(
     ("name", "gpu", "kernels", "logits"),
     [
@@ -64,10 +66,10 @@ def problems(kernels: tuple[object, ...]) -> list[MoEProblem]:
     ],
 )
 def test_the_record_and_the_runner_say_the_same(
-    name: str, gpu: str, kernels: tuple[object, ...], logits: bool
+    name: str, gpu: str, kernels: tuple[object, ...], logits: bool, part: int
 ) -> None:
-    seen = set()
-    for problem in problems(kernels)[:: 7 if len(kernels) > 3 else 3]:
+    seen, every = set(), 7 if len(kernels) > 3 else 3
+    for problem in problems(kernels)[every * part :: 3 * every]:
         kernel = kernel_of(kernels, problem.scheme.weight, problem.scheme.act)  # type: ignore[arg-type]
         assert kernel is not None
         asked = candidate(decide(problem, gpu), name)
