@@ -14,6 +14,8 @@ def hasten() -> None:
     _leave_out_checks_that_nobody_reads()
     if triton.__version__.startswith("3.6."):
         _make_shapes_once()
+        _leave_equal_shapes_alone()
+        _name_tuples_when_asked()
 
 
 def _replace_functions_once() -> None:
@@ -66,19 +68,25 @@ def _make_shapes_once() -> None:
     from triton.runtime import interpreter
 
     make_type, np_dtype = core.block_type.__init__, interpreter._get_np_dtype
-    types: dict[tuple[Any, ...], Any] = {}
+    types: dict[tuple[Any, ...], tuple[Any, str]] = {}
+    shapes: dict[int, tuple[Any, str]] = {}
     sizes: dict[tuple[Any, ...], tuple[Any, Any]] = {}
     np_dtypes: dict[str, Any] = {}
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
-        key = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
-        known = types.get(key)
-        if known is None:
-            make_type(self, element_ty, shape)
-            types[key] = self
-        else:
-            self.element_ty, self.shape, self.numel = element_ty, known.shape, known.numel
-            self.name = f"<{self.shape}, {element_ty}>"
+        # Most shapes are those of another type.
+        found = shapes.get(id(shape))
+        if found is None:
+            key = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+            found = types.get(key)
+            if found is None:
+                make_type(self, element_ty, shape)
+                # Kept, so that no other shape comes to have its id.
+                types[key] = shapes[id(self.shape)] = self, str(self.shape)
+                return
+        known, text = found
+        self.element_ty, self.shape, self.numel = element_ty, known.shape, known.numel
+        self.name = f"<{text}, {element_ty}>"
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
         key = tuple(type.shape.values) if type.is_block() else ()
@@ -98,3 +106,32 @@ def _make_shapes_once() -> None:
 
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
     interpreter._get_np_dtype = dtype_of
+
+
+def _leave_equal_shapes_alone() -> None:
+    """Operands of one shape, or without one, are not looked at size by size to find out that they have it."""
+    from triton.language.semantic import TritonSemantic
+
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def unless_equal(self: Any, lhs: Any, rhs: Any) -> Any:
+        blocks = lhs.type.is_block(), rhs.type.is_block()
+        if blocks == (False, False) or (blocks == (True, True) and lhs.type.shape is rhs.type.shape):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = unless_equal
+
+
+def _name_tuples_when_asked() -> None:
+    """The name of a tuple's type, which has those of all its parts, is spelled where it is read."""
+    from triton.language import core
+
+    def tuple_type(self: Any, types: Any, fields: Any = None) -> None:
+        self.types = types
+        self.fields = fields or [""] * len(types)
+
+    def name(self: Any) -> str:
+        return "[" + ",".join(f"{k}:{v}" for k, v in zip(self.fields, self.types, strict=False)) + "]"
+
+    core.tuple_type.__init__, core.tuple_type.name = tuple_type, property(name)

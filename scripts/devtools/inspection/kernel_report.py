@@ -221,8 +221,8 @@ def disassembled(cubin: bytes) -> tuple[dict[str, int], SassCode]:
         file = Path(directory) / "kernel.cubin"
         file.write_bytes(cubin)
         uses = re.findall(r"\b(REG|STACK):(\d+)", _tool("cuobjdump", "--dump-resource-usage", file))
-        # Without its dataflow analysis it takes two thirds of the time, but does not list the targets of jumps
-        # through tables. Triton keeps the kernel's PTX in the cubin.
+        # Without its dataflow analysis it takes two thirds of the time, but lists no targets of jumps through
+        # tables. Triton keeps the kernel's PTX in the cubin.
         code = "" if b"brx.idx" in cubin else _tool("nvdisasm", "-c", "--no-dataflow", file)
         if not code or THROUGH_TABLE.search(code):
             code = _tool("nvdisasm", "-c", file)
