@@ -121,6 +121,15 @@ def user_cache(user_caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> 
     return folder
 
 
+@pytest.fixture
+def quick_machine() -> Iterator[None]:
+    """For tests that time calls and ask for no speed, see `support.quick_timing`."""
+    from support.quick_timing import quick_timing
+
+    with quick_timing():
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A gpt-oss checkpoint in two files: layers 0 and 1, 8 experts, top-4, hidden 256, intermediate 192."""

@@ -17,6 +17,8 @@ import moectl
 from moectl.errors import UsageError
 from support.invoking import moectl as command
 
+pytestmark = pytest.mark.usefixtures("quick_machine")
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -35,6 +35,8 @@ from support.bench_rows import RATES, settings_of
 from support.random_layers import GPT_OSS, KIMI, canonical_roles, layer_of, random_layer
 from support.stream_checkpoints import nvfp4_checkpoint
 
+pytestmark = pytest.mark.usefixtures("quick_machine")
+
 CPU = torch.device("cpu")
 
 

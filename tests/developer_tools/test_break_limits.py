@@ -40,7 +40,7 @@ def test_small_bombs(bomb: Bomb, tmp_path: Path) -> None:
 OF_USERS = [bomb for bomb in BOMBS if bomb.file in (ROWS, CSV, DOCUMENT) and not bomb.name.startswith("a ")]
 
 
-@pytest.mark.parametrize("bomb", every_nth(OF_USERS, 3), ids=lambda bomb: bomb.name)
+@pytest.mark.parametrize("bomb", every_nth(OF_USERS, 5), ids=lambda bomb: bomb.name)
 def test_small_tables_and_documents(bomb: Bomb, tmp_path: Path) -> None:
     share = 1.0 if "decisions" in bomb.name else 0.05
     bomb.make(tmp_path, share)

@@ -30,7 +30,7 @@ def script(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str
     return done
 
 
-@pytest.mark.parametrize("model", every_nth(model_names(), 4))
+@pytest.mark.parametrize("model", every_nth(model_names(), 8))
 def test_two_layers_of_every_model(model: str, sparse_model: Writer) -> None:
     whole = open_checkpoint(sparse_model(model, layers=2), allow_catalogue=False)
     found, entry = whole.tensors, read_entry(model)

@@ -39,7 +39,7 @@ from support.sampling import every_nth
 from support.scripts import loaded
 
 
-@pytest.mark.parametrize("layout", every_nth(LAYOUTS, 4), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", every_nth(LAYOUTS, 7), ids=lambda layout: layout.name)
 def test_slices_in_any_order_are_a_cold_conversion(layout: WeightLayout) -> None:
     draw = random.Random(layout.name)
     written = 0

@@ -34,6 +34,8 @@ from moectl.tuning.grouped_gemm import GemmConfig
 from moectl.tuning.launch_search import WrongResult
 from moectl.tuning.tuning_cases import TuningCase
 
+pytestmark = pytest.mark.usefixtures("quick_machine")
+
 H200 = find_device("h200")
 FULL = packages_from("full")
 TILE = dict(zip(CHOICES.values(), (16, 64, 128, 1, 4, 4), strict=True))

@@ -7,11 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import certifi
 import pytest
 
 from moectl.checkpoint import open_checkpoint
@@ -33,6 +36,16 @@ def hub(served: Path) -> Iterator[Hub]:
         yield running
 
 
+@cache
+def _one_authority() -> IO[str]:
+    """A file of one certificate. The client of each process reads all of them; these servers need none."""
+    file = tempfile.NamedTemporaryFile("w", suffix=".pem")  # noqa: SIM115
+    end = "-----END CERTIFICATE-----\n"
+    file.write(certifi.contents().partition(end)[0] + end)
+    file.flush()
+    return file
+
+
 class Reader:
     """Opens references, each in a fresh process with its own Hub cache."""
 
@@ -42,6 +55,7 @@ class Reader:
     def __call__(self, ref: str, env: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
         settings = {"HF_HOME": str(self.home), "HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_TELEMETRY": "1"}
+        settings["SSL_CERT_FILE"] = _one_authority().name
         asked = {"ref": ref, "options": options, "environment": {**kept, **settings, **(env or {})}}
         assert self.server.stdin is not None and self.server.stdout is not None
         self.server.stdin.write(json.dumps(asked) + "\n")

@@ -221,7 +221,7 @@ def test_ranks_of_a_checkpoint_that_changed_again_after_an_interrupt(
 
 
 @pytest.mark.parametrize("expert", [0, 7], ids=["rank-00", "rank-01"])
-@pytest.mark.parametrize("done", [0, 1, 2], ids=lambda done: f"{done} ranks done")
+@pytest.mark.parametrize("done", every_nth([1, 0, 2], 3), ids=lambda done: f"{done} ranks done")
 def test_ranks_that_depend_on_each_others_experts(
     expert: int, done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

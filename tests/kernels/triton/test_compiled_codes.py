@@ -14,7 +14,7 @@ from moectl.problem.schemes import FP8_ACT_GROUP_128, FP8_ACT_TENSOR, FP8_ACT_TO
 FORMS = {"blocks": FP8_ACT_GROUP_128, "tokens": FP8_ACT_TOKEN, "everything": FP8_ACT_TENSOR}
 
 
-@pytest.mark.parametrize("columns", [7168, 200])
+@pytest.mark.parametrize("columns", [7168, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_on_sm90(form: ActFormat, columns: int) -> None:
     """Nothing spills; numbers are divided by multiplying, which conversions saturate."""

@@ -74,7 +74,7 @@ def ttir_of(name: str) -> str:
     return next(it.kernel.asm["ttir"] for it in products if it.name == name)
 
 
-@pytest.mark.parametrize(("name", "tile"), every_nth(TURNS, 3))
+@pytest.mark.parametrize(("name", "tile"), every_nth(TURNS, 5))
 def test_every_format_compiles_without_faults(name: str, tile: str) -> None:
     for report in compiled(FORMATS[name], 5, TILES[tile], 90):
         print(report)

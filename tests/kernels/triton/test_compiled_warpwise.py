@@ -23,7 +23,7 @@ PRODUCTS = 20
 KIMI, QWEN = LAYERS
 CASES = [(KIMI, 80), (QWEN, 90)]
 CASES += [
-    pytest.param(KIMI, arch, marks=() if arch in (90, 100) else pytest.mark.slow)
+    pytest.param(KIMI, arch, marks=() if arch == 90 else pytest.mark.slow)
     for arch in OFFLINE_GPUS
     if arch > 80
 ]

@@ -144,7 +144,7 @@ def test_portable_kernels_of_a_layer_are_as_few(name: str) -> None:
     ("backend", "model"),
     [*((backend, "Qwen/Qwen3-30B-A3B-GPTQ-Int4") for backend in OWN), ("moectl", "Qwen/Qwen3-30B-A3B-FP8")],
 )
-@pytest.mark.parametrize("gpu", [H200, A100], ids=["h200", "a100"])
+@pytest.mark.parametrize("gpu", [H200, pytest.param(A100, marks=pytest.mark.slow)], ids=["h200", "a100"])
 def test_no_number_of_tokens_needs_another_binary(backend: str, model: str, gpu: OfflineGpu) -> None:
     problem = layer_without_weights(model).problem
     layer, runner = empty_layer(problem, backend), runner_for(backend)

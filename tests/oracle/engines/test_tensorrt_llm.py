@@ -290,7 +290,7 @@ def test_the_table_of_priorities_is_the_resolvers():
     assert {name for row in IMPLEMENTATIONS for name in row.algorithms} == set(ALGORITHMS)
 
 
-@pytest.mark.parametrize("name", every_nth(model_names(), 6))
+@pytest.mark.parametrize("name", every_nth(model_names(), 12))
 def test_every_backend_has_a_verdict_and_a_reason_everywhere(name):
     opened = open_checkpoint(name, offline=True)
     requests = (None, "trtllm", "cutedsl", "vanilla")
