@@ -124,8 +124,10 @@ def _serve(asking: socket.socket) -> None:
             for key, _ in events.select():
                 if key.fileobj is asking:
                     data, fds, _, _ = socket.recv_fds(asking, 1, 3)
-                    if not data:
+                    if not data:  # the tests are over
                         events.unregister(asking)
+                        for process, _ in running.values():
+                            os.kill(process, signal.SIGKILL)
                         continue
                     link = socket.socket(fileno=fds[0])
                     with link.makefile("r") as lines:
