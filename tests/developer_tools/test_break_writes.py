@@ -21,8 +21,11 @@ from moectl.files.atomic import write_file
 from support.scripts import SCRIPTS
 
 
-def test_some_cases_of_every_kind_leave_nothing_wrong() -> None:
-    names = "marlin;refit;synth;rows;peers, replaced;tuned file"
+@pytest.mark.parametrize(
+    "names",
+    ["marlin;rows", pytest.param("refit;synth;peers, replaced;tuned file", marks=pytest.mark.slow)],
+)
+def test_some_cases_of_every_kind_leave_nothing_wrong(names: str) -> None:
     done = subprocess.run(
         [sys.executable, SCRIPTS / "break_writes", "--cases", "1", "--seed", "2", "--only", names, "--json"],
         capture_output=True,

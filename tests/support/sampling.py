@@ -22,6 +22,22 @@ def every_nth(cases: Iterable[Any], n: int, first: int = 0) -> list[Any]:
     ]
 
 
+def in_turn(cases: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    """Each case with each of the others; by default with one of them, which take turns.
+
+    Example:
+        >>> [it.values for it in in_turn("abc", (1, 2)) if not it.marks]
+        [('a', 1), ('b', 2), ('c', 1)]
+    """
+    others = list(others)
+    return [
+        pytest.param(*_parts(case)[0], *_parts(other)[0], marks=pytest.mark.slow if slow else ())
+        for turn, case in enumerate(cases)
+        for place, other in enumerate(others)
+        for slow in [place != turn % len(others)]
+    ]
+
+
 def _parts(case: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], str | None]:
     """The values, marks and name of a case, which may be one of `pytest.param`."""
     if hasattr(case, "marks"):

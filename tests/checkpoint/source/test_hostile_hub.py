@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from moectl.checkpoint.source.hub_limits import VARIABLE, at_once, install, move
 from moectl.errors import UsageError
 from moectl.printable import printable
 from support.hub_server import COMMIT, HOSTILE, TOKEN, Hub, serve
+from support.sampling import every_nth
 
 from .test_hub import ROOT, Reader
 from .test_hub import server as server
@@ -40,8 +42,11 @@ def left(tmp_path: Path) -> list[Path]:
     return [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("way", [way for way in HOSTILE if way != "elsewhere"])
+@pytest.mark.parametrize(
+    # By default every third, so that each way comes up and each place with several.
+    ("way", "place"),
+    every_nth(product([way for way in HOSTILE if way != "elsewhere"], PLACES), 3),
+)
 def test_it_ends_in_time(
     server: subprocess.Popen[str], hub: Hub, tmp_path: Path, place: str, way: str
 ) -> None:

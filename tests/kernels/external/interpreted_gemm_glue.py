@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from moectl.problem.moe_problem import SILU, SWIGLU_OAI, Activation
 from support import peer_cases as cases
 from support.kernel_cases import poison_new_memory
 from support.random_layers import inputs_of, judged, random_layer
+from support.sampling import every_nth, in_turn
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +36,11 @@ def test_blocks(kind: str, slots: int, experts: int, size: int, monkeypatch: pyt
     cases.makes_blocks(kind, slots, experts, size, "cpu")
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
-@pytest.mark.parametrize(("slots", "experts"), [(1, 4), (45, 7), (300, 20), (9, 300)])
-def test_ragged(kind: str, slots: int, experts: int) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "kind"), every_nth(product([(1, 4), (45, 7), (300, 20), (9, 300)], cases.KINDS), 3)
+)
+def test_ragged(sizes: tuple[int, int], kind: str) -> None:
+    slots, experts = sizes
     cases.sorts_ragged(kind, slots, experts, "cpu")
 
 
@@ -84,9 +88,12 @@ def indexed_gemm(
     return done
 
 
-@pytest.mark.parametrize("kind", ["skipped", "none"])
 @pytest.mark.parametrize(
-    "name", ["int4, group 128, bias", "int4, weight on the input", "mxfp4", "nvfp4", "nvfp4, bias"]
+    ("name", "kind"),
+    in_turn(
+        ["int4, group 128, bias", "int4, weight on the input", "mxfp4", "nvfp4", "nvfp4, bias"],
+        ["skipped", "none"],
+    ),
 )
 def test_a_layer_from_marlins_gemms(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = cases.FORMATS[name]

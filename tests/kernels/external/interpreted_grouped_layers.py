@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from moectl.problem.schemes import ActFormat
 from support import peer_cases as cases
 from support.kernel_cases import poison_new_memory
 from support.random_layers import inputs_of, judged
+from support.sampling import in_turn
 
 BLOCKS, CHANNEL = "fp8 blocks, fp8 tokens", "fp8 channel, fp8 tokens"
 
@@ -82,9 +84,13 @@ class StandIn:
     m_grouped_fp8_gemm_nt_masked = m_grouped_bf16_gemm_nt_masked = masked
 
 
-@pytest.mark.parametrize("kind", ["skipped", "none"])
-@pytest.mark.parametrize("name", ["bf16, not gated", "bf16, interleaved", BLOCKS])
-@pytest.mark.parametrize("backend", ["deep_gemm", "batched_deep_gemm"])
+@pytest.mark.parametrize(
+    ("backend", "name", "kind"),
+    in_turn(
+        product(["deep_gemm", "batched_deep_gemm"], ["bf16, not gated", "bf16, interleaved", BLOCKS]),
+        ["skipped", "none"],
+    ),
+)
 def test_a_layer_from_deepgemm(backend: str, name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(cases.GROUPED[name], experts=4, local_experts=4, top_k=2)
     layer = cases.layer_for(problem)
@@ -207,13 +213,15 @@ class HummingStandIn:
             y[slot] = (dense[slot // given.get("top_k", 1)] @ weight.float().T).to(y.dtype)
 
 
-@pytest.mark.parametrize("kind", ["skipped", "none"])
 @pytest.mark.parametrize(
-    ("backend", "name"),
-    [
-        *(("humming", name) for name in (BLOCKS, CHANNEL, "int8, int8 tokens")),
-        *(("humming_grouped", name) for name in (BLOCKS, CHANNEL)),
-    ],
+    ("backend", "name", "kind"),
+    in_turn(
+        [
+            *(("humming", name) for name in (BLOCKS, CHANNEL, "int8, int8 tokens")),
+            *(("humming_grouped", name) for name in (BLOCKS, CHANNEL)),
+        ],
+        ["skipped", "none"],
+    ),
 )
 def test_a_layer_from_hummings_products_of_quantized_tokens(
     backend: str, name: str, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ import torch
 
 from moectl.kernels.triton.sort_and_combine import INTERPRETED
 from support import kernel_cases, routing_cases
-from support.sampling import every_nth
+from support.sampling import every_nth, in_turn
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +27,10 @@ def test_sorts(way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     routing_cases.sorts(way, name, 600, 11, "cpu", monkeypatch)
 
 
-@pytest.mark.parametrize(("assignments", "experts"), routing_cases.ODD_SIZES)
-@pytest.mark.parametrize("way", routing_cases.WAYS)
-def test_sorts_any_size(way: str, assignments: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("assignments", "experts", "way"), in_turn(routing_cases.ODD_SIZES, routing_cases.WAYS)
+)
+def test_sorts_any_size(assignments: int, experts: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     routing_cases.sorts(way, "skipped", assignments, experts, "cpu", monkeypatch)
 
 
