@@ -21,6 +21,8 @@ pytest_plugins = ["support.stand_in_machine"]
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     SHARE = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, SHARE)))
+    # Some tests set a number of threads for the whole process; those that have to wait then do it asleep.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The same examples on every run, so that a change is judged by what it changed.
 settings.register_profile("steady", derandomize=True)
