@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from moectl.kernels.layer_inputs import LayerInputs
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.quantize_tokens import dequantize, quantize
 from moectl.kernels.tolerance import Tolerance, check, tolerance_for
+from moectl.kernels.triton import token_codes
 from moectl.kernels.triton.token_codes import LiveRows, quantize_rows
 from moectl.kernels.triton.triton_runner import run_with
 from moectl.layer.experts import ExpertLayer
@@ -306,11 +308,15 @@ each_kind_of_live_rows = pytest.mark.parametrize(
 
 
 def quantizes_rows_that_live(form: ActFormat, kind: str, columns: int, device: str) -> None:
-    """Rows that hold tokens get the codes and scales of the reference, whatever the others hold."""
+    """Rows that hold tokens get the codes and scales of the reference, whatever the others hold.
+
+    Programs take turns if some hold none.
+    """
     x = rows_of_every_size(columns)[:37].half()
     live, rows = _live_rows(kind, 37, device)
     x[~live] = math.nan
-    made = quantize_rows(x.to(device), form, None, rows)
+    with patch.object(token_codes, "MOST_PROGRAMS", 3):
+        made = quantize_rows(x.to(device), form, None, rows)
     padded = torch.nn.functional.pad(x, (0, -columns % 128))
     right = quantize(padded, form)
     codes = right.values.view(torch.uint8)[:, :columns]
@@ -323,7 +329,8 @@ def one_scale_of_those_that_live(kind: str, device: str) -> None:
     x = rows_of_every_size(200).half()
     live, rows = _live_rows(kind, len(x), device)
     x[~live] = math.inf
-    made = quantize_rows(x.to(device), FP8_ACT_TENSOR, None, rows)
+    with patch.object(token_codes, "MOST_PROGRAMS", 3):
+        made = quantize_rows(x.to(device), FP8_ACT_TENSOR, None, rows)
     scale = x[live].float().abs().amax() / torch.tensor(448.0)
     assert torch.equal(made.scales.cpu(), scale.view(1))
     right = quantize(x[live], FP8_ACT_TENSOR_STATIC, scale.view(1)).values.view(torch.uint8)

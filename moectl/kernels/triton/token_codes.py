@@ -81,11 +81,21 @@ RUN = 16
 LARGEST_PROGRAMS = 1024
 """Programs that look for the largest magnitude of everything; the next kernel reads all their results."""
 
+MOST_PROGRAMS = 4096
+"""Programs that quantize rows of which some hold no token, twice as many as run at once. On a rank with an
+eighth of the experts, seven of eight would have nothing to do, but it would take time to start them."""
+
 
 def token_rows(columns: int) -> int:
     """Rows of tokens with a scale each that one program quantizes."""
     widths = (kernels.NARROW.value, kernels.MIDDLE.value)
     return next((kernels.AT_ONCE.value // width for width in widths if columns <= width), 1)
+
+
+def empty_block_codes(like: Tensor, rows: int, columns: int) -> TokenCodes:
+    """Room for codes ``[rows, columns]`` with a scale for each 128 columns, on the device of `like`."""
+    codes = like.new_empty(rows, columns, dtype=torch.uint8).view(code_dtype())
+    return TokenCodes(codes, like.new_empty(rows, triton.cdiv(columns, BLOCK), dtype=torch.float32))
 
 
 def quantize_rows(
@@ -112,22 +122,24 @@ def quantize_rows(
         torch.Size([2])
     """
     rows, columns = x.shape
-    kind, dtype = scale_kind(form), code_dtype()
-    codes = x.new_empty(rows, columns, dtype=torch.uint8).view(dtype)
+    kind = scale_kind(form)
+    most = rows * columns if live.kind == "all" else MOST_PROGRAMS
     options: dict[str, Any] = {"POWERS": form.rounds_scales, "DIVIDE": INTERPRETED, **launch_options()}
     blocks = triton.cdiv(columns, BLOCK)
     runs = triton.cdiv(rows * blocks, RUN)
     if kind == "block":
-        scales = x.new_empty(rows, blocks, dtype=torch.float32)
-        ids, *which = _which(live, scales)
-        kernels._block_codes_kernel[(runs,)](
-            x, codes, scales, ids, rows, columns, *which, int(beside), BLOCKS=RUN, **options
+        made = empty_block_codes(x, rows, columns)
+        ids, *which = _which(live, made.scales)
+        kernels._block_codes_kernel[(min(runs, most),)](
+            x, made.codes, made.scales, ids, rows, columns, *which, int(beside), BLOCKS=RUN, **options
         )
-        return TokenCodes(codes, scales)
+        return made
+    codes = x.new_empty(rows, columns, dtype=torch.uint8).view(code_dtype())
     if kind == "token":
         scales = x.new_empty(rows, dtype=torch.float32)
         ids, *which = _which(live, scales)
-        kernels._token_codes_kernel[(triton.cdiv(rows, token_rows(columns)),)](
+        runs = triton.cdiv(rows, token_rows(columns))
+        kernels._token_codes_kernel[(min(runs, most),)](
             x, codes, scales, ids, rows, columns, *which, int(beside), **options
         )
         return TokenCodes(codes, scales)
@@ -141,7 +153,7 @@ def quantize_rows(
             x, largest, ids, rows, columns, *which, int(beside), BLOCKS=RUN, **launch_options()
         )
         beside = False
-    kernels._tensor_codes_kernel[(runs,)](
+    kernels._tensor_codes_kernel[(min(runs, most),)](
         x,
         codes,
         scales,

@@ -6,6 +6,7 @@ both divisions are rounded once. With `POWERS` scales are rounded up to powers o
 `ALL` only rows that hold tokens are read and written: the first ``IDS[E]`` (`SORTED`, `IDS` being offsets of
 experts), or those with ids of experts (`SLOTS`). `LIVE`, `E`, `BESIDE` and the numbers of rows and columns
 are no constants: what a layer's calls differ in is not compiled, but whether columns are a multiple of 16.
+Programs take turns if there are fewer of them than it takes.
 """
 
 import triton
@@ -62,18 +63,26 @@ def _divisor(scale):
 
 
 @triton.jit
-def _divided(x, scale, lift, lifted, reciprocal, X, DIVIDE: tl.constexpr):
-    """`x` / `scale`, rounded once, for `x` of at most 448 times the scale; NaN for NaN and for infinite `x`.
+def _quotient(x, lifted, reciprocal):
+    """The lifted `x` over the scale of the `_divisor`, for numbers of 16 bits that are at most 448 times the
+    scale; NaN for NaN and for infinite `x`.
 
-    With `x` in 16 bits (X is where it comes from), a product with the reciprocal and one correction are what
-    the division rounds to, for all mantissas. Without fused multiply-add (DIVIDE) they are not.
+    A product with the reciprocal and one correction are what the division rounds to, for all mantissas.
+    """
+    quotient = x * reciprocal
+    return tl.fma(reciprocal * -1.0, tl.fma(lifted, quotient, x * -1.0), quotient)
+
+
+@triton.jit
+def _divided(x, scale, lift, lifted, reciprocal, X, DIVIDE: tl.constexpr):
+    """`x` / `scale`, rounded once, for `x` as in `_quotient` if it has 16 bits where it comes from (X).
+
+    Without fused multiply-add (DIVIDE) a product is not what the division rounds to.
     """
     if DIVIDE or X.dtype.element_ty.primitive_bitwidth == 32:
         quotient = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     else:
-        x = x * lift
-        quotient = x * reciprocal
-        quotient = tl.fma(reciprocal * -1.0, tl.fma(lifted, quotient, -x), quotient)
+        quotient = _quotient(x * lift, lifted, reciprocal)
     return quotient
 
 
@@ -104,12 +113,19 @@ def _end(BESIDE, PDL: tl.constexpr):
 
 
 @triton.jit
-def _is_live(IDS, row, ROWS, LIVE, E):
-    """Whether each `row` is one of ROWS and holds a token."""
-    live = row < ROWS
+def _first_rows(IDS, ROWS, LIVE, E):
+    """The number of first rows among which all are that hold a token."""
+    rows = ROWS
     if LIVE == SORTED:
-        live = live & (row < tl.load(IDS + E))
-    elif LIVE == SLOTS:
+        rows = tl.minimum(rows, tl.load(IDS + E))
+    return rows
+
+
+@triton.jit
+def _is_live(IDS, row, ROWS, LIVE, E):
+    """Whether each `row` is one of the first ROWS and holds a token."""
+    live = row < ROWS
+    if LIVE == SLOTS:
         expert = tl.load(IDS + row, mask=live, other=-1)
         live = (expert >= 0) & (expert < E)
     return live
@@ -131,24 +147,26 @@ def _block_codes_kernel(
     X, CODES, SCALES, IDS, ROWS, K, LIVE, E, BESIDE,
     BLOCKS: tl.constexpr, POWERS: tl.constexpr, DIVIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A scale for each 128 columns, SCALES ``[ROWS, ceil(K / 128)]``; a program has BLOCKS of all of them."""
+    """A scale for each 128 columns, SCALES ``[ROWS, ceil(K / 128)]``; a program takes BLOCKS at once."""
     _begin(BESIDE, PDL)
-    at = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    place, mask, live = _blocks(IDS, at, ROWS, K, LIVE, E)
-    x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
-    tl.store(CODES + place, _to_e4m3(_by_rows(x, scale, X, DIVIDE), CODES), mask=mask)
-    tl.store(SCALES + at, scale, mask=live)
+    rows = _first_rows(IDS, ROWS, LIVE, E)
+    for turn in range(tl.program_id(0), tl.cdiv(rows * tl.cdiv(K, 128), BLOCKS), tl.num_programs(0)):
+        at = turn * BLOCKS + tl.arange(0, BLOCKS)
+        place, mask, live = _blocks(IDS, at, rows, K, LIVE, E)
+        x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
+        scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
+        tl.store(CODES + place, _to_e4m3(_by_rows(x, scale, X, DIVIDE), CODES), mask=mask)
+        tl.store(SCALES + at, scale, mask=live)
     _end(BESIDE, PDL)
 
 
 @triton.jit
 def _token_codes(
-    X, CODES, SCALES, IDS, ROWS, K, LIVE, E,
+    X, CODES, SCALES, IDS, turn, ROWS, K, LIVE, E,
     R: tl.constexpr, BK: tl.constexpr, POWERS: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
-    """The codes and scales of a program's R rows of at most BK columns."""
-    row = tl.program_id(0) * R + tl.arange(0, R)
+    """The codes and scales of R rows of at most BK columns."""
+    row = turn * R + tl.arange(0, R)
     live = _is_live(IDS, row, ROWS, LIVE, E)
     columns = tl.arange(0, BK)[None, :]
     place, mask = (row.to(tl.int64) * K)[:, None] + columns, live[:, None] & (columns < K)
@@ -156,6 +174,27 @@ def _token_codes(
     scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
     tl.store(CODES + place, _to_e4m3(_by_rows(x, scale, X, DIVIDE), CODES), mask=mask)
     tl.store(SCALES + row, scale, mask=live)
+
+
+@triton.jit
+def _wide_codes(
+    X, CODES, SCALES, row, K, POWERS: tl.constexpr, DIVIDE: tl.constexpr,
+):  # fmt: skip
+    """Codes and the scale of a row of more columns than are read at once."""
+    columns = tl.arange(0, AT_ONCE)
+    largest = tl.zeros((AT_ONCE,), dtype=tl.float32)
+    first_at = row * K.to(tl.int64)
+    for first in range(0, K, AT_ONCE):
+        x = tl.load(X + first_at + first + columns, mask=first + columns < K, other=0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(x))
+    scale = _scale_of(tl.max(largest, 0), POWERS)
+    lift, lifted, reciprocal = _divisor(scale)
+    for first in range(0, K, AT_ONCE):
+        at = first_at + first + columns
+        x = tl.load(X + at, mask=first + columns < K, other=0).to(tl.float32)
+        codes = _to_e4m3(_divided(x, scale, lift, lifted, reciprocal, X, DIVIDE), CODES)
+        tl.store(CODES + at, codes, mask=first + columns < K)
+    tl.store(SCALES + row, scale)
 
 
 @triton.jit(do_not_specialize=["ROWS", "LIVE", "E", "BESIDE"])
@@ -166,29 +205,26 @@ def _token_codes_kernel(
     """A scale for each token, SCALES ``[ROWS]``; a program reads `AT_ONCE` numbers at a time: several narrow
     rows, or a part of a wide one."""
     _begin(BESIDE, PDL)
+    rows = _first_rows(IDS, ROWS, LIVE, E)
+    each = 1
     if K <= NARROW:
-        _token_codes(X, CODES, SCALES, IDS, ROWS, K, LIVE, E, AT_ONCE // NARROW, NARROW, POWERS, DIVIDE)
+        each = AT_ONCE // NARROW
     elif K <= MIDDLE:
-        _token_codes(X, CODES, SCALES, IDS, ROWS, K, LIVE, E, AT_ONCE // MIDDLE, MIDDLE, POWERS, DIVIDE)
-    elif K <= AT_ONCE:
-        _token_codes(X, CODES, SCALES, IDS, ROWS, K, LIVE, E, 1, AT_ONCE, POWERS, DIVIDE)
-    else:
-        row = tl.program_id(0)
-        if _is_live(IDS, row, ROWS, LIVE, E):
-            columns = tl.arange(0, AT_ONCE)
-            largest = tl.zeros((AT_ONCE,), dtype=tl.float32)
-            first_at = row.to(tl.int64) * K
-            for first in range(0, K, AT_ONCE):
-                x = tl.load(X + first_at + first + columns, mask=first + columns < K, other=0).to(tl.float32)
-                largest = tl.maximum(largest, tl.abs(x))
-            scale = _scale_of(tl.max(largest, 0), POWERS)
-            lift, lifted, reciprocal = _divisor(scale)
-            for first in range(0, K, AT_ONCE):
-                at = first_at + first + columns
-                x = tl.load(X + at, mask=first + columns < K, other=0).to(tl.float32)
-                codes = _to_e4m3(_divided(x, scale, lift, lifted, reciprocal, X, DIVIDE), CODES)
-                tl.store(CODES + at, codes, mask=first + columns < K)
-            tl.store(SCALES + row, scale)
+        each = AT_ONCE // MIDDLE
+    # What is the same in all turns would take registers from one to the next.
+    for turn in tl.range(tl.program_id(0), tl.cdiv(rows, each), tl.num_programs(0), disable_licm=True):
+        if K <= NARROW:
+            _token_codes(
+                X, CODES, SCALES, IDS, turn, rows, K, LIVE, E, AT_ONCE // NARROW, NARROW, POWERS, DIVIDE
+            )  # fmt: skip
+        elif K <= MIDDLE:
+            _token_codes(
+                X, CODES, SCALES, IDS, turn, rows, K, LIVE, E, AT_ONCE // MIDDLE, MIDDLE, POWERS, DIVIDE
+            )  # fmt: skip
+        elif K <= AT_ONCE:
+            _token_codes(X, CODES, SCALES, IDS, turn, rows, K, LIVE, E, 1, AT_ONCE, POWERS, DIVIDE)
+        elif _is_live(IDS, turn, rows, LIVE, E):
+            _wide_codes(X, CODES, SCALES, turn, K, POWERS, DIVIDE)
     _end(BESIDE, PDL)
 
 
@@ -201,8 +237,9 @@ def _largest_kernel(
     _begin(BESIDE, PDL)
     largest = tl.zeros((BLOCKS, 128), dtype=tl.float32)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    for turn in range(program, tl.cdiv(ROWS * tl.cdiv(K, 128), BLOCKS), programs):
-        place, mask, _ = _blocks(IDS, turn * BLOCKS + tl.arange(0, BLOCKS), ROWS, K, LIVE, E)
+    rows = _first_rows(IDS, ROWS, LIVE, E)
+    for turn in range(program, tl.cdiv(rows * tl.cdiv(K, 128), BLOCKS), programs):
+        place, mask, _ = _blocks(IDS, turn * BLOCKS + tl.arange(0, BLOCKS), rows, K, LIVE, E)
         largest = tl.maximum(largest, tl.abs(tl.load(X + place, mask=mask, other=0).to(tl.float32)))
     tl.store(LARGEST + program, tl.max(tl.max(largest, 1), 0))
     _end(BESIDE, PDL)
@@ -214,7 +251,7 @@ def _tensor_codes_kernel(
     BLOCKS: tl.constexpr, BP: tl.constexpr, DYNAMIC: tl.constexpr, POWERS: tl.constexpr,
     DIVIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Codes by one scale, SCALES ``[1]``, which is given, or that of all LARGEST; BLOCKS blocks a program."""
+    """Codes by one scale, SCALES ``[1]``, which is given, or that of all LARGEST; BLOCKS blocks at once."""
     _begin(BESIDE, PDL)
     if DYNAMIC:
         every = tl.arange(0, BP)
@@ -223,14 +260,15 @@ def _tensor_codes_kernel(
             tl.store(SCALES, scale)
     else:
         scale = tl.load(SCALES)
-    at = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    place, mask, _ = _blocks(IDS, at, ROWS, K, LIVE, E)
-    x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
     lift, lifted, reciprocal = _divisor(scale)
-    codes = _divided(x, scale, lift, lifted, reciprocal, X, DIVIDE)
-    if not DYNAMIC:
-        # A given scale may be too small for x, and 0 or infinite: what is not corrected then is right.
-        quotient = x * lift * reciprocal
-        codes = tl.where(tl.abs(quotient) < 1024.0, codes, quotient)
-    tl.store(CODES + place, _to_e4m3(codes, CODES), mask=mask)
+    rows = _first_rows(IDS, ROWS, LIVE, E)
+    for turn in range(tl.program_id(0), tl.cdiv(rows * tl.cdiv(K, 128), BLOCKS), tl.num_programs(0)):
+        place, mask, _ = _blocks(IDS, turn * BLOCKS + tl.arange(0, BLOCKS), rows, K, LIVE, E)
+        x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
+        codes = _divided(x, scale, lift, lifted, reciprocal, X, DIVIDE)
+        if not DYNAMIC:
+            # A given scale may be too small for x, and 0 or infinite: what is not corrected then is right.
+            quotient = x * lift * reciprocal
+            codes = tl.where(tl.abs(quotient) < 1024.0, codes, quotient)
+        tl.store(CODES + place, _to_e4m3(codes, CODES), mask=mask)
     _end(BESIDE, PDL)
