@@ -235,8 +235,8 @@ def work_of(load: LayerLoad, shape: LaunchShape) -> LaunchWork:
     sizes = problem.dims.hidden + problem.dims.intermediate
     local_share = assignments * problem.local_experts / problem.experts
     rows = local_share * 4 * sizes
-    if shape.codes:  # two bytes are read and one is written
-        rows += 3 * (load.tokens * problem.dims.hidden + local_share * problem.dims.intermediate)
+    quantized = load.tokens * problem.dims.hidden, local_share * problem.dims.intermediate
+    rows += 3 * sum(quantized[: shape.codes])  # two bytes are read and one is written
     lists = list_launches(assignments, problem.local_experts) if shape.lists and load.tokens > 1 else 0
     return LaunchWork((first, second), rows, lists, shape.persistent, load.experts.busy)
 

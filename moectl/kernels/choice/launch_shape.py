@@ -40,7 +40,7 @@ class LaunchShape(NamedTuple):
         persistent: programs per multiprocessor that take one tile after another; 0 if each tile is one.
         lists: whether the model of time counts the kernels that list assignments, of which a single token has
             none; otherwise they are part of what all launches of the family take.
-        codes: whether kernels quantize what enters each GEMM.
+        codes: GEMMs whose input kernels of their own quantize: none, the first, or both.
     """
 
     name: str
@@ -49,4 +49,4 @@ class LaunchShape(NamedTuple):
     even: bool = False
     persistent: int = 0
     lists: bool = False
-    codes: bool = False
+    codes: int = 0

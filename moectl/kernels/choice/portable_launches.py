@@ -169,17 +169,22 @@ def _kernels(problem: MoEProblem, family: str) -> str:
     return f"{family} {problem.scheme.weight.name}" if in_rows(problem) else family
 
 
+def _quantized(problem: MoEProblem) -> int:
+    """GEMMs whose input is quantized: both or none."""
+    return 0 if token_format(problem) is None else 2
+
+
 def _decode_shape(problem: MoEProblem, tile: Tile) -> LaunchShape:
     first, second = (_gemm(problem, tile, "decode", split) for split in (1, tile.split))
-    codes = token_format(problem) is not None
-    return LaunchShape(_kernels(problem, "decode"), (first, second), (tile.tokens,), codes=codes)
+    return LaunchShape(
+        _kernels(problem, "decode"), (first, second), (tile.tokens,), codes=_quantized(problem)
+    )
 
 
 def _grouped_shape(problem: MoEProblem, tile: Tile) -> LaunchShape:
     gemm = _gemm(problem, tile, "grouped")
     widths = tuple(tile.tokens >> halved for halved in range(tile.tails, -1, -1))
-    codes = token_format(problem) is not None
-    return LaunchShape(_kernels(problem, "grouped"), (gemm, gemm), widths, codes=codes)
+    return LaunchShape(_kernels(problem, "grouped"), (gemm, gemm), widths, codes=_quantized(problem))
 
 
 def _small_binaries(problem: MoEProblem) -> int:

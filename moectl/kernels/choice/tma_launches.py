@@ -86,6 +86,12 @@ class TmaTile:
         return 64 * self.workers * self.blocks_m
 
     @property
+    def quantizes(self) -> bool:
+        """Whether the first GEMM stores its activations as codes with scales: a program of turned tiles has
+        all of the 128 columns that share one."""
+        return bool(self.turned)
+
+    @property
     def jobs(self) -> int:
         """Tiles that a program has been told of and has not finished yet, at most.
 
@@ -277,7 +283,7 @@ def launch_shape(problem: MoEProblem, tile: TmaTile) -> LaunchShape:
         tile.widths,
         persistent=tile.programs,
         lists=True,
-        codes=token_format(problem) is not None,
+        codes=0 if token_format(problem) is None else 1 if tile.quantizes else 2,
     )
 
 

@@ -57,7 +57,9 @@ def products_and_lists(
     split = getattr(launch.tile, "split", 1)
     # With batched activations, a part in the model's dtype is a row of the result.
     part_bytes = 4 * split if launch.family in PARTS_IN_FP32 else 0 if batched else 2
-    products = assignments * (2 * intermediate + part_bytes * problem.dims.hidden)
+    # Activations in 16 bits, unless the first GEMM stores codes.
+    activations = 0 if getattr(launch.tile, "quantizes", False) else 2 * intermediate
+    products = assignments * (activations + part_bytes * problem.dims.hidden)
     block = getattr(launch.tile, "tokens", 16)
     records = 4 * (RECORD_WORDS + block) * token_tiles(assignments, experts, block)
     sorting = (12 if batched else 4) * assignments + 4 * experts * (assignments // BLOCK + 4)

@@ -90,6 +90,19 @@ def test_every_family(
                 holds(runner_for("moectl"), prepared, form, tokens)
 
 
+def test_tiles_that_quantize_need_no_activations_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = model_problem("qwen3-30b", "fp8-block")
+    prepared, runner, tokens = empty_layer(problem, "moectl"), runner_for("moectl"), 5000
+    said = {}
+    for tile in triton_runner.FAMILIES["tma"].candidates(problem):
+        if tile.tokens == 128:
+            monkeypatch.setattr(triton_runner, "launch_on", lambda *a, tile=tile: Launch("tma", tile))
+            holds(runner, prepared, ActivationFormat.STANDARD, tokens)
+            assert runner.workspace is not None
+            said[tile.quantizes] = runner.workspace(prepared, tokens, ActivationFormat.STANDARD)
+    assert said[False] - said[True] == 2 * tokens * problem.top_k * problem.dims.intermediate
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("model", ["kimi-k2", "qwen3-30b"])
 def test_marlin_s_layout(model: str, form: ActivationFormat) -> None:

@@ -121,16 +121,21 @@ def joint_finished(acc, a, LATER: gl.constexpr, UNITS: gl.constexpr):
 
 
 @gluon.jit
+def side_by_side(parts, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Tensors ``[64, 16]`` FIRST to FIRST + COUNT as one; COUNT is 1, 2 or 4."""
+    if COUNT == 1:
+        made = parts[FIRST]
+    elif COUNT == 2:
+        made = gl.join(parts[FIRST], parts[FIRST + 1]).permute((0, 2, 1)).reshape([64, 32])
+    else:
+        even = gl.join(parts[FIRST], parts[FIRST + 2])
+        odd = gl.join(parts[FIRST + 1], parts[FIRST + 3])
+        made = gl.join(even, odd).permute((0, 2, 3, 1)).reshape([64, 64])
+    return made
+
+
+@gluon.jit
 def joined(acc, FIRST: gl.constexpr, COUNT: gl.constexpr):
     """Units FIRST to FIRST + COUNT of an accumulator as one tensor; COUNT is 1, 2 or 4."""
-    if COUNT == 1:
-        made = acc[FIRST]
-    elif COUNT == 2:
-        made = gl.join(acc[FIRST], acc[FIRST + 1]).permute((0, 2, 1)).reshape([64, 32])
-        made = gl.convert_layout(made, _mma(32), assert_trivial=True)
-    else:
-        even = gl.join(acc[FIRST], acc[FIRST + 2])
-        odd = gl.join(acc[FIRST + 1], acc[FIRST + 3])
-        made = gl.join(even, odd).permute((0, 2, 3, 1)).reshape([64, 64])
-        made = gl.convert_layout(made, _mma(64), assert_trivial=True)
-    return made
+    made = side_by_side(acc, FIRST, COUNT)
+    return gl.convert_layout(made, _mma(16 * COUNT), assert_trivial=True)

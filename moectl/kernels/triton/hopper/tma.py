@@ -27,7 +27,7 @@ from ...choice.tma_launches import (
 from ..kernel_family import KernelCall, KernelFamily, activation_numbers, multiprocessors
 from ..row_matrix import RowLayer, RowMatrix
 from ..sort_and_combine import Split, TokenTiles, finish, token_tiles_of
-from ..token_codes import ALL_ROWS, LiveRows, quantize_rows, scale_kind
+from ..token_codes import ALL_ROWS, LiveRows, empty_block_codes, quantize_rows, scale_kind
 
 kernels = Later(f"{__package__}.tma_kernels")
 
@@ -52,6 +52,9 @@ class TmaVariant:
         copied: whether TMA copies the tokens, which lie one after the other; otherwise they are gathered.
         promoted: whether sums of 128 columns are added outside of the tensor cores.
         turned: whether tokens are the rows of products.
+        codes: the dtype to which activations are rounded before they are stored as E4M3 codes with scales;
+            ``none`` if they are stored in 16 bits.
+        powers: whether scales of codes are powers of two.
         jobs: tiles that a program has been told of and has not finished yet, at most.
         registers: registers per thread of a worker, of a token loader, and of the weight loader and the
             scheduler.
@@ -78,6 +81,8 @@ class TmaVariant:
     copied: bool
     promoted: bool
     turned: bool
+    codes: str
+    powers: bool
     jobs: int
     registers: tuple[int, int, int]
 
@@ -103,6 +108,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, rows: int, tile: Tma
     p, act = layer.problem, layer.problem.activation
     m = layer.w13 if stage == 1 else layer.w2
     form, promoted, scales = token_format(p), is_promoted(p, tile), weight_scales(p)
+    makes_codes = stage == 1 and tile.quantizes
     return TmaVariant(
         stage=stage,
         kind="fp8" if p.scheme.weight.name == "fp8" else p.dtype,
@@ -125,6 +131,8 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, rows: int, tile: Tma
         copied=_copied(stage, tile),
         promoted=promoted,
         turned=bool(tile.turned),
+        codes=p.dtype if makes_codes else "none",
+        powers=form is not None and form.rounds_scales and makes_codes,
         jobs=tile.jobs,
         registers=registers(tile, promoted, blocks=scales == "block", stage=stage),
     )
@@ -181,6 +189,7 @@ def gemm(
     x: Tensor,
     scales: Tensor | None,
     y: Tensor,
+    y_scales: Tensor | None,
     tile: TmaTile,
 ) -> None:
     """Computes one GEMM into `y`: stage 1 activations by sorted position, stage 2 partial results by slot.
@@ -188,6 +197,7 @@ def gemm(
     Args:
         x: the tokens, or the first GEMM's output; codes of them if the weights are FP8.
         scales: scales of the codes.
+        y_scales: where scales of `y` go, if `y` is for codes.
     """
     p, m = layer.problem, layer.w13 if stage == 1 else layer.w2
     row_tiles = triton.cdiv(m.n, tile.rows)
@@ -200,7 +210,8 @@ def gemm(
         ROWS=rows,
         S=x if m.scales is None else m.scales,
         B=x if m.bias is None else m.bias,
-        Y=y,
+        Y=y if y_scales is None else y.view(torch.int16),
+        YS=y if y_scales is None else y_scales,
         SORTED=plan.slots,
         TILES=plan.tiles,
         COUNT=plan.count,
@@ -238,12 +249,18 @@ def _run(layer: RowLayer, call: KernelCall, tile: TmaTile) -> None:
     # Rows of a batch that hold no token may hold anything.
     filled = ALL_ROWS if call.order is None else by_slot
     x, scales = _quantized(p, call.x, layer.w13, filled, beside=planned is None)
-    h = call.x.new_empty(t, p.dims.intermediate)
     parts = call.parts()
-    gemm(layer, 1, call, plan, x, scales, h, tile)
-    live = by_slot if planned else LiveRows("sorted", plan.offsets, p.local_experts)
-    h, scales = _quantized(p, h, layer.w2, live)
-    gemm(layer, 2, call, plan, h, scales, parts, tile)
+    h_scales: Tensor | None
+    if tile.quantizes:
+        codes = empty_block_codes(x, t, p.dims.intermediate)
+        h, h_scales = codes.codes, codes.scales
+        gemm(layer, 1, call, plan, x, scales, h, h_scales, tile)
+    else:
+        h = call.x.new_empty(t, p.dims.intermediate)
+        gemm(layer, 1, call, plan, x, scales, h, None, tile)
+        live = by_slot if planned else LiveRows("sorted", plan.offsets, p.local_experts)
+        h, h_scales = _quantized(p, h, layer.w2, live)
+    gemm(layer, 2, call, plan, h, h_scales, parts, None, tile)
     finish(call, parts, p.local_experts)
 
 

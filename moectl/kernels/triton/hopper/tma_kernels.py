@@ -24,7 +24,7 @@ from .gluon_compat import reinterpret
 from .mid_loader import _cached, _next, _width
 from .prefill_tiles import _mma
 from .shared_wgmma import await_all_but_last, step_issued, step_zeros, steps_finished, unit_of, units_of
-from .tma_epilogue import _biases, _row_scales, _store_block, _store_turned
+from .tma_epilogue import _biases, _row_scales, _store_block, _store_codes, _store_turned
 from .tma_loader import (
     arrivals,
     batch_rows,
@@ -291,7 +291,7 @@ def _promoted_product(
 @gluon.jit
 def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     """The products and the epilogue of a worker's row blocks of each of the program's tiles."""
-    ring, board, Y, B, S, N, steps, NX, alpha, limit = work
+    ring, board, Y, YS, B, S, N, steps, NX, alpha, limit = work
     WIDTHS: gl.constexpr = len(HOW.widths)
     BLOCKS: gl.constexpr = HOW.blocks_m
     _jobs, notes, _told, noted, _near, spent = board
@@ -319,19 +319,24 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                     acc, stage, phase = _product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
                 if noted_of(HOW):
                     mbarrier.wait(noted.index(at), (job // HOW.jobs) & 1)
-                for b in gl.static_range(blocks_of(_width(i, HOW), HOW)):
-                    if HOW.turned:
-                        row = nt * (64 * HOW.workers * HOW.blocks_m) + first_row(b, _width(i, HOW), ME, HOW)
-                        if b == 0 or row < N:
-                            _store_turned(
-                                acc, own, Y, row, first, tokens, NX, alpha, limit,
-                                b, first_token(_width(i, HOW), ME, HOW), HOW,
+                if HOW.codes != "none":
+                    _store_codes(
+                        acc, own[1], Y, YS, nt, first, tokens, NX, alpha, limit, _width(i, HOW), ME, HOW
+                    )  # fmt: skip
+                else:
+                    for b in gl.static_range(blocks_of(_width(i, HOW), HOW)):
+                        if HOW.turned:
+                            row = nt * (64 * HOW.workers * HOW.blocks_m)
+                            row += first_row(b, _width(i, HOW), ME, HOW)
+                            if b == 0 or row < N:
+                                _store_turned(
+                                    acc, own, Y, row, tokens, NX, b, first_token(_width(i, HOW), ME, HOW), HOW
+                                )  # fmt: skip
+                        elif (block + b) * 64 < N:
+                            _store_block(
+                                acc, own, Y, factors[b], biases[b], block + b, first, tokens, NX,
+                                alpha, limit, b, _width(i, HOW), HOW,
                             )  # fmt: skip
-                    elif (block + b) * 64 < N:
-                        _store_block(
-                            acc, own, Y, factors[b], biases[b], block + b, first, tokens, NX, alpha, limit,
-                            b, _width(i, HOW), HOW,
-                        )  # fmt: skip
         mbarrier.arrive(spent.index(at), count=1)
         job += 1
         expert, first, tokens, nt = tile_told(board, job, 4, HOW)
@@ -341,11 +346,12 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["row_tiles", "group_m", "steps", "bound"])
 def _rows_gemm_kernel(
-    X, COPIES, XS, ROWS, S, B, Y, SORTED, TILES, COUNT, COUNTER, WEIGHTS,
+    X, COPIES, XS, ROWS, S, B, Y, YS, SORTED, TILES, COUNT, COUNTER, WEIGHTS,
     N, steps, KX, NX, row_tiles, group_m, bound, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
-    """Y ``[T, NX]``: activations by position (stage 1), or by slot, times router weights if weighted."""
+    """Y ``[T, NX]``: activations by position (stage 1), as codes with scales YS or in 16 bits; or results by
+    slot, times router weights if weighted."""
     STAGES: gl.constexpr = HOW.stages
     BLOCKS: gl.constexpr = HOW.workers * HOW.blocks_m
     PIECES: gl.constexpr = HOW.stages * HOW.depth
@@ -398,7 +404,7 @@ def _rows_gemm_kernel(
         count = gl.load(COUNT, cache_modifier=_cached(HOW))
     ring = (rows, tokens, scales, full, empty)
     board = (jobs, (slots, weights, token_scales), told, noted, near, spent)
-    work = (ring, board, Y, B, S, N, steps, NX, alpha, limit)
+    work = (ring, board, Y, YS, B, S, N, steps, NX, alpha, limit)
     gather = (ring, board, X, COPIES, XS, S, SORTED, N, steps, KX)
     stream = (ring, board, ROWS, steps)
     order = (board, SORTED, WEIGHTS, XS, TILES, COUNTER, count, steps, row_tiles, group_m)

@@ -6,7 +6,8 @@ shared memory, which has room for ``HOW.jobs`` tiles and consists of
 
 - ``jobs``: the expert of a tile, its first position, its tokens plus one, and its row tile, word by word: in
   one store, ptxas would spill a lane's address, which it computes before partitions begin;
-- ``notes``: slots, router weights and scales of the tokens of a tile;
+- ``notes``: slots, router weights and scales of the tokens of a tile; workers that quantize, and need no
+  router weights, exchange the largest numbers of tokens in their place;
 - barriers: ``told`` and ``noted``, by which the scheduler says that a job and its notes, if it has any, are
   there, ``spent``, by which the others say that they need neither any more, and ``near``, that a tile's last
   steps begin.

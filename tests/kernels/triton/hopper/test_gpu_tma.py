@@ -240,6 +240,33 @@ def test_tiles_that_programs_take_from_a_counter(
         assert taken == [tiles * n if used else 0 for n, used in zip(row_tiles, counted, strict=True)]
 
 
+QUANTIZED_IN_BLOCKS = [
+    (scheme, sizes, dtype)
+    for scheme in W8A8
+    if TURNED in few(scheme)
+    for sizes, dtype in (((512, 384), "bf16"), ((336, 208), "fp16"), ((352, 80), "bf16"))
+]
+"""Sizes whose last block has 128, 80 and 80 columns: all, one and one worker's share of them."""
+
+
+@pytest.mark.parametrize("tokens", [40, 64, 65, 300])
+@pytest.mark.parametrize(("scheme", "sizes", "dtype"), QUANTIZED_IN_BLOCKS)
+def test_an_epilogue_that_quantizes_gives_the_bits_of_a_kernel_that_does(
+    scheme: str, sizes: tuple[int, int], dtype: str, tokens: int
+) -> None:
+    """Activations of unlike sizes in a row, some too small for a scale that is a normal number."""
+    case = RowCase(scheme, "", sizes, SILU, (2, 2), dtype=dtype, tokens=tokens)
+    _, prepared = experts_of(replace(case, tokens=1))
+    inputs = call_of(case, "cuda")
+    x = inputs.x.clone()
+    x[3], x[5, 1], x[7, 2] = 0, float("nan"), float("inf")
+    x[9] *= 2.0**-12
+    x[11] *= 2.0**8
+    inputs = replace(inputs, x=x)
+    y = run(prepared, inputs, launch_of(prepared, TURNED))
+    assert same(y, run(prepared, inputs, launch_of(prepared, "64x2x2")))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
     ("scheme", "tile"),
