@@ -4,6 +4,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 
 import typer.testing
 
@@ -48,8 +49,8 @@ def moectl(*arguments, code=0, env=None):
 
 
 def _timing(words):
-    """Commands that time calls do it fast; others do not import what that takes."""
-    if words[:1] in (["bench"], ["run"], ["tune"]):
+    """Commands that time calls do it fast; others, and those without torch, import nothing for that."""
+    if words[:1] in (["bench"], ["run"], ["tune"]) and find_spec("torch"):
         from .quick_timing import quick_timing
 
         return quick_timing()
