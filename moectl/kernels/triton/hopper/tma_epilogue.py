@@ -155,8 +155,8 @@ def _store_codes(
     row tile `nt` share a scale in each token, which goes to YS ``[T, ceil(NX / 128)]``.
 
     A worker has 64 tokens with all of these columns, or if there are no more, half of the columns of each.
-    Y are pairs of codes. A thread has the codes of two adjacent columns in eight: two such pairs are adjacent
-    in shared memory, so that whole matrices are stored there, and put in order after they are read.
+    Y are pairs of codes. A thread has those of two adjacent columns in eight; two such pairs go to shared
+    memory side by side, where words of 16 bytes are full then, and are put in order after they are read.
     """
     ACT: gl.constexpr = HOW.activation
     PARTS: gl.constexpr = WIDTH // 32
