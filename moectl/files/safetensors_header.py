@@ -25,9 +25,9 @@ HEADER_LIMIT = 100_000_000
 TOTAL_HEADER_LIMIT = 256 << 20
 """Maximum size of all headers of a checkpoint, bytes; about ten times that of 200,000 tensors."""
 
-TENSOR_LIMIT = 400_000
-"""Maximum number of tensors in a checkpoint. The largest models have fewer than 300,000 (Kimi K2
-with four tensors for each matrix); this many are read and grouped within 10 seconds."""
+TENSOR_LIMIT = 550_000
+"""Maximum number of tensors in a checkpoint. The largest model has 495,328 in its experts (Kimi-K3); so many
+are read and grouped within 10 seconds."""
 
 EMPTY_LIMIT = 100_000
 """Maximum number of tensors without data, which the file size does not bound."""
