@@ -254,13 +254,15 @@ QUANTIZED_IN_BLOCKS = [
 def test_an_epilogue_that_quantizes_gives_the_bits_of_a_kernel_that_does(
     scheme: str, sizes: tuple[int, int], dtype: str, tokens: int
 ) -> None:
-    """Activations of unlike sizes in a row, some too small for a scale that is a normal number."""
+    """With rows whose activations are too small for a quotient without the power of two that lifts them (bf16
+    ones alone can be), zero, large, or not finite."""
     case = RowCase(scheme, "", sizes, SILU, (2, 2), dtype=dtype, tokens=tokens)
     _, prepared = experts_of(replace(case, tokens=1))
     inputs = call_of(case, "cuda")
     x = inputs.x.clone()
     x[3], x[5, 1], x[7, 2] = 0, float("nan"), float("inf")
-    x[9] *= 2.0**-12
+    x[9] *= 2.0 ** (-40 if dtype == "bf16" else -12)
+    x[10] *= 2.0 ** (-60 if dtype == "bf16" else -20)
     x[11] *= 2.0**8
     inputs = replace(inputs, x=x)
     y = run(prepared, inputs, launch_of(prepared, TURNED))
