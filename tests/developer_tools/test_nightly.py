@@ -45,6 +45,45 @@ def test_a_table_of_cases_and_defects(
     assert (tmp_path / "out" / "break_writes.txt").read_text() == "no\n"
 
 
+def test_all_tests_are_run_with_those_that_are_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nightly, out = loaded("nightly"), ("--only", "slow_tests", "--out", str(tmp_path / "out"))
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--slow', action='store_true')\n"
+    )
+    tests = tmp_path / "test_one.py"
+    tests.write_text(
+        "import pytest\n"
+        "def test_slow(pytestconfig):\n    assert pytestconfig.getoption('--slow')\n"
+        "def test_skipped():\n    pytest.skip('no GPU')\n"
+        "def test_wrong():\n    assert False\n"
+    )
+    monkeypatch.setattr(nightly, "ROOT", tmp_path)
+    code, text = ran(monkeypatch, capsys, *out)
+    assert code == 1 and text.splitlines()[1].split()[:3] == ["slow_tests", "2", "1"]
+    assert "test_wrong" in (tmp_path / "out" / "slow_tests.txt").read_text()
+    tests.write_text("def test_right():\n    pass\n")
+    code, text = ran(monkeypatch, capsys, *out)
+    assert code == 0 and text.splitlines()[1].split()[:3] == ["slow_tests", "1", "0"]
+    (tmp_path / "conftest.py").write_text("raise SystemExit('no')")
+    code, text = ran(monkeypatch, capsys, *out)
+    assert code == 1 and "and without counts" in text
+
+
+def test_a_share_of_the_searches_is_without_the_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nightly = loaded("nightly")
+    monkeypatch.setattr(nightly, "searched", lambda name, options, out: (1, 0))
+    monkeypatch.setattr(nightly, "tested", lambda out: (3, 0))
+    whole = ran(monkeypatch, capsys, "--out", str(tmp_path))[1]
+    share = ran(monkeypatch, capsys, "--out", str(tmp_path), "--share", "0.5")[1]
+    assert whole.splitlines()[-1].split()[:3] == ["slow_tests", "3", "0"]
+    assert len(whole.splitlines()) == len(share.splitlines()) + 1 and "slow_tests" not in share
+
+
 def test_a_search_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
