@@ -3,6 +3,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..token_codes_kernels import _divisor, _quotient, _scale_of
 from .activation_epilogue import activate_columns
@@ -82,13 +83,12 @@ def _store_turned(
 
 
 @gluon.jit
-def _largest_of_both(largest, exchange, ME: gl.constexpr):
+def _largest_of_both(largest, exchange, met, phase, ME: gl.constexpr):
     """The larger one of what the two workers have for each of 64 tokens, by way of `exchange`, which has room
-    for both. They meet at a barrier of the hardware (Triton numbers its own from 0)."""
+    for both. Their meeting at `met` completes its phase `phase`."""
     exchange.slice(64 * ME, 64).store(largest)
-    gl.inline_asm_elementwise(
-        "bar.sync 11, 256; mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    mbarrier.arrive(met.index(0), count=1)
+    mbarrier.wait(met.index(0), phase)
     return gl.maximum(largest, exchange.slice(64 - 64 * ME, 64).load(largest.type.layout))
 
 
@@ -148,11 +148,12 @@ def _code_pairs(even, odd):
 
 @gluon.jit
 def _store_codes(
-    acc, exchange, Y, YS, nt, first, tokens, NX, alpha, limit,
+    acc, exchange, met, meeting, Y, YS, nt, first, tokens, NX, alpha, limit,
     WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Stores activations of turned accumulators as E4M3 codes, as `quantize_rows` would: the 128 columns of
-    row tile `nt` share a scale in each token, which goes to YS ``[T, ceil(NX / 128)]``.
+    row tile `nt` share a scale in each token, which goes to YS ``[T, ceil(NX / 128)]``. Returns the phase
+    of the workers' next meeting at `met`; `meeting` is that of the coming one.
 
     A worker has 64 tokens with all of these columns, or if there are no more, half of the columns of each.
     Y are pairs of codes. A thread has those of two adjacent columns in eight; two such pairs go to shared
@@ -173,7 +174,8 @@ def _store_codes(
         size = gl.abs(part) if i == 0 else gl.maximum(size, gl.abs(part))
     largest = _rounded(gl.max(size, 1), HOW).to(gl.float32)
     if WIDTH == 64:
-        largest = _largest_of_both(largest, exchange, ME)
+        largest = _largest_of_both(largest, exchange, met, meeting, ME)
+        meeting ^= 1
     scale = _scale_of(largest, HOW.powers)
     lift, lifted, reciprocal = _divisor(gl.expand_dims(scale, 1))
     codes = ()
@@ -193,6 +195,7 @@ def _store_codes(
     if FIRST == 0:
         place = AT + gl.arange(0, 64, layout=scale.type.layout)
         gl.store(YS + ((first + place) * ((NX + 127) // 128) + nt), scale, mask=place < tokens)
+    return meeting
 
 
 @gluon.jit

@@ -35,7 +35,7 @@ from .tma_loader import (
     two_scales,
     weight_loader,
 )
-from .tma_tiles import noted_of, notes_of, scaled_at_end, tile_scheduler, tile_told
+from .tma_tiles import FIRST_TURN, noted_of, notes_of, scaled_at_end, tile_scheduler, tile_told
 
 
 @gluon.jit
@@ -205,9 +205,8 @@ def _lag(HOW):
 
 @gluon.constexpr_function
 def _turn_asm(ACTION, WHOSE, ALWAYS):
-    """Two warpgroups meet at a barrier of the hardware: one arrives, the other waits for that. Triton numbers
-    its own barriers from 0."""
-    meet = f"bar.{ACTION} {14 + WHOSE}, 256;"
+    """Two warpgroups meet at a barrier of the hardware: one arrives, the other waits for that."""
+    meet = f"bar.{ACTION} {FIRST_TURN + WHOSE}, 256;"
     if ALWAYS:
         return f"{meet} mov.u32 $0, 0;"
     return "{ .reg .pred taken; setp.ne.s32 taken, $1, 0; @taken " + meet + " mov.u32 $0, 0; }"
@@ -294,9 +293,10 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     ring, board, Y, YS, B, S, N, steps, NX, alpha, limit = work
     WIDTHS: gl.constexpr = len(HOW.widths)
     BLOCKS: gl.constexpr = HOW.blocks_m
-    _jobs, notes, _told, noted, _near, spent = board
+    _jobs, notes, _told, noted, _near, spent, met = board
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    meeting = gl.to_tensor(0)
     if HOW.promoted and HOW.workers == 2 and ME == 1:
         _turn("arrive", 0)
     job = 0
@@ -320,8 +320,9 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                 if noted_of(HOW):
                     mbarrier.wait(noted.index(at), (job // HOW.jobs) & 1)
                 if HOW.codes != "none":
-                    _store_codes(
-                        acc, own[1], Y, YS, nt, first, tokens, NX, alpha, limit, _width(i, HOW), ME, HOW
+                    meeting = _store_codes(
+                        acc, own[1], met, meeting, Y, YS, nt, first, tokens, NX, alpha, limit,
+                        _width(i, HOW), ME, HOW,
                     )  # fmt: skip
                 else:
                     for b in gl.static_range(blocks_of(_width(i, HOW), HOW)):
@@ -378,6 +379,9 @@ def _rows_gemm_kernel(
     noted = told
     if noted_of(HOW):
         noted = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
+    met = told
+    if HOW.codes != "none":
+        met = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     spent = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
     near = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     scales = weights
@@ -394,6 +398,8 @@ def _rows_gemm_kernel(
             mbarrier.init(noted.index(i), count=1)
         mbarrier.init(spent.index(i), count=HOW.workers + 2)
     mbarrier.init(near.index(0), count=1)
+    if HOW.codes != "none":
+        mbarrier.init(met.index(0), count=HOW.workers)
     hopper.fence_async_shared()
     if HOW.stage == 1:
         tl.extra.cuda.gdc_wait()
@@ -403,7 +409,7 @@ def _rows_gemm_kernel(
     if not HOW.experts:
         count = gl.load(COUNT, cache_modifier=_cached(HOW))
     ring = (rows, tokens, scales, full, empty)
-    board = (jobs, (slots, weights, token_scales), told, noted, near, spent)
+    board = (jobs, (slots, weights, token_scales), told, noted, near, spent, met)
     work = (ring, board, Y, YS, B, S, N, steps, NX, alpha, limit)
     gather = (ring, board, X, COPIES, XS, S, SORTED, N, steps, KX)
     stream = (ring, board, ROWS, steps)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_compat import async_load, tma_load
 from .mid_loader import _next
-from .tma_tiles import AHEAD, notes_of, slots_of, tile_told, warp_meets
+from .tma_tiles import AHEAD, LOADER_MEETS, notes_of, slots_of, tile_told, warp_meets
 
 
 @gluon.constexpr_function
@@ -118,13 +118,13 @@ def weight_loader(work, HOW: gl.constexpr):
     GROUPS: gl.constexpr = HOW.workers * HOW.blocks_m * 4
     BYTES: gl.constexpr = HOW.depth * piece_bytes(HOW)
     rows, _tokens, _scales, full, empty = ring
-    _jobs, _notes, _told, _noted, near, spent = board
+    _jobs, _notes, _told, _noted, near, spent, _met = board
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     job = 0
     expert, _first, tokens, nt = tile_told(board, job, 1, HOW)
     while tokens >= 0:
-        warp_meets(13)
+        warp_meets(LOADER_MEETS)
         mbarrier.arrive(spent.index(job % HOW.jobs), count=1)
         for k in range(gl.where(tokens > 0, steps, 0)):
             mbarrier.wait(empty.index(stage), phase)
@@ -240,7 +240,7 @@ def token_loader(work, HOW: gl.constexpr):
     NOTES: gl.constexpr = notes_of(HOW)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [HOW.loaders], [0])
     _rows, into, scales, full, empty = ring
-    _jobs, _notes, _told, _noted, _near, spent = board
+    _jobs, _notes, _told, _noted, _near, spent, _met = board
     if HOW.stage == 2:
         tl.extra.cuda.gdc_wait()  # for the first GEMM; weight loads are already in flight
     stage = gl.to_tensor(0)

@@ -9,8 +9,8 @@ shared memory, which has room for ``HOW.jobs`` tiles and consists of
 - ``notes``: slots, router weights and scales of the tokens of a tile; workers that quantize, and need no
   router weights, exchange the largest numbers of tokens in their place;
 - barriers: ``told`` and ``noted``, by which the scheduler says that a job and its notes, if it has any, are
-  there, ``spent``, by which the others say that they need neither any more, and ``near``, that a tile's last
-  steps begin.
+  there, ``spent``, by which the others say that they need neither any more, ``near``, that a tile's last
+  steps begin, and ``met``, that both workers have put their largest numbers on the board.
 """
 
 import triton.language as tl
@@ -24,6 +24,10 @@ from .prefill_tiles import _placed
 AHEAD = gl.constexpr(8)
 """Steps before the end of a tile at which the next one is taken, so that it is known when its first weights
 can be copied."""
+
+SCHEDULER_MEETS, LOADER_MEETS, FIRST_TURN = gl.constexpr(12), gl.constexpr(13), 14
+"""Barriers of the hardware that are used by PTX, as Triton numbers its own from 0: threads of the scheduler
+and of the weight loader meet at one each, and each of two workers awaits its turn at one."""
 
 
 @gluon.constexpr_function
@@ -79,8 +83,8 @@ def _meeting_asm(ID):
 
 @gluon.jit
 def warp_meets(ID: gl.constexpr):
-    """Threads of a one-warp partition wait for each other at a barrier of the hardware. Triton numbers its
-    own from 0; ptxas may leave out the one that it has before an arrival at an mbarrier."""
+    """Threads of a one-warp partition wait for each other at a barrier of the hardware. ptxas may leave out
+    the one that Triton has before an arrival at an mbarrier."""
     ASM: gl.constexpr = _meeting_asm(ID)
     gl.inline_asm_elementwise(ASM, "=r", [], gl.int32, is_pure=False, pack=1)
 
@@ -91,7 +95,7 @@ def tile_told(board, job, WARPS: gl.constexpr, HOW: gl.constexpr):
 
     After the last tile there are -1 tokens.
     """
-    jobs, _notes, told, _noted, _near, _spent = board
+    jobs, _notes, told, _noted, _near, _spent, _met = board
     mbarrier.wait(told.index(job % HOW.jobs), (job // HOW.jobs) & 1)
     expert, first = _field(jobs, job, 0, WARPS, HOW), _field(jobs, job, 1, WARPS, HOW)
     tokens, nt = _field(jobs, job, 2, WARPS, HOW), _field(jobs, job, 3, WARPS, HOW)
@@ -154,12 +158,12 @@ def _note(notes, slot, WEIGHTS, XS, first, tokens, HOW: gl.constexpr):
 @gluon.jit
 def _tell(board, job, numbers, HOW: gl.constexpr):
     """Puts the program's tile number `job` on the board once there is room for it."""
-    jobs, _notes, told, _noted, _near, spent = board
+    jobs, _notes, told, _noted, _near, spent, _met = board
     mbarrier.wait(spent.index(job % HOW.jobs), ((job // HOW.jobs) & 1) ^ 1)
     for i in gl.static_range(4):
         value = gl.full([1], _number(numbers, i), gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
         jobs.index(job % HOW.jobs * 4 + i).store(value)
-    warp_meets(12)
+    warp_meets(SCHEDULER_MEETS)
     mbarrier.arrive(told.index(job % HOW.jobs), count=1)
 
 
@@ -173,7 +177,7 @@ def tile_scheduler(work, HOW: gl.constexpr):
     the tile after the next one, and loads the slots of the next, while it waits for the router's weights.
     """
     board, SORTED, WEIGHTS, XS, TILES, COUNTER, count, steps, row_tiles, group_m = work
-    _jobs, notes, _told, noted, near, _spent = board
+    _jobs, notes, _told, noted, near, _spent, _met = board
     total = count * row_tiles
     programs = gl.num_programs(0)
     late = (steps > AHEAD) & (total > programs)
@@ -199,7 +203,7 @@ def tile_scheduler(work, HOW: gl.constexpr):
             at = job % HOW.jobs
             own = (notes[0].index(at), notes[1].index(at), notes[2].index(at))
             _note(own, slot, WEIGHTS, XS, first, tokens, HOW)
-            warp_meets(12)
+            warp_meets(SCHEDULER_MEETS)
             mbarrier.arrive(noted.index(at), count=1)
         if not HOW.experts and late:
             mbarrier.wait(near.index(0), job & 1)
