@@ -132,6 +132,15 @@ def _is_live(IDS, row, ROWS, LIVE, E):
 
 
 @triton.jit
+def _some(live, LIVE):
+    """Whether any row is `live`; with `LIVE` other than `SLOTS` there are no turns without such rows."""
+    some = LIVE != SLOTS
+    if LIVE == SLOTS:
+        some = tl.max(live.to(tl.int32), 0) > 0
+    return some
+
+
+@triton.jit
 def _blocks(IDS, at, ROWS, K, LIVE, E):
     """Places ``[blocks, 128]`` of blocks of 128 columns, counted row by row, which of them are read, and the
     blocks that hold a token."""
@@ -153,10 +162,11 @@ def _block_codes_kernel(
     for turn in range(tl.program_id(0), tl.cdiv(rows * tl.cdiv(K, 128), BLOCKS), tl.num_programs(0)):
         at = turn * BLOCKS + tl.arange(0, BLOCKS)
         place, mask, live = _blocks(IDS, at, rows, K, LIVE, E)
-        x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
-        scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
-        tl.store(CODES + place, _to_e4m3(_by_rows(x, scale, X, DIVIDE), CODES), mask=mask)
-        tl.store(SCALES + at, scale, mask=live)
+        if _some(live, LIVE):
+            x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
+            scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
+            tl.store(CODES + place, _to_e4m3(_by_rows(x, scale, X, DIVIDE), CODES), mask=mask)
+            tl.store(SCALES + at, scale, mask=live)
     _end(BESIDE, PDL)
 
 
@@ -168,12 +178,13 @@ def _token_codes(
     """The codes and scales of R rows of at most BK columns."""
     row = turn * R + tl.arange(0, R)
     live = _is_live(IDS, row, ROWS, LIVE, E)
-    columns = tl.arange(0, BK)[None, :]
-    place, mask = (row.to(tl.int64) * K)[:, None] + columns, live[:, None] & (columns < K)
-    x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
-    tl.store(CODES + place, _to_e4m3(_by_rows(x, scale, X, DIVIDE), CODES), mask=mask)
-    tl.store(SCALES + row, scale, mask=live)
+    if _some(live, LIVE):
+        columns = tl.arange(0, BK)[None, :]
+        place, mask = (row.to(tl.int64) * K)[:, None] + columns, live[:, None] & (columns < K)
+        x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
+        scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
+        tl.store(CODES + place, _to_e4m3(_by_rows(x, scale, X, DIVIDE), CODES), mask=mask)
+        tl.store(SCALES + row, scale, mask=live)
 
 
 @triton.jit
@@ -239,8 +250,9 @@ def _largest_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     rows = _first_rows(IDS, ROWS, LIVE, E)
     for turn in range(program, tl.cdiv(rows * tl.cdiv(K, 128), BLOCKS), programs):
-        place, mask, _ = _blocks(IDS, turn * BLOCKS + tl.arange(0, BLOCKS), rows, K, LIVE, E)
-        largest = tl.maximum(largest, tl.abs(tl.load(X + place, mask=mask, other=0).to(tl.float32)))
+        place, mask, live = _blocks(IDS, turn * BLOCKS + tl.arange(0, BLOCKS), rows, K, LIVE, E)
+        if _some(live, LIVE):
+            largest = tl.maximum(largest, tl.abs(tl.load(X + place, mask=mask, other=0).to(tl.float32)))
     tl.store(LARGEST + program, tl.max(tl.max(largest, 1), 0))
     _end(BESIDE, PDL)
 
@@ -263,12 +275,13 @@ def _tensor_codes_kernel(
     lift, lifted, reciprocal = _divisor(scale)
     rows = _first_rows(IDS, ROWS, LIVE, E)
     for turn in range(tl.program_id(0), tl.cdiv(rows * tl.cdiv(K, 128), BLOCKS), tl.num_programs(0)):
-        place, mask, _ = _blocks(IDS, turn * BLOCKS + tl.arange(0, BLOCKS), rows, K, LIVE, E)
-        x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
-        codes = _divided(x, scale, lift, lifted, reciprocal, X, DIVIDE)
-        if not DYNAMIC:
-            # A given scale may be too small for x, and 0 or infinite: what is not corrected then is right.
-            quotient = x * lift * reciprocal
-            codes = tl.where(tl.abs(quotient) < 1024.0, codes, quotient)
-        tl.store(CODES + place, _to_e4m3(codes, CODES), mask=mask)
+        place, mask, live = _blocks(IDS, turn * BLOCKS + tl.arange(0, BLOCKS), rows, K, LIVE, E)
+        if _some(live, LIVE):
+            x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
+            codes = _divided(x, scale, lift, lifted, reciprocal, X, DIVIDE)
+            if not DYNAMIC:
+                # A given scale may be too small for x, 0 or infinite: what is not corrected then is right.
+                quotient = x * lift * reciprocal
+                codes = tl.where(tl.abs(quotient) < 1024.0, codes, quotient)
+            tl.store(CODES + place, _to_e4m3(codes, CODES), mask=mask)
     _end(BESIDE, PDL)
