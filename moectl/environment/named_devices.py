@@ -137,8 +137,32 @@ def published_matrix_rate(name: str) -> float:
     words = re.split(r"(?=[\s_()-])", name)
     beginnings = (squeeze("".join(words[:count])) for count in range(len(words), 0, -1))
     key = next((known_names()[it] for it in beginnings if it in known_names()), None)
-    row = _table()["gpus"][key] if key else {}
-    return _scaled(row.get("bf16_tflops")) / (row.get("sms") or 1)
+    return _matrix_rate_of(_table()["gpus"][key]) if key else 0.0
+
+
+@cache
+def lowest_matrix_rate(capability: int) -> float:
+    """The lowest published dense 16-bit FLOP/s of a multiprocessor of an NVIDIA architecture; 0 if unknown.
+
+    If none is published of it, compute `capability` times ten, the latest one before it counts.
+
+    Example:
+        >>> lowest_matrix_rate(86) == published_matrix_rate("NVIDIA GeForce RTX 3090")
+        True
+        >>> lowest_matrix_rate(110) == published_matrix_rate("NVIDIA B200")
+        True
+    """
+    known: dict[int, float] = {}
+    for key, row in _table()["gpus"].items():
+        arch, rate = device_of(key).capability, _matrix_rate_of(row)
+        if rate and 0 < arch <= capability:
+            known[arch] = min(rate, known.get(arch, rate))
+    return known[max(known)] if known else 0.0
+
+
+def _matrix_rate_of(row: dict[str, Any]) -> float:
+    """Dense 16-bit FLOP/s of one multiprocessor of a GPU in the table; 0 if it or their number is unknown."""
+    return _scaled(row.get("bf16_tflops")) / row["sms"] if row.get("sms") else 0.0
 
 
 def _scaled(figure: float | None) -> float:

@@ -16,6 +16,7 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from ...environment.named_devices import lowest_matrix_rate, published_matrix_rate
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL, WeightFormat
 from .expert_load import ExpertLoad
@@ -77,6 +78,22 @@ class GpuRates(NamedTuple):
         matrix = min(1.0, flops_per_sm / FITTED_MATRIX_RATE) or 1.0
         major, minor = capability
         return GpuRates(sms, bandwidth, matrix, SHARED_KIB.get(10 * major + minor, LEAST_SHARED_KIB) << 10)
+
+    @staticmethod
+    def of_gpu(name: str, sms: int, bandwidth: float, capability: tuple[int, int]) -> GpuRates:
+        """The rates of the GPU with a name, whose matrix rate is looked up.
+
+        One that is not published is the lowest of its architecture; of that which was measured, the measured
+        GPUs'.
+
+        Example:
+            >>> GpuRates.of_gpu("NVIDIA A10G", 80, 6e11, (8, 6)).matrix < 0.12
+            True
+        """
+        rate = published_matrix_rate(name)
+        if not rate and capability != FITTED_CAPABILITY:
+            rate = lowest_matrix_rate(10 * capability[0] + capability[1])
+        return GpuRates.of(sms, bandwidth, rate, capability)
 
 
 class GemmWork(NamedTuple):
@@ -241,6 +258,21 @@ def work_of(load: LayerLoad, shape: LaunchShape) -> LaunchWork:
     return LaunchWork((first, second), rows, lists, shape.persistent, load.experts.busy)
 
 
+def of_busiest(work: LaunchWork, experts: float, assignments: float) -> LaunchWork:
+    """The work of the rank that the others wait for, from that of a rank on average.
+
+    Args:
+        experts: its active experts, as a multiple of the average.
+        assignments: the same of its assignments, in proportion to which experts have further token tiles.
+    """
+    gemms = []
+    for gemm in work.gemms:
+        read, again = gemm.bytes * experts, gemm.again * assignments
+        programs = gemm.programs * (read + again) / (gemm.bytes + gemm.again)
+        gemms.append(gemm._replace(bytes=read, again=again, programs=programs))
+    return work._replace(gemms=(gemms[0], gemms[1]), rows=work.rows * assignments, busy=1.0)
+
+
 def _gemm_work(
     n: int, k: int, nbytes: float, again: float, shape: GemmShape, tiles: float, width: float, idle: float
 ) -> GemmWork:
@@ -372,11 +404,25 @@ def fitted(family: str, shape: LaunchShape, weight: WeightFormat) -> LaunchCoeff
 
 
 def predicted_us(
-    problem: MoEProblem, tokens: int, family: str, shape: LaunchShape, gpu: GpuRates
+    problem: MoEProblem,
+    tokens: int,
+    family: str,
+    shape: LaunchShape,
+    gpu: GpuRates,
+    busiest: tuple[float, float] | None = None,
 ) -> float | None:
-    """Microseconds of `problem`'s layer under a launch; None if its family or the format was not fitted."""
+    """Microseconds of `problem`'s layer under a launch; None if its family or the format was not fitted.
+
+    With expert parallelism it is an average over ranks and routings, or the time of the `busiest` rank, which
+    has so many active experts and assignments.
+    """
     of = fitted(family, shape, problem.scheme.weight)
     if of is None:
         return None
-    work = work_of(load_of(problem, tokens), shape)
+    load = load_of(problem, tokens)
+    work = work_of(load, shape)
+    if busiest is not None:
+        active, assignments = busiest
+        average = tokens * problem.top_k * problem.local_experts / problem.experts
+        work = of_busiest(work, active / load.experts.active, assignments / average)
     return 1e6 * float(seconds(work, gpu, of))

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from ...capabilities.own_kernels import TRITON
 from ...environment import Device
-from ...environment.named_devices import published_matrix_rate
 from ...problem.moe_problem import MoEProblem
 from .launch_model import GpuRates, coefficients, predicted_us
 from .launch_plan import TILE_FAMILIES, planned
@@ -59,8 +58,7 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
     if reason := _unpredicted(device):
         return PredictedTimes((), None, reason)
     major, minor = divmod(device.capability, 10)
-    matrix = published_matrix_rate(device.name)
-    rates = GpuRates.of(device.sms, device.bandwidth, matrix, (major, minor))
+    rates = GpuRates.of_gpu(device.name, device.sms, device.bandwidth, (major, minor))
     plan = planned(problem, rates, (major, minor))
     if plan is None:
         return PredictedTimes((), None, f"nothing was measured of {problem.scheme.weight} weights")

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...capabilities.kernel_support import KernelSupport
 from ...capabilities.own_kernels import TRITON, in_rows, token_format
 from ...environment import Device
-from ...environment.named_devices import published_bandwidth, published_matrix_rate
+from ...environment.named_devices import published_bandwidth
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import A16
@@ -191,8 +191,8 @@ def predicted_for(problem: MoEProblem, tokens: int, launch: Launch, device: torc
 
 def _rates_of(device: torch.device) -> GpuRates:
     about = torch.cuda.get_device_properties(device)
-    sms, matrix = about.multi_processor_count, published_matrix_rate(about.name)
-    return GpuRates.of(sms, bandwidth_of(about), matrix, torch.cuda.get_device_capability(device))
+    capability = torch.cuda.get_device_capability(device)
+    return GpuRates.of_gpu(about.name, about.multi_processor_count, bandwidth_of(about), capability)
 
 
 def bandwidth_of(about: Any) -> float:
