@@ -59,8 +59,7 @@ def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Blo
     total = sum(len(group.layers) for group in explanation.groups)
     for groups in by_answer.values():
         layers = tuple(sorted(number for group in groups for number in group.layers))
-        which = f"layer{'s' if len(layers) > 1 else ''} {ranges(layers)}"
-        yield _choice(groups, f"all {total} MoE layers" if len(layers) == total else which)
+        yield _choice(groups, f"all {total} MoE layers" if len(layers) == total else _numbered(layers))
     memory = explanation.memory
     rows = [("memory", memory_words(memory, explanation.parallel.tp, engine.memory_option))]
     rows += _other_experts(explanation)
@@ -93,15 +92,21 @@ def deployment_words(parallel: Parallel, device: Device) -> str:
 
 
 def _answer_key(group: GroupExplanation) -> object:
+    """Equal for layers of which one choice can tell: format, backend, why it or none, what else is possible.
+
+    Times are told of each kind of layer; of checks that a rejected backend fails, those of the first.
+    """
     decision = group.decision
     chosen = decision.chosen if decision.usable else None
+    scheme = decision.problem.scheme
     if chosen is None:
-        return tuple(refusals(decision))
-    return (chosen.backend.name, chosen.variant.experts, fallback_words(group))
+        return (scheme, *refusals(decision))
+    why = (reason_words(decision), fallback_words(group))
+    return (scheme, chosen.backend.name, chosen.variant.experts, why, _also(decision, chosen))
 
 
 def _choice(groups: Sequence[GroupExplanation], which: str) -> LabelledValues:
-    """The choice of `groups`, which is the same; `which` names their layers."""
+    """The choice of `groups`, which have the same answer; `which` names their layers."""
     group, decision = groups[0], groups[0].decision
     chosen = decision.chosen if decision.usable else None
     formats = format_words(decision.problem.scheme)
@@ -143,7 +148,12 @@ def _predicted(groups: Sequence[GroupExplanation]) -> str:
             by_words.setdefault(words, []).extend(group.layers)
     if len(by_words) < 2:
         return next(iter(by_words), "")
-    return "; ".join(f"layers {ranges(tuple(sorted(it)))}: {words}" for words, it in by_words.items())
+    return "; ".join(f"{_numbered(sorted(it))}: {words}" for words, it in by_words.items())
+
+
+def _numbered(layers: Sequence[int]) -> str:
+    """``layers 1-39``, or ``layer 0``."""
+    return f"layer{'s' if len(layers) > 1 else ''} {ranges(tuple(layers))}"
 
 
 def predicted_words(decision: Decision) -> str:

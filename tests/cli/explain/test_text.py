@@ -74,6 +74,19 @@ def test_layers_of_two_kinds_have_a_choice_each():
     assert "layers 1-39 (int4 group 128 with zero points weights, 16-bit activations)" in words
 
 
+def test_layers_of_two_formats_with_one_backend_are_told_apart():
+    words = explain("QuantTrio/Qwen3.6-35B-A3B-AWQ", "--gpu", "h200", "--policy", "moectl").words
+    first, later = words.split("backend moectl (own Triton kernels), ")[1:]
+    assert first.startswith("layer 0 (bf16 weights, 16-bit activations)") and "also torch_grouped," in first
+    assert later.startswith("layers 1-39 (int4 group 128 with zero points weights, 16-bit activations)")
+    assert "also moectl_marlin, torch, emulation (--backend NAME)" in later and "torch_grouped" not in later
+
+
+def test_layers_of_one_format_that_fail_other_checks_elsewhere_are_told_once():
+    words = explain("deepseek-ai/DeepSeek-V4-Flash", "--gpu", "h200").words
+    assert "backend humming, all 43 MoE layers (mxfp4 group 32 weights, 16-bit activations)" in words
+
+
 def test_other_weights_of_a_folder_are_counted(tiny_gpt_oss):
     document = explain(tiny_gpt_oss, "--gpu", "h200", "--json").document
     files = sum(path.stat().st_size for path in tiny_gpt_oss.glob("*.safetensors"))
