@@ -6,7 +6,7 @@ A file maps numbers of tokens to the six fields of `grouped_gemm.GemmConfig`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,11 @@ from ..oracle.engine import Engine
 from ..oracle.registry import newest_engines
 from ..oracle.select import select
 from ..oracle.tuned_files import TunedFile, TunedFiles, TunedKernel, tuned_status
+from ..oracle.verdict_sentences import makers_spelling
 from ..problem.moe_problem import MoEProblem
+
+MOST_NAMES = 3
+"""Architectures to name of those with one reason."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +71,18 @@ def target_of(problem: MoEProblem, device: Device, packages: Packages, engine: E
     if form is None:
         known = " and ".join(form.says for form in files.kernels)
         raise NoBackend(
-            f"{engine.name} reads {status.wanted}, and moectl has no kernel of that form: "
+            f"{engine.title} reads a tuned file, and moectl has no kernel of that form: "
             f"it has one for {known}",
-            reason="Tiles of moectl's own kernels mean nothing to the engine's, which has another layout.",
+            reason=f"The file is {status.wanted}. Tiles of moectl's own kernels mean nothing to the "
+            "engine's, which has another layout.",
             hint="tune it with the engine's own benchmark",
         )
     return TunedFileTarget(status.wanted, form, decision)
 
 
 def check_some_gpu(problem: MoEProblem, packages: Packages, engine: Engine) -> None:
-    """Raises the NoBackend of `target_of` when the experts read no file on any named GPU."""
-    errors = []
+    """Raises NoBackend, with each reason of `target_of`, when there is no file to tune on any named GPU."""
+    refused: dict[str, list[str]] = {}
     for name in device_names():
         device = find_device(name)
         if device.platform not in ("cuda", "rocm"):
@@ -85,10 +90,22 @@ def check_some_gpu(problem: MoEProblem, packages: Packages, engine: Engine) -> N
         try:
             target_of(problem, device, packages, engine)
         except NoBackend as error:
-            errors.append(error)
+            refused.setdefault(error.what, []).append(makers_spelling(device.arch))
         else:
             return
-    raise errors[0]
+    raise NoBackend(
+        f"moectl can tune nothing that {engine.title} would read for this layer, on any GPU",
+        reason=" ".join(f"On {_shortened(archs)}, {what}." for what, archs in refused.items()),
+        hint="`moectl explain CKPT --gpu NAME` says which backend runs the layer, and why",
+    )
+
+
+def _shortened(names: Iterable[str]) -> str:
+    """Different `names`, the first ones of many: ``SM75 and SM80``, ``SM89, SM90, SM100 and 8 more``."""
+    each = list(dict.fromkeys(names))
+    more = len(each) - MOST_NAMES
+    *first, last = [*each[:MOST_NAMES], f"{more} more"] if more > 0 else each
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def tuned_file_path(target: Path, name: TunedFile) -> Path:

@@ -76,6 +76,7 @@ def test_a_kernel_of_another_form_is_refused_with_the_reason() -> None:
     with pytest.raises(NoBackend, match="and moectl has no kernel of that form") as told:
         target("RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic")
     assert "mean nothing to the engine's" in told.value.reason
+    assert "The file is E=16,N=8192,device_name=NVIDIA_H200,dtype=fp8_w8a8.json." in told.value.reason
 
 
 def test_a_file_is_what_moectl_reads_of_vllms(tmp_path: Path) -> None:

@@ -138,6 +138,11 @@ def test_what_no_gpu_would_change_is_said_where_there_is_none(monkeypatch, tmp_p
     asked = ("--offline", "--to", "vllm", tmp_path / "x")
     done = moectl("tune", "openai/gpt-oss-20b", *asked, code=1)
     assert "a tuned file would change nothing" in done.stderr
+    said = moectl("tune", "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic", *asked, code=1).stderr
+    assert "moectl can tune nothing that vLLM would read for this layer, on any GPU" in said
+    assert "On SM70, a tuned file would change nothing: no backend is chosen" in said
+    assert "On SM75, SM80 and SM86, a tuned file would change nothing: marlin (MarlinExperts)" in said
+    assert "On SM89, SM90, SM100 and 8 more, vLLM reads a tuned file, and moectl has no kernel of" in said
     assert "needs a CUDA GPU" in moectl("tune", "Qwen/Qwen3-30B-A3B", *asked, code=3).stderr
 
 
