@@ -29,12 +29,15 @@ class DenseExpert:
         w13: ``[2 * intermediate, hidden]`` float.
         w2: ``[hidden, intermediate]`` float.
         w13_bias, w2_bias: ``[2 * intermediate]`` and ``[hidden]``, or None.
+        w13_input, w2_input: the static scale of the activations that enter each, one number; None without.
     """
 
     w13: Tensor
     w2: Tensor
     w13_bias: Tensor | None = None
     w2_bias: Tensor | None = None
+    w13_input: Tensor | None = None
+    w2_input: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,15 @@ class DenseExperts:
     w2: Tensor
     w13_bias: Tensor | None = None
     w2_bias: Tensor | None = None
+    w13_input: Tensor | None = None
+    w2_input: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.w13)
 
     def __getitem__(self, i: int) -> DenseExpert:
-        return DenseExpert(
-            self.w13[i],
-            self.w2[i],
-            None if self.w13_bias is None else self.w13_bias[i],
-            None if self.w2_bias is None else self.w2_bias[i],
-        )
+        others = (self.w13_bias, self.w2_bias, self.w13_input, self.w2_input)
+        return DenseExpert(self.w13[i], self.w2[i], *(None if t is None else t[i] for t in others))
 
 
 NORM_EPSILON = 1e-6

@@ -353,7 +353,18 @@ def decode(roles: Mapping[str, Tensor], problem: MoEProblem) -> DenseExperts:
     def bias(role: str) -> Tensor | None:
         return roles[role].float() if role in roles else None
 
-    return DenseExperts(matrix("w13"), matrix("w2"), bias("w13_bias"), bias("w2_bias"))
+    def input_scale(role: str) -> Tensor | None:
+        # The larger one where gate and up have different ones: kernels quantize tokens once for both.
+        return roles[role].float().flatten(1).amax(1) if role in roles else None
+
+    return DenseExperts(
+        matrix("w13"),
+        matrix("w2"),
+        bias("w13_bias"),
+        bias("w2_bias"),
+        input_scale("w13_input"),
+        input_scale("w2_input"),
+    )
 
 
 def _swapped(t: Tensor, outer: int, inner: int) -> Tensor:

@@ -251,6 +251,24 @@ def test_every_layout_runs_from_its_converted_folder(
     assert torch.equal(converted.router.weight, plain.router.weight)
 
 
+@pytest.mark.parametrize("layout", ["moectl-mtile64", "marlin-nvfp4", "humming-nvfp4"])
+def test_scales_of_activations_that_a_layouts_kernels_need_not_are_still_the_layers(
+    tmp_path: Path, layout: str
+) -> None:
+    source = tmp_path / "source"
+    name = "nvidia/Qwen3-30B-A3B-NVFP4"
+    synthesize(name, source, layers=1, experts=4, hidden=128, intermediate=128, top_k=2)
+    checkpoint = open_checkpoint(source)
+    convert(plan_conversion(checkpoint, layout_named(layout)), tmp_path / "out")
+    stored, runner = checkpoint_layer(checkpoint).prepared("emulation", "cpu"), runner_for("emulation")
+    converted = load_prepared(tmp_path / "out", backend="emulation")
+    assert converted.layout == layout and not converted.weights.keys() & {"w13_input", "w2_input"}
+    inputs = inputs_of(stored.problem, 5)
+    assert torch.equal(
+        *(apply(runner, layer, inputs.x, inputs.ids, inputs.weights) for layer in (stored, converted))
+    )
+
+
 def test_layers_that_are_not_there_are_refused(tiny_gpt_oss: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny_gpt_oss)
     with pytest.raises(UsageError, match="layer 7 has no experts; MoE layers are 0 to 1"):

@@ -170,7 +170,10 @@ def test_one_scale_for_everything_is_that_of_the_largest_token() -> None:
 def test_a_layout_without_the_scales_of_activations_is_refused() -> None:
     problem = problem_of(SCHEMES["fp8 static"])
     prepared, inputs = layer_of(problem), inputs_of(problem)
-    bare = replace(prepared, weights={k: t for k, t in prepared.weights.items() if not k.endswith("_input")})
+    lacking = {k: t for k, t in prepared.weights.items() if not k.endswith("_input")}
+    kept = replace(prepared, weights=lacking)
+    apply(RUNNER, kept, inputs.x, inputs.ids, inputs.weights)  # decoded experts have them still
+    bare = replace(kept, dense=lambda ids: replace(prepared.dense(ids), w13_input=None, w2_input=None))
     with pytest.raises(NoBackend, match="scales of activations, which weights in canonical lack"):
         apply(RUNNER, bare, inputs.x, inputs.ids, inputs.weights)
 
