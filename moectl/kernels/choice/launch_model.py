@@ -357,8 +357,13 @@ class Coefficients:
         return nearest or next((name for name in fitted if name.startswith(f"{weight.name} per ")), "")
 
     def error(self, family: str, weight: WeightFormat, gpu: str) -> float | None:
-        """The median error of a family's times on a GPU; None if it was not measured there."""
-        return self.errors.get(fitted_family(family, weight.name), {}).get(gpu)
+        """The median error of a family's times on a GPU; None if it was not measured there or in this format.
+
+        How far off the times are of a format that another one stands for (`format_for`) is not known.
+        """
+        name = fitted_family(family, weight.name)
+        measured = str(weight) in self.formats.get(name, {})
+        return self.errors.get(name, {}).get(gpu) if measured else None
 
     def of(self, family: str, shape: LaunchShape, weight: str) -> LaunchCoefficients:
         """The coefficients of a launch, for a fitted weight format."""

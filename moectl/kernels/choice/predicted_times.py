@@ -35,7 +35,7 @@ class PredictedTimes:
         times: by number of tokens, in ascending order.
         median_error: median relative error of predictions on this GPU, of layers that the model was not
             fitted to, the largest of the families among the times; None if one of the launches was not
-            measured, on it or at all.
+            measured with weights of the layer's format, on it or at all.
         reason: why there are none, as a clause; empty if there are.
     """
 

@@ -14,7 +14,7 @@ from moectl.kernels.choice.predicted_times import predicted_times
 from moectl.kernels.triton.triton_runner import bandwidth_of, choose_shipped, predicted_for
 from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
 from moectl.problem.published_layers import SCHEMES, model_problem
-from moectl.problem.schemes import Scheme
+from moectl.problem.schemes import FULL, ActFormat, Scheme, WeightFormat, act_format, int_format
 
 TOKENS = (1, 8, 64, 512, 4096)
 H200 = find_device("h200")
@@ -56,6 +56,23 @@ def test_the_error_is_that_of_the_gpu_or_unknown() -> None:
     h20 = predicted_times(problem, find_device("h20"), (64,))
     assert h20.median_error is None
     assert h20.times[0].us > predicted_times(problem, H200, (64,)).times[0].us
+
+
+STANDS_FOR_ANOTHER = {
+    "one scale for the tensor": (WeightFormat("fp8", 8, (FULL, FULL)), "fp8 per channel"),
+    "zero points": (replace(int_format(4, 128), zero_point=True), "int4 group 128"),
+    "another group": (int_format(4, 64), "int4 group 128"),
+}
+
+
+@pytest.mark.parametrize("name", STANDS_FOR_ANOTHER)
+def test_times_of_a_format_that_another_stands_for_have_no_error(name: str) -> None:
+    weight, measured = STANDS_FOR_ANOTHER[name]
+    act = act_format("fp8", (1, FULL)) if weight.name == "fp8" else ActFormat()
+    problem = MoEProblem(Dims(2048, 768), 128, 8, Scheme(weight, act))
+    family = predicted_times(problem, H200, (64,)).times[0].family
+    assert coefficients().format_for(family, weight) == measured
+    assert predicted_times(problem, H200, (64,)).median_error is None
 
 
 OSS, BF16, FP8 = (
