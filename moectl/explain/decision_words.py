@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ..oracle.backend import UNTRIED
 from ..oracle.decision import Candidate, Decision
 from ..oracle.registry import engine_named, policy_named
+from ..oracle.select import PLATFORMS
 from ..oracle.verdict_sentences import makers_spelling, predicate, sentence
 from .fallback import serves_request, slower_preference
 
@@ -19,6 +21,19 @@ def usual_name(decision: Decision, candidate: Candidate) -> str:
     """What the field calls the candidate's kernels; the engine's name of the backend if that says it."""
     name = engine_named(decision.inputs.policy).kernel_name(candidate.variant.experts)
     return name or candidate.backend.name
+
+
+def verification_words(decision: Decision, candidate: Candidate) -> str:
+    """On what hardware moectl verified a backend with such a layer; empty for an engine's own backends.
+
+    If not on the decision's device: that, and on what it did.
+    """
+    backend, scheme = candidate.backend, decision.problem.scheme
+    archs = map(str, backend.verified_with(scheme))
+    where = " and ".join(PLATFORMS.get(arch, makers_spelling(arch)) for arch in archs)
+    if not backend.untried(decision.inputs.device, scheme):
+        return f"verified on {where}" if where else ""
+    return f"{UNTRIED} other than {where}" if where else UNTRIED
 
 
 def because(decision: Decision) -> str:

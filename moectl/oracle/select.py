@@ -149,12 +149,12 @@ def _by_time(
     return replace(found, chosen=next(c for c in usable if c.backend.name == ranking.best)), ranking
 
 
-_DEVICES = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "xpu": "Intel GPUs", "cpu": "CPUs", "tpu": "TPUs"}
-"""By platform."""
+PLATFORMS = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "xpu": "Intel GPUs", "cpu": "CPUs", "tpu": "TPUs"}
+"""What devices of a platform are called."""
 
 
 def _devices(platform: str) -> str:
-    return _DEVICES.get(platform, f"{platform} devices")
+    return PLATFORMS.get(platform, f"{platform} devices")
 
 
 def _route(inputs: SelectionInputs, policy: Policy, name: str | None) -> Route:

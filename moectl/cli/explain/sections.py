@@ -7,11 +7,11 @@ from typing import Any
 
 from ...environment import Device
 from ...explain import Explanation, GroupExplanation, OtherAnswer, StepTimes, WeightMemory, source_of
-from ...explain.decision_words import fallback_words, refusals, slower_words
+from ...explain.decision_words import fallback_words, refusals, slower_words, verification_words
 from ...explain.explanation import stages_of
 from ...explain.fallback import serves_request
 from ...integrations.served_engines import SERVED_ENGINES
-from ...oracle.backend import GROUPS, UNTRIED, Backend
+from ...oracle.backend import GROUPS
 from ...oracle.decision import Decision
 from ...oracle.registry import policy_named, versioned
 from ...oracle.verdict_sentences import sentence
@@ -139,7 +139,7 @@ def _choice(group: GroupExplanation) -> Iterator[Block]:
         layout = f"{layout}: moectl convert CKPT OUT --to {LAYOUTS[layout].target}"
     yield LabelledValues(
         (
-            ("backend", backend_words(chosen.backend, decision)),
+            ("backend", ", ".join(filter(None, (chosen.backend.name, verification_words(decision, chosen))))),
             ("because", because(decision)),
             ("fallback", fallback_words(group)),
             ("experts", f"{chosen.variant.experts}, takes {kind}"),
@@ -155,12 +155,6 @@ def _choice(group: GroupExplanation) -> Iterator[Block]:
         ),
         strong=frozenset({"backend"}),
     )
-
-
-def backend_words(backend: Backend, decision: Decision) -> str:
-    """Its name, with a remark if it was never verified on such a device or with such a layer."""
-    untried = backend.untried(decision.inputs.device, decision.problem.scheme)
-    return f"{backend.name}, {UNTRIED}" if untried else backend.name
 
 
 def weights_words(memory: WeightMemory, layers: int) -> str:

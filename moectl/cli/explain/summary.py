@@ -17,12 +17,12 @@ from ...explain.decision_words import (
     refusals,
     slower_words,
     usual_name,
+    verification_words,
 )
 from ...explain.explanation import ASSUMED, with_expert_parallel
 from ...explain.predicted_time import RUNNER, predicted_of
 from ...explain.rank_memory import TENSOR_PARALLEL
 from ...integrations.served_engines import take_over_commands
-from ...oracle.backend import UNTRIED
 from ...oracle.decision import Candidate, Decision
 from ...oracle.format_keys import act_key
 from ...oracle.policy import Policy
@@ -118,11 +118,10 @@ def _choice(groups: Sequence[GroupExplanation], which: str) -> LabelledValues:
             (("backend", f"none for {which} ({formats})"), *reasons), tones={"backend": "wrong"}
         )
     rejected = next_higher(decision, chosen)
-    never = chosen.backend.untried(decision.inputs.device, decision.problem.scheme)
-    untried = f", {UNTRIED}" if never else ""
+    title = f"{backend_title(decision, chosen)}, {which} ({formats})"
     return LabelledValues(
         (
-            ("backend", f"{backend_title(decision, chosen)}, {which} ({formats}){untried}"),
+            ("backend", ", ".join(filter(None, (title, verification_words(decision, chosen))))),
             ("because", reason_words(decision)),
             ("fallback", fallback_words(group)),
             ("not", f"{rejected.backend.name}: {lacking(rejected)}" if rejected else ""),

@@ -457,10 +457,27 @@ def test_a_backend_that_was_never_run_on_such_a_device_is_told_so():
     assert "16-bit activations), not verified on hardware" in on_blackwell
     assert "flashinfer_trtllm (ids and weights), not verified on hardware" in on_blackwell
     on_hopper = explain(GPT, "--gpu", "h200", "-v", *own).words
-    assert "backend moectl because" in on_hopper
+    assert "backend moectl, verified on SM90 because" in on_hopper
     assert "torch (torch), not verified" not in on_hopper
     # Another engine runs its backends itself: this tool says nothing of them.
-    assert "not verified" not in explain(GPT, "--gpu", "b200").words
+    assert "verified" not in explain(GPT, "--gpu", "b200").words
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([GPT, "--gpu", "h200"], "16-bit activations), verified on SM90 because"),
+        ([GPT, "--gpu", "a100"], "16-bit activations), not verified on hardware other than SM90 because"),
+        ([GPT, "--gpu", "cpu"], "16-bit activations), verified on SM90 and CPUs because"),
+        # No result of Humming's was compared in this format.
+        (
+            ["MiniMaxAI/MiniMax-M3-MXFP8", "--gpu", "h200", "--backend", "humming", "--packages", "full"],
+            "mxfp8 dynamic activations), not verified on hardware because",
+        ),
+    ],
+)
+def test_where_the_chosen_backend_was_verified_is_said(options, words):
+    assert words in explain(*options, "--policy", "moectl").words
 
 
 def test_what_flashinfers_kernels_lack_is_said_in_its_own_sentence():
