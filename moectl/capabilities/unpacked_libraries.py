@@ -66,6 +66,16 @@ LOCATIONS: Mapping[str, LibraryLocation] = {
 }
 """Supported libraries by package name."""
 
+LIBRARIES: Mapping[str, str] = {
+    "marlin": "vllm",
+    "humming": "humming",
+    "triton_kernels": "triton_kernels",
+    "triton": TRITON_EXPERTS_PEER,
+    "cutlass": CUTLASS_PEER,
+    "deep_gemm": "deep_gemm",
+}
+"""Backends whose kernels `moectl peers` fetches, and their packages as `LOCATIONS` names them."""
+
 
 def default_folder(env: Mapping[str, str] | None = None) -> Path:
     """The directory that is used without ``MOECTL_PEERS``; it may not exist."""

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from ..capabilities.kernel_packages import KERNEL_PACKAGES
-from ..capabilities.unpacked_libraries import VARIABLE, default_folder, peers_folder
+from ..capabilities.unpacked_libraries import LIBRARIES, VARIABLE, default_folder, peers_folder
 from ..environment.installed_packages import find_package
 from ..errors import ExitCode, Unavailable, UsageError
 from ..files.user_paths import user_path
 from ..peers.fetch import DONE, MISSING, OTHER, fetch, state_of, usable_already
-from ..peers.pinned import LIBRARIES, PinnedPeer, pinned_peer
+from ..peers.pinned import PinnedPeer, pinned_peer
 from ..peers.wheel_stream import WholeFileNeeded
 from .options import framed, option, pick, split_names
 from .output import Output, count, duration, size, table

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 
+from ..capabilities.unpacked_libraries import LIBRARIES, PREFIX
 from .checks import Verdict
 from .decision import Candidate
 from .registry import ENGINES, known_packages
@@ -199,7 +200,9 @@ def _package(verdict: Verdict, name: str) -> str:
         return f"needs {verdict.wanted}; found {verdict.offered}"
     _, *alternatives = verdict.wanted.split(" or ")
     if alternatives:
-        get = f" ({probe.get})" if probe and probe.get else ""
+        fetched = [backend for backend, package in LIBRARIES.items() if PREFIX + package in alternatives]
+        ways = [f"moectl peers {backend}" for backend in fetched] or ([probe.get] if probe else [])
+        get = f" ({' or '.join(ways)})" if any(ways) else ""
         return f"needs {name} or {' or '.join(alternatives)}, none of which is available{get}"
     return absent_package(name, verdict.wanted if verdict.wanted.startswith(f"{name} ") else name)
 

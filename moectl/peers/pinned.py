@@ -5,25 +5,14 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..capabilities.unpacked_libraries import CUTLASS_PEER, TRITON_EXPERTS_PEER
+from ..capabilities.unpacked_libraries import LIBRARIES
 from ..errors import Unavailable
-
-LIBRARIES: Mapping[str, str] = {
-    "marlin": "vllm",
-    "humming": "humming",
-    "triton_kernels": "triton_kernels",
-    "triton": TRITON_EXPERTS_PEER,
-    "cutlass": CUTLASS_PEER,
-    "deep_gemm": "deep_gemm",
-}
-"""Backends whose kernels can be fetched, and their packages as `unpacked_libraries.LOCATIONS` names them."""
 
 FORMAT = {"format": "moectl-peers", "version": 1}
 """Header of the data file."""

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from devtools.lock_peers import files_of
 
-from moectl.capabilities.unpacked_libraries import find_peer, find_peers
+from moectl.capabilities.unpacked_libraries import LIBRARIES, find_peer, find_peers
 from moectl.errors import CheckFailed, Unavailable, UsageError
 from moectl.files import atomic
 from moectl.files.lock import Lock
 from moectl.peers import fetch as fetching
 from moectl.peers import pinned, wheel_stream
 from moectl.peers.fetch import DONE, MISSING, OTHER, fetch, state_of
-from moectl.peers.pinned import LIBRARIES, PinnedPeer, check_path, pinned_peers
+from moectl.peers.pinned import PinnedPeer, check_path, pinned_peers
 from moectl.peers.wheel_stream import WholeFileNeeded
 from support.package_index import WHEEL, Server, peer, server
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from moectl.capabilities.unpacked_libraries import LIBRARIES
 from moectl.checkpoint.source.catalogue import read_entry
 from moectl.oracle.checks import CHECKS, Verdict
 from moectl.oracle.verdict_sentences import SENTENCES, reasons, sentence
@@ -483,6 +484,12 @@ def test_where_the_chosen_backend_was_verified_is_said(options, words):
 def test_what_flashinfers_kernels_lack_is_said_in_its_own_sentence():
     said = "its bf16 x a16 kernels add no biases"
     assert sentence(Verdict("bias in FlashInfer", "scheme", said, "what its kernels compute", False)) == said
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_what_can_be_fetched_is_said_where_it_is_missing(backend):
+    asked = (GPT, "--gpu", "h200", "--policy", "moectl", "--packages", "bare", "--backend", backend)
+    assert f"none of which is available (moectl peers {backend})" in explain(*asked, code=None).words
 
 
 def test_why_not_asks_the_same():
