@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from moectl.capabilities.unpacked_libraries import LIBRARIES
 from moectl.cli import peers as command
 from moectl.cli.output import Output
 from moectl.errors import Unavailable
@@ -98,6 +99,11 @@ def test_a_mirror_can_be_named(server: Server, monkeypatch: pytest.MonkeyPatch, 
 def test_names_that_are_wrong(typed: str, words: str) -> None:
     for arguments in (("peers", typed), ("bench", "--model", "gpt-oss-20b", "--with", typed)):
         assert words in moectl(*arguments, code=2).stderr.replace("Did", "did")
+
+
+def test_the_help_names_what_with_takes() -> None:
+    words = moectl("bench", "--help").words.partition("--with <str>")[2].partition("--tokens")[0]
+    assert all(name in words for name in (*LIBRARIES, command.FLASHINFER)), words
 
 
 def test_flashinfer_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...bench import BenchSettings, parse_counts
+from ...capabilities.unpacked_libraries import LIBRARIES
 from ...checkpoint.source.catalogue import built_in, short_name
 from ...errors import ExitCode, UsageError
 from ...problem.published_layers import SCHEMES
@@ -27,7 +28,7 @@ from ..options import (
     typed_options,
 )
 from ..output import Output, count
-from ..peers import fetch_missing, peer_backends
+from ..peers import FLASHINFER, fetch_missing, peer_backends
 from .output import RowFilter, RowOutput, RowOutputOptions, print_row
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
     from ...layer.layer_source import LayerSource
 
 EXAMPLES = (
-    "moectl bench --model gpt-oss-20b --with marlin,humming,triton_kernels",
-    "moectl bench ./gpt-oss-20b -m 1,8,64-1024*4",
+    "moectl bench ./gpt-oss-20b --with marlin,humming -m 1,8,64-1024*4",
     "moectl bench ./prepared --backend moectl,torch --routing uniform,zipf:1.2",
     "moectl bench --model kimi-k2 -m 1-8192*4 -o rows.jsonl --resume",
     "moectl bench --rows rows.jsonl --format md",
@@ -143,7 +143,7 @@ def bench(
         option(
             "--with",
             own=True,
-            help="Also marlin, humming, triton_kernels, triton, cutlass, from PyPI.",
+            help=f"Also {', '.join(LIBRARIES)} (from PyPI), {FLASHINFER}.",
         ),
     ] = "",
     *,
