@@ -8,6 +8,7 @@ from ...convert.portable.options import PortableOptions, unsuitable
 from ...errors import UsageError
 from ...problem.layouts import ACTS, LAYOUTS, TARGETS
 from ...problem.portable_formats import CONTAINERS, PORTABLE
+from ...problem.schemes import WeightFormat
 from ..options import option, pick
 
 if TYPE_CHECKING:
@@ -86,10 +87,13 @@ def planner(
         return _portable(source, target, portable, max_memory)
     if portable.given:
         raise unsuitable(next(iter(portable.given)), target.to, "applies to portable formats only")
-    from ...convert.layouts.registry import layout_for
+    from ...convert.layouts.registry import layout_for_all
     from ...convert.plan.kernel_layout_plan import plan_conversion
 
-    layout = layout_for(target.to, source.groups[0].problem.scheme.weight, target.arch, target.act)
+    layers: dict[WeightFormat, list[int]] = {}
+    for group in source.groups:
+        layers.setdefault(group.problem.scheme.weight, []).extend(group.layers)
+    layout = layout_for_all(target.to, layers, target.arch, target.act)
     if portable.requantize:
         layout = layout.requantizing()
     return lambda shard: plan_conversion(

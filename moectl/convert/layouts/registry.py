@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from ...errors import CheckpointError, UsageError
 from ...problem import layouts
+from ...problem.layer_ranges import ranges
 from ...problem.layouts import TARGETS
 from ...problem.schemes import WeightFormat
 from ..recipe.chain import BLOCK_BYTES, Chain
@@ -28,6 +31,7 @@ __all__ = [
     "Chain",
     "WeightLayout",
     "layout_for",
+    "layout_for_all",
     "layout_named",
 ]
 
@@ -105,3 +109,30 @@ def layout_named(name: str) -> WeightLayout:
     raise CheckpointError(
         f"no weight layout is called {name!r}; known are {', '.join(layout.name for layout in LAYOUTS)}."
     )
+
+
+def layout_for_all(
+    target: str, layers: Mapping[WeightFormat, Sequence[int]], arch: str | None = None, act: str | None = None
+) -> WeightLayout:
+    """The layout of `target` that holds all `layers`, their numbers by weight format, as `layout_for`.
+
+    Raises UsageError as that does, and if no layout of `target` holds all formats.
+    """
+
+    def holds_all(layout: WeightLayout) -> bool:
+        return all(weight in layout.weights for weight in layers)
+
+    fitting = tuple(dict.fromkeys(layout.target for layout in LAYOUTS if holds_all(layout)))
+    if len(layers) > 1 and target in TARGETS and target not in fitting:
+        formats = ", ".join(
+            f"layer{'s' if len(numbers) > 1 else ''} {ranges(tuple(numbers))} in {weight}"
+            for weight, numbers in layers.items()
+        )
+        raise UsageError(
+            f"no layout of target {target} holds all layers, which differ in format: {formats}.",
+            hint=f"For these weights use one of: {', '.join(fitting)}."
+            if fitting
+            else "No target has one that does. Use the checkpoint itself, whose layers `moectl run` and "
+            "`bench` repack as they load them, or a portable format, such as --to bf16.",
+        )
+    return layout_for(target, next(iter(layers)), arch, act)

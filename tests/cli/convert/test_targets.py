@@ -2,7 +2,10 @@
 
 import pytest
 
+from moectl.convert.layouts.registry import layout_for_all
+from moectl.errors import UsageError
 from moectl.problem.layouts import FOLDER_READERS, DirectoryReader, loads_folder
+from moectl.problem.schemes import MXFP4, NVFP4
 from support.invoking import moectl
 
 
@@ -22,6 +25,24 @@ from support.invoking import moectl
 def test_a_method_as_target_is_answered_with_what_to_type(tiny_kimi, tmp_path, typed, words):
     text = moectl("convert", tiny_kimi, tmp_path / "out", "--to", typed, code=2).stderr
     assert f"{typed!r} is not known" in text and words in " ".join(text.split())
+
+
+@pytest.mark.parametrize("target", ["moectl", "marlin", "aiter"])
+def test_layers_that_no_target_holds_together_are_named_with_what_does(tmp_path, target):
+    asked = ("convert", "QuantTrio/Qwen3.6-35B-A3B-AWQ", tmp_path / "out", "--dry-run", "--offline", "--to")
+    text = " ".join(moectl(*asked, target, code=2).stderr.split())
+    assert "layer 0 in bf16, layers 1-39 in int4 group 128 with zero points" in text
+    assert "No target has one that does. Use the checkpoint itself" in text and "such as --to bf16" in text
+    assert "Choose another --to" not in text
+    assert "nothing was written" in moectl(*asked, "bf16").stdout
+
+
+def test_layers_that_another_target_holds_together_are_answered_with_it():
+    layers = {MXFP4: (0,), NVFP4: (1, 2)}
+    assert layout_for_all("moectl", layers).name == "moectl-mtile64"
+    with pytest.raises(UsageError, match="layer 0 in mxfp4 group 32, layers 1-2 in nvfp4 group 16") as told:
+        layout_for_all("trtllm", layers)
+    assert told.value.hint == "For these weights use one of: moectl."
 
 
 def test_a_gguf_file_is_named_as_such(tmp_path):
