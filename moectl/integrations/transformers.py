@@ -31,7 +31,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..errors import CheckpointError, NoBackend, UsageError
 from ..kernels.prepared_layer import PreparedMoE
-from ..run.layer_variants import problem_in_dtype
+from .compile_at_load import begin, take
 from .limits import ONE_RANK
 from .model_experts import DTYPES, ModelExperts, open_experts
 
@@ -240,8 +240,7 @@ class MoectlQuantizer(HfQuantizer):
             if load is not None:
                 loads.append((load, prepared))
         for load, prepared in loads:
-            if said := load.ready(prepared):
-                logger.info(f"moectl: {said}")
+            take(load, prepared, logger.info)
         return model
 
     def _compiling(self, layer: int, device: torch.device) -> KernelLoad | None:
@@ -249,12 +248,10 @@ class MoectlQuantizer(HfQuantizer):
         tokens = self.quantization_config.warm_tokens
         if not tokens or device.type != "cuda":
             return None
-        from ..layer.background_compile import start  # needs triton
-
         assert self.experts is not None
-        problem = problem_in_dtype(self.experts.problem_of(layer), DTYPES[self.dtype])
+        problem, dtype = self.experts.problem_of(layer), DTYPES[self.dtype]
         backend = self.quantization_config.backend or self.experts.backends(problem, device)[0]
-        return start(problem, backend, device, tokens)
+        return begin(problem, dtype, backend, device, tokens)
 
     def update_device_map(self, device_map: Any) -> Any:
         return device_map

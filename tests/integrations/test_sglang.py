@@ -371,6 +371,55 @@ def test_what_the_switch_asks_for_ends_sglang_if_it_cannot_be_had(monkeypatch, r
     assert "moectl" not in QUANTIZATION_METHODS
 
 
+@pytest.mark.parametrize(
+    ("chunk", "requests", "ranks", "most"),
+    [
+        (8192, None, 1, 8192),
+        (8192, None, 8, 65536),
+        (-1, None, 2, 32768),
+        (1024, None, 2, 8192),
+        (1024, 256, 2, 2048),
+        (1024, 3000, 2, 3000),
+    ],
+)
+def test_kernels_are_compiled_while_weights_are_loaded_and_taken_with_the_last_layer(
+    tiny_gpt_oss, monkeypatch, caplog, chunk, requests, ranks, most
+):
+    from moectl.integrations import compile_at_load
+    from moectl.integrations.sglang.v0_5_23 import experts
+    from moectl.layer import background_compile
+
+    asked, taken, configs = [], [], []
+
+    class Load:
+        def ready(self, layer):
+            taken.append((layer.problem, sorted(configs[0].loaded)))
+            return "3 kernels" if len(taken) == 1 else ""
+
+    def start(problem, backend, device, tokens):
+        asked.append((problem, backend, tokens))
+        return Load()
+
+    class Watched(Model):
+        def load_weights(self, weights):
+            configs.append(self.quant_config)
+            assert len(asked) == 2 and not taken
+            super().load_weights(weights)
+
+    monkeypatch.setattr(background_compile, "start", start)
+    opening = compile_at_load.begin
+    monkeypatch.setattr(experts, "begin", lambda *words: opening(*words[:3], torch.device("cuda"), words[4]))
+    stubs.ARGS.chunked_prefill_size, stubs.ARGS.max_running_requests = chunk, requests
+    with caplog.at_level("INFO"):
+        model = loaded(tiny_gpt_oss, Watched, attn_dp_size=ranks)
+    assert [(backend, tokens) for _, backend, tokens in asked] == [("torch", most)] * 2
+    # What was compiled is what the layers are, and nothing is left to be taken by a request.
+    assert taken == [(problem, [0, 1]) for problem, *_ in asked]
+    assert [record.getMessage() for record in caplog.records] == ["moectl: 3 kernels"]
+    run(model.experts[0])
+    assert len(taken) == 2
+
+
 REAL = os.environ.get("MOECTL_TEST_SGLANG", "")
 """A folder with the unpacked wheel of SGLang 0.5.23, which is read and not imported."""
 

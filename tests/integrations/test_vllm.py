@@ -309,7 +309,8 @@ def plugin_shard(**sizes):
 
 @pytest.mark.parametrize("warm", (False, True))
 def test_kernels_are_compiled_while_weights_are_loaded_and_taken_once(tiny_gpt_oss, monkeypatch, warm):
-    from moectl.integrations.vllm.v0_33 import compile_at_load, experts
+    from moectl.integrations import compile_at_load
+    from moectl.integrations.vllm.v0_33 import experts
     from moectl.layer import background_compile
 
     asked, taken = [], []
@@ -327,7 +328,7 @@ def test_kernels_are_compiled_while_weights_are_loaded_and_taken_once(tiny_gpt_o
 
     monkeypatch.setattr(background_compile, "start", start)
     opening = compile_at_load.begin
-    monkeypatch.setattr(experts, "begin", lambda *words: opening(*words[:3], torch.device("cuda")))
+    monkeypatch.setattr(experts, "begin", lambda *words: opening(*words[:3], torch.device("cuda"), words[4]))
     LOGGED.clear()
     layers = [built(opened(tiny_gpt_oss), number) for number in (0, 1)]
     # Weights are loaded; nothing has waited for a kernel yet. What was compiled before was taken meanwhile.
@@ -341,7 +342,7 @@ def test_kernels_are_compiled_while_weights_are_loaded_and_taken_once(tiny_gpt_o
 
 
 def test_nothing_is_compiled_ahead_on_a_cpu(tiny_gpt_oss):
-    from moectl.integrations.vllm.v0_33.compile_at_load import begin
+    from moectl.integrations.compile_at_load import begin
 
     problem = opened(tiny_gpt_oss).experts.problem_of(0)
-    assert begin(problem, "bf16", "moectl", torch.device("cpu")) is None
+    assert begin(problem, "bf16", "moectl", torch.device("cpu"), 8192) is None

@@ -218,6 +218,7 @@ class Parallel:
     moe_ep_size: int = 1
     moe_ep_rank: int = 0
     pp_size: int = 1
+    attn_dp_size: int = 1
 
 
 SERVER_ARGS = {
@@ -232,6 +233,9 @@ SERVER_ARGS = {
     "enable_lora": None,
     "enable_memory_saver": False,
     "enable_weights_cpu_backup": False,
+    "chunked_prefill_size": 8192,
+    "max_prefill_tokens": 16384,
+    "max_running_requests": None,
 }
 PARALLEL, ARGS = Parallel(), SimpleNamespace()
 
@@ -242,6 +246,14 @@ def get_parallel() -> Parallel:
 
 def get_server_args() -> SimpleNamespace:
     return ARGS
+
+
+def get_schedule() -> SimpleNamespace:
+    return ARGS
+
+
+def max_prefill_buffer_tokens() -> int:
+    return max(0, ARGS.chunked_prefill_size)
 
 
 def resolved_view(server_args: Any) -> Any:
@@ -407,7 +419,12 @@ MODULES: dict[str, tuple[Any, ...]] = {
     "sglang.srt.utils.common": (is_cuda,),
     "sglang.srt.model_loader.loader": (_get_quantization_config, _initialize_model),
     "sglang.srt.plugins.hook_registry": (HookRegistry, HookType),
-    "sglang.srt.runtime_context": (get_parallel, get_server_args),
+    "sglang.srt.runtime_context": (
+        get_parallel,
+        get_schedule,
+        get_server_args,
+        max_prefill_buffer_tokens,
+    ),
     "sglang.srt.arg_groups.model_override_base": (resolved_view,),
 }
 """Stand-ins by the module of SGLang that has them."""

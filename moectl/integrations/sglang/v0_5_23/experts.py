@@ -15,13 +15,14 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.utils.common import is_cuda
 from torch import Tensor
 
-from ....convert.rank_slice import RankShard
 from ....convert.sources import output_name
 from ....errors import NoBackend, UsageError
 from ....kernels.modular.fused_moe_kernel import FusedMoEKernel, share_kernel
+from ...compile_at_load import begin
 from ...limits import Limit, unsupported
 from ...model_experts import default_device, hold_nothing
 from .. import METHOD
+from .deployment import most_tokens, shard_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
@@ -46,8 +47,9 @@ class SglangMoEMethod(FusedMoEMethodBase):
             raise UsageError(
                 f"layer {number} has experts, top-k, hidden size {ours}; SGLang's model has {theirs}"
             )
-        backend = quantization.backends[number]
-        quantization.experts.expect(number, default_device(), quantization.dtype, backend, shard_of(layer))
+        backend, device, dtype = quantization.backends[number], default_device(), quantization.dtype
+        self.load = begin(problem, dtype, backend, device, most_tokens())
+        quantization.experts.expect(number, device, dtype, backend, shard_of(layer))
 
     def create_weights(
         self,
@@ -92,16 +94,11 @@ class SglangMoEMethod(FusedMoEMethodBase):
             f"moectl's experts {NO_NEW_WEIGHTS}: start the server again with the new checkpoint"
         )
         self.kernel = share_kernel(replace(prepared, weights=weights))
-        quantization.loaded = True
+        quantization.has_loaded(self.number, self.kernel.prepared, self.load)
 
     def apply(self, layer: torch.nn.Module, dispatch_output: StandardDispatchOutput) -> StandardCombineInput:
         assert self.kernel is not None and self.runner is not None
         return self.runner.run(dispatch_output, SglangQuantInfo(self.kernel))
-
-
-def shard_of(layer: FusedMoE) -> RankShard:
-    """This rank among those that share the layer's experts."""
-    return RankShard(layer.moe_tp_size, layer.moe_tp_rank, layer.moe_ep_size, layer.moe_ep_rank)
 
 
 def refuse_layer(layer: FusedMoE, number: int) -> None:

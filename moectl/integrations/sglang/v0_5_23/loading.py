@@ -15,13 +15,13 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from ....checkpoint.source.open_checkpoint import MANIFEST
-from ....convert.rank_slice import RankShard
 from ....errors import CheckpointError, NoBackend, UsageError
 from ...engine_names import SWITCH, kernels_asked
 from ...limits import unsupported
 from ...model_experts import DTYPES, ModelExperts, default_device, open_experts
 from .. import METHOD
 from ..limits import LIMITS, MEMORY_SAVER, refusals
+from .deployment import shard_of
 from .quantization import SglangQuantization
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ def quantization_of(original: Load, model_config: Any, load_config: Any) -> Quan
 
 def _own_layers(experts: ModelExperts) -> dict[int, str]:
     """Backends of the layers that moectl computes, by number; says in the log which it leaves to SGLang."""
-    parallel = get_parallel()
-    shard = RankShard(parallel.moe_tp_size, parallel.moe_tp_rank, parallel.moe_ep_size, parallel.moe_ep_rank)
+    shard = shard_of(get_parallel())
     backends, left = experts.own_backends(default_device(), shard)
     experts.refuse_weight_on_input("SGLang", backends, shard)
     for scheme, numbers in left.items():

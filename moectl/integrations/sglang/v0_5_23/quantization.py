@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from sglang.srt.layers.linear import LinearBase
@@ -13,10 +14,17 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig, Quant
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from ....errors import NoBackend
+from ....kernels.prepared_layer import PreparedMoE
+from ...compile_at_load import take
 from ...engine_names import kernels_asked
 from ...model_experts import ModelExperts
 from .. import METHOD
 from .experts import SglangMoEMethod
+
+if TYPE_CHECKING:
+    from ....layer.background_compile import KernelLoad
+
+logger = logging.getLogger(__name__)
 
 
 class SglangQuantization(QuantizationConfig):
@@ -31,7 +39,7 @@ class SglangQuantization(QuantizationConfig):
         dtype: of tokens, ``bf16`` or ``fp16``.
         placed: numbers of the layers that the model has built with moectl's experts.
         filtered: whether the model's loader no longer sees the experts' tensors.
-        loaded: whether a layer has its weights.
+        loaded: numbers of the layers that have their weights.
     """
 
     _silent: ClassVar[bool] = False
@@ -46,7 +54,9 @@ class SglangQuantization(QuantizationConfig):
         super().__init__()
         self.experts, self.inner, self.backends, self.dtype = experts, inner, dict(backends), dtype
         self.placed: set[int] = set()
-        self.filtered = self.loaded = False
+        self.loaded: set[int] = set()
+        self.filtered = False
+        self._loads: list[tuple[KernelLoad, PreparedMoE]] = []
         if inner is not None:
             self.packed_modules_mapping = inner.packed_modules_mapping
             self.weight_block_size = inner.weight_block_size
@@ -125,3 +135,16 @@ class SglangQuantization(QuantizationConfig):
         if self.inner is not None:
             return self.inner.get_quant_method(layer, prefix)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+    def has_loaded(self, number: int, layer: PreparedMoE, load: KernelLoad | None) -> None:
+        """Takes note of a layer's weights; with those of the last, waits for the kernels of all.
+
+        That is before SGLang measures its memory, and before it captures graphs.
+        """
+        self.loaded.add(number)
+        if load is not None:
+            self._loads.append((load, layer))
+        if self.loaded >= self.placed:
+            for waiting, prepared in self._loads:
+                take(waiting, prepared, logger.info)
+            self._loads.clear()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 from ....convert.rank_slice import RankShard
@@ -69,6 +69,12 @@ def download_folder() -> str | None:
     """Where vLLM downloads weights to (``--download-dir``); None for the Hub's own cache."""
     config = get_current_vllm_config_or_none()
     return None if config is None else config.load_config.download_dir
+
+
+def most_tokens() -> int:
+    """The most tokens that vLLM's scheduler gives a layer of experts, those of all data-parallel ranks."""
+    config = get_current_vllm_config()
+    return int(config.scheduler_config.max_num_batched_tokens * config.parallel_config.data_parallel_size)
 
 
 def check_map(expert_map: Tensor | None, problem: MoEProblem, first: int, number: int) -> None:

@@ -21,10 +21,10 @@ from ....kernels.modular.fused_moe_kernel import FusedMoEKernel, layer_kernel
 from ....kernels.prepared_layer import PreparedMoE
 from ....kernels.registry import runner_for
 from ....problem.moe_problem import MoEProblem
+from ...compile_at_load import begin, take
 from ...model_experts import BACKEND, DTYPES, OWN, ModelExperts, default_device, hold_nothing, takes_over
 from .. import OWN_KERNELS
-from .compile_at_load import begin, take
-from .deployment import check_map, dummy, refuse, shard_of
+from .deployment import check_map, dummy, most_tokens, refuse, shard_of
 from .engine_kernels import KERNELS, engine_method
 from .log import logger_of
 
@@ -93,7 +93,7 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         self.kernel: FusedMoEKernel | None = None
         problem = experts.problem_of(number, shard_of(moe))
         device, dtype = default_device(), DTYPES[moe.in_dtype]
-        self.load = begin(problem, dtype, backend, device)
+        self.load = begin(problem, dtype, backend, device, most_tokens())
         experts.expect(number, device, dtype, backend, shard_of(moe))
 
     def maybe_roundup_sizes(
@@ -129,7 +129,7 @@ class MoectlMoEMethod(FusedMoEMethodBase):
         )
         load = self.load
         if load is not None and load.compiled:
-            take(load, self.kernel.prepared)  # while threads read the layers after this one
+            take(load, self.kernel.prepared, logger.info)  # while threads read the layers after this one
             load = None
         ours = VllmExperts(self.moe, self.moe_quant_config, self.kernel, load)
         self.moe_kernel = mk.FusedMoEKernel(around, ours)
@@ -273,6 +273,6 @@ class VllmExperts(mk.FusedMoEExpertsModular):
         **named: Any,
     ) -> None:
         if self.load is not None:
-            take(self.load, self.kernel.prepared)
+            take(self.load, self.kernel.prepared, logger.info)
             self.load = None
         self.kernel.call_into(output, hidden_states, topk_ids.to(torch.int32), topk_weights.float())
