@@ -122,6 +122,23 @@ def published_bandwidth(name: str) -> float:
     return _scaled(_table()["gpus"][key]["bandwidth_tb_s"]) if key else 0.0
 
 
+def memory_bandwidth(megahertz: float, bits: int) -> float:
+    """Bytes per second of a memory with a clock and a bus width, as drivers report them; 0 if one of them is.
+
+    Example:
+        >>> round(memory_bandwidth(2619, 5120) / 1e9)  # an H100
+        3352
+    """
+    transfers = 2e6 * megahertz
+    return transfers * bits / 8
+
+
+def bandwidth_by_torch(properties: Any) -> float:
+    """The `memory_bandwidth` of torch's properties of a GPU; 0 if they do not say."""
+    kilohertz = getattr(properties, "memory_clock_rate", 0)
+    return memory_bandwidth(kilohertz / 1000, getattr(properties, "memory_bus_width", 0))
+
+
 @lru_cache(maxsize=64)
 def published_matrix_rate(name: str) -> float:
     """Dense 16-bit FLOP/s of one multiprocessor as published, by any name of its GPU; 0 if unknown.

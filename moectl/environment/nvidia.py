@@ -115,19 +115,26 @@ def _nvml_listing() -> DriverListing | None:
     return results[0]
 
 
-def cuda_device(name: str, arch: str, memory_bytes: int = 0) -> Device:
+def cuda_device(name: str, arch: str, memory_bytes: int = 0, sms: int = 0, bandwidth: float = 0.0) -> Device:
     """The device that a driver calls `name`, with the published figures if it is known.
 
-    `memory_bytes` is 0 if the driver does not say.
+    What the driver says is 0 if it does not. Its memory counts before what is published, which counts before
+    its multiprocessors and bandwidth.
     """
     known = known_names().get(squeeze(name))
     device = device_of(known, arch) if known else Device("cuda", arch, name)
-    return replace(device, name=name, memory_bytes=memory_bytes or device.memory_bytes)
+    return replace(
+        device,
+        name=name,
+        sms=device.sms or sms,
+        memory_bytes=memory_bytes or device.memory_bytes,
+        bandwidth=device.bandwidth or bandwidth,
+    )
 
 
 def _gpus(listing: DriverListing) -> Iterator[Gpu]:
     for listed in listing.gpus:
-        device = cuda_device(listed.name, listed.arch, listed.memory_bytes)
+        device = cuda_device(listed.name, listed.arch, listed.memory_bytes, listed.sms, listed.bandwidth)
         gpu = Gpu(device, listed.index, listed.uuid, listing.driver, remark=listed.failure)
         yield from _slices(gpu, listed) if listed.mig else (gpu,)
 

@@ -46,6 +46,8 @@ class ListedGpu:
         memory_bytes: whole MiB; 0 if the driver does not say.
         mig: whether it is in MIG mode.
         failure: why the driver cannot use it; empty if it can.
+        sms: streaming multiprocessors; 0 if the driver does not say.
+        bandwidth: peak memory bandwidth, bytes/s; 0 if the driver does not say.
     """
 
     index: str
@@ -56,6 +58,8 @@ class ListedGpu:
     mig: bool = False
     slices: tuple[ListedSlice, ...] = ()
     failure: str = ""
+    sms: int = 0
+    bandwidth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from .named_devices import memory_bandwidth
 from .nvidia_listing import DriverListing, ListedGpu, ListedSlice, NoAnswer, one_line
+
+CORES = {
+    (7, 0): 64,
+    (7, 5): 64,
+    (8, 0): 64,
+    (8, 6): 128,
+    (8, 9): 128,
+    (9, 0): 128,
+    (10, 0): 128,
+    (10, 3): 128,
+    (12, 0): 128,
+    (12, 1): 128,
+}
+"""CUDA cores of a multiprocessor, by compute capability."""
 
 
 def library() -> Any | None:
@@ -75,7 +90,20 @@ def _gpu(nvml: Any, index: int) -> ListedGpu:
     nbytes = int(memory.total) >> 20 << 20 if memory is not None else 0
     current, _ = value_or(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)
     slices = tuple(_slices(nvml, handle)) if current else ()
-    return ListedGpu(str(index), uuid, name, f"sm{major}{minor}", nbytes, bool(current), slices)
+    cores = value_or(nvml, 0, nvml.nvmlDeviceGetNumGpuCores, handle)
+    clock = value_or(nvml, 0, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_MEM)
+    width = value_or(nvml, 0, nvml.nvmlDeviceGetMemoryBusWidth, handle)
+    return ListedGpu(
+        str(index),
+        uuid,
+        name,
+        f"sm{major}{minor}",
+        nbytes,
+        bool(current),
+        slices,
+        sms=cores // CORES[major, minor] if (major, minor) in CORES else 0,
+        bandwidth=memory_bandwidth(clock, width),
+    )
 
 
 def _slices(nvml: Any, gpu: Any) -> Iterator[ListedSlice]:

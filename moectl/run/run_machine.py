@@ -11,6 +11,7 @@ import torch
 from ..cache import backend_times_file
 from ..cache.cache_file import CacheWarning
 from ..environment import Device, Packages, detect_cpu, detect_device
+from ..environment.named_devices import bandwidth_by_torch
 from ..environment.nvidia import DriverFailure, cuda_device
 from ..errors import MoectlError, NoBackend, Unavailable, UsageError
 from ..oracle.decision import Decision
@@ -103,8 +104,13 @@ def _used_gpu(device: torch.device) -> Device:
 
 def _by_torch(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
-    memory = properties.total_memory >> 20 << 20
-    return cuda_device(properties.name, f"sm{properties.major}{properties.minor}", memory)
+    return cuda_device(
+        properties.name,
+        f"sm{properties.major}{properties.minor}",
+        properties.total_memory >> 20 << 20,
+        properties.multi_processor_count,
+        bandwidth_by_torch(properties),
+    )
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,52 @@ def test_nvml_and_nvidia_smi_list_the_same(bench, mig: bool) -> None:
     assert by_library.gpus == by_process.gpus
 
 
+SAID = {"memory": 80 << 30, "cores": 16896, "most_memory": 2619, "width": 5120}
+
+
+def listed(bench, *gpus: dict[str, object]) -> list[Device]:
+    bench.nvml(*({"uuid": f"GPU-{number}", **SAID, **gpu} for number, gpu in enumerate(gpus)))
+    return [gpu.device for gpu in detect_gpus()]
+
+
+def test_the_driver_says_what_is_not_published(bench) -> None:
+    unknown, half_known = listed(
+        bench,
+        {"name": "NVIDIA H100 80GB HBM2e", "capability": (9, 0)},
+        {"name": "NVIDIA B300 SXM6 AC", "capability": (10, 3), "cores": 18944},
+    )
+    assert (unknown.sms, unknown.bandwidth) == (132, pytest.approx(3.352e12, rel=1e-4))
+    assert (half_known.sms, half_known.bandwidth, half_known.bf16_flops) == (148, 8e12, 2.25e15)
+
+
+def test_what_is_published_counts_before_what_the_driver_says(bench) -> None:
+    (known,) = listed(bench, {"name": "NVIDIA H200", "capability": (9, 0), "cores": 128, "width": 64})
+    assert (known.sms, known.bandwidth) == (132, 4.8e12)
+
+
+@pytest.mark.parametrize(
+    ("said", "sms", "known"),
+    [
+        ({"capability": (8, 0), "cores": 6912}, 108, True),
+        ({"capability": (8, 9), "cores": 9728}, 76, True),
+        ({"capability": (13, 0)}, 0, True),
+        ({"cores": None, "width": None}, 0, False),
+        ({"most_memory": None}, 132, False),
+    ],
+)
+def test_a_driver_that_does_not_say_leaves_it_unknown(bench, said, sms: int, known: bool) -> None:
+    (device,) = listed(bench, {"name": "NVIDIA of tomorrow", "capability": (9, 0), **said})
+    assert (device.sms, bool(device.bandwidth)) == (sms, known)
+
+
+def test_rates_of_a_slice_stay_unknown(bench) -> None:
+    part = {"name": "NVIDIA of tomorrow MIG 1g.10gb", "uuid": "MIG-1"}
+    (device,) = listed(
+        bench, {"name": "NVIDIA of tomorrow", "capability": (9, 0), "mig": 1, "slices": (part,)}
+    )
+    assert (device.sms, device.bandwidth) == (0, 0.0)
+
+
 def test_nvidia_smi_answers_where_nvml_does_not(bench) -> None:
     bench.gpus(H100.format(mig="Disabled"))
     bench.nvml(error="no library")

@@ -56,8 +56,7 @@ def test_a_driver_that_fails_is_an_error_unless_the_cpu_was_asked_for(bench, bli
 def test_a_gpu_that_torch_uses_needs_no_tools_of_the_driver(bench, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    seen = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=(143771 << 20) + 5)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: seen)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Seen(name="NVIDIA H200"))
     bench.file("dev/nvidia0")
     machine = this_machine()
     assert machine.torch == torch.device("cuda")
@@ -68,7 +67,7 @@ def test_a_gpu_that_torch_uses_needs_no_tools_of_the_driver(bench, monkeypatch) 
 class Seen(SimpleNamespace):
     """What torch says of a GPU."""
 
-    major, minor, total_memory = 9, 0, (143771 << 20) + 5
+    major, minor, total_memory, multi_processor_count = 9, 0, (143771 << 20) + 5, 100
 
 
 @pytest.fixture
@@ -94,6 +93,15 @@ def test_a_process_that_uses_a_gpu_asks_no_driver_which_one(bench, torch_on) -> 
     torch_on("NVIDIA H200 MIG 1g.18gb")
     bench.gpus(H200)
     assert machine_of(torch.device("cuda", 1)).device.name == "NVIDIA H200"
+
+
+def test_torch_says_of_a_gpu_what_is_not_published(torch_on, monkeypatch) -> None:
+    torch_on("NVIDIA of tomorrow")
+    device = machine_of(torch.device("cuda")).device
+    assert (device.sms, device.bandwidth) == (100, 0.0)
+    for name, value in (("memory_clock_rate", 2_619_000), ("memory_bus_width", 5120)):
+        monkeypatch.setattr(Seen, name, value, raising=False)
+    assert machine_of(torch.device("cuda")).device.bandwidth == pytest.approx(3.352e12, rel=1e-4)
 
 
 def test_a_process_cannot_use_what_torch_does_not_see(blind_torch) -> None:

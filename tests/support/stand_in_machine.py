@@ -107,7 +107,13 @@ def nvmlDeviceGetClockInfo(gpu, kind):
     return _value(gpu, "sm" if kind == NVML_CLOCK_SM else "clock")
 
 def nvmlDeviceGetMaxClockInfo(gpu, kind):
-    return _value(gpu, "most")
+    return _value(gpu, "most" if kind == NVML_CLOCK_SM else "most_memory")
+
+def nvmlDeviceGetMemoryBusWidth(gpu):
+    return _value(gpu, "width")
+
+def nvmlDeviceGetNumGpuCores(gpu):
+    return _value(gpu, "cores")
 
 def nvmlDeviceGetTemperature(gpu, kind):
     return _value(gpu, "celsius")

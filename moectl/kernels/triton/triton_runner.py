@@ -18,7 +18,7 @@ from torch import Tensor
 from ...capabilities.kernel_support import KernelSupport
 from ...capabilities.own_kernels import TRITON, in_rows, token_format
 from ...environment import Device
-from ...environment.named_devices import published_bandwidth
+from ...environment.named_devices import bandwidth_by_torch, published_bandwidth
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import A16
@@ -197,11 +197,7 @@ def _rates_of(device: torch.device) -> GpuRates:
 
 def bandwidth_of(about: Any) -> float:
     """Published bytes per second of a GPU's memory, by its name, else from its clock and width."""
-    known = published_bandwidth(about.name)
-    if known:
-        return known
-    clock, width = getattr(about, "memory_clock_rate", 0), getattr(about, "memory_bus_width", 0)
-    return 2e3 * clock * width / 8 or USUAL_BANDWIDTH
+    return published_bandwidth(about.name) or bandwidth_by_torch(about) or USUAL_BANDWIDTH
 
 
 def launch_of(name: str, tile: Mapping[str, int]) -> Launch | None:

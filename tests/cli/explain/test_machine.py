@@ -54,6 +54,17 @@ def test_without_the_engine_this_machine_gets_the_answer_of_the_named_gpu(gpu_bo
     assert detected.document["groups"][0]["decision"]["chosen"]["backend"] != "triton"
 
 
+def test_times_are_predicted_for_a_gpu_that_only_its_driver_knows(bench) -> None:
+    gpu = {"uuid": "GPU-0", "name": "NVIDIA GeForce RTX 4080", "memory": 16 << 30, "capability": (8, 9)}
+    asked = ("explain", GPT, "--policy", "moectl", "--offline", "--json")
+    bench.nvml(gpu)
+    assert "are not known" in moectl(*asked).document["groups"][0]["predicted"]["reason"]
+    bench.nvml({**gpu, "cores": 9728, "most_memory": 11201, "width": 256})
+    predicted = moectl(*asked).document["groups"][0]["predicted"]
+    # 716.9 GB/s, for the four experts that a token takes.
+    assert predicted["reason"] == "" and predicted["times"][0]["us"] > 4 * 13.2e6 / 716.9e3
+
+
 def test_without_a_gpu_the_answer_is_said_to_be_the_cpus(bench) -> None:
     said = "no GPU was found, so this is the answer for the CPU; --gpu NAME asks for another device"
     # Whether vLLM has a kernel depends on this machine's CPU.
