@@ -196,6 +196,7 @@ def mean_work(works: Sequence[LayerWork]) -> LayerWork:
         sum(w.weight_bytes for w in works) // n,
         sum(w.activation_bytes for w in works) // n,
         sum(w.flops for w in works) // n,
+        sum(w.assignments for w in works) / n,
         sum(w.experts for w in works) / n,
     )
 

@@ -23,12 +23,14 @@ class LayerWork:
         weight_bytes: weights, scales, zero points and biases of the active experts, each read once.
         activation_bytes: input tokens read once, and the result written once.
         flops: two per weight and assignment.
+        assignments: pairs of a token and one of the rank's experts.
         experts: number of active experts.
     """
 
     weight_bytes: int
     activation_bytes: int
     flops: int
+    assignments: float
     experts: float
 
     @property
@@ -81,6 +83,7 @@ def work_of_hits(problem: MoEProblem, tokens: int, assignments: float, experts: 
         weight_bytes=round(experts * problem.expert_bytes()),
         activation_bytes=2 * tokens * dims.hidden * ACTIVATION_BYTES,
         flops=round(2 * matrices * dims.hidden * dims.intermediate * assignments),
+        assignments=assignments,
         experts=experts,
     )
 

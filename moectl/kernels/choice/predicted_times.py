@@ -8,6 +8,7 @@ from functools import lru_cache
 from ...capabilities.own_kernels import TRITON
 from ...environment import Device
 from ...problem.moe_problem import MoEProblem
+from ...problem.roofline import uniform_work
 from .launch_model import GpuRates, coefficients, predicted_us
 from .launch_plan import TILE_FAMILIES, planned
 
@@ -48,6 +49,8 @@ class PredictedTimes:
 def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]) -> PredictedTimes:
     """The predicted times of `problem`, a rank's share, on `device` with the launches that ship.
 
+    With expert parallelism they are those of the most loaded rank, as a step takes (`uniform_work`).
+
     Example:
         >>> from moectl.environment import find_device
         >>> from moectl.problem.published_layers import model_problem
@@ -67,7 +70,7 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
     for m in sorted(tokens):
         launch = plan.launch(m)
         shape = TILE_FAMILIES[launch.family].shape(problem, launch.tile)
-        us = predicted_us(problem, m, launch.family, shape, rates)
+        us = predicted_us(problem, m, launch.family, shape, rates, _busiest(problem, m))
         if us is not None:
             times.append(PredictedTime(m, us, launch.family))
             error = coefficients().error(launch.family, problem.scheme.weight, device.name)
@@ -75,6 +78,14 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
             errors += [error if measured else None]
     known = [error for error in errors if error is not None]
     return PredictedTimes(tuple(times), max(known) if len(known) == len(errors) > 0 else None)
+
+
+def _busiest(problem: MoEProblem, tokens: int) -> tuple[float, float] | None:
+    """Active experts and assignments of the most loaded rank; None without expert parallelism."""
+    if problem.parallel.ep_size == 1:
+        return None
+    work = uniform_work(problem, tokens)
+    return work.experts, work.assignments
 
 
 def _unpredicted(device: Device) -> str:

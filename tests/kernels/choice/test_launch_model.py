@@ -12,10 +12,23 @@ from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moectl.environment.named_devices import find_device, published_bandwidth, published_matrix_rate
+from moectl.environment.named_devices import (
+    find_device,
+    gpu_names,
+    lowest_matrix_rate,
+    published_bandwidth,
+    published_matrix_rate,
+)
 from moectl.kernels.choice.expert_load import expert_counts, token_tiles_of
 from moectl.kernels.choice.launch import Launch
-from moectl.kernels.choice.launch_model import GemmWork, GpuRates, load_of, predicted_us, work_of
+from moectl.kernels.choice.launch_model import (
+    FITTED_MATRIX_RATE,
+    GemmWork,
+    GpuRates,
+    load_of,
+    predicted_us,
+    work_of,
+)
 from moectl.kernels.choice.launch_plan import SIZES, launch_for, planned
 from moectl.kernels.choice.launch_shape import GemmShape, LaunchShape
 from moectl.kernels.triton.triton_runner import (
@@ -179,7 +192,7 @@ def test_extreme_layers_and_gpus_have_times_that_grow(
 def test_gpus_with_the_matrix_rate_of_measured_ones_are_predicted_as_before(name: str) -> None:
     """`matrix` is exactly 1: no prediction has changed by it."""
     known = name if name.startswith("a GPU") else find_device(name).name
-    assert GpuRates.of(132, 4.8e12, published_matrix_rate(known)) == H200
+    assert GpuRates.of_gpu(known, 132, 4.8e12, ON_SM90) == H200
 
 
 @pytest.mark.parametrize(
@@ -190,6 +203,37 @@ def test_a_variant_with_other_memory_has_the_matrix_rate_of_its_gpu(variant: str
     device = find_device(gpu)
     assert published_matrix_rate(variant) == published_matrix_rate(device.name) > 0
     assert published_bandwidth(variant) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "arch"),
+    [
+        ("NVIDIA A10G", (8, 6), "sm86"),  # its row has no matrix rate
+        ("NVIDIA GeForce RTX 4080", (8, 9), "sm89"),  # it has no row
+        ("NVIDIA GB200", (10, 0), "sm100"),  # its row has no number of multiprocessors
+        ("NVIDIA B300 SXM6 AC", (10, 3), "sm100"),  # nor has any of its architecture
+        ("NVIDIA GB300", (10, 3), "sm100"),
+    ],
+)
+def test_a_matrix_rate_that_is_not_published_is_the_lowest_of_the_architecture(
+    name: str, capability: tuple[int, int], arch: str
+) -> None:
+    assert published_matrix_rate(name) == 0
+    alike = [device.name for device in map(find_device, gpu_names()) if device.arch == arch]
+    lowest = min(rate for rate in map(published_matrix_rate, alike) if rate)
+    assert lowest_matrix_rate(10 * capability[0] + capability[1]) == lowest
+    assert GpuRates.of_gpu(name, 100, 1e12, capability).matrix == min(1.0, lowest / FITTED_MATRIX_RATE)
+
+
+def test_consumers_gpus_do_not_have_the_matrix_rate_of_those_that_were_measured() -> None:
+    assert GpuRates.of_gpu("NVIDIA A10G", 80, 6e11, (8, 6)).matrix < 0.12
+    assert GpuRates.of_gpu("NVIDIA H20", 78, 4e12, (9, 0)).matrix < 0.26
+    with compiling_for(replace(OFFLINE_GPUS[86], name="NVIDIA A10G")):
+        assert _rates_of(torch.device("cuda")).matrix < 0.12
+
+
+def test_an_architecture_older_than_every_published_one_has_no_matrix_rate() -> None:
+    assert lowest_matrix_rate(60) == 0
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H2000", "NVIDIA", "", "NVIDIA-H", "h"])

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moectl.capabilities.own_kernels import ROW_FORMATS
-from moectl.environment.named_devices import find_device, published_matrix_rate
+from moectl.environment.named_devices import find_device
 from moectl.kernels.choice import launch_plan
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.choice.launch_model import GpuRates, predicted_us
@@ -205,7 +205,7 @@ OTHER_GPUS = ("a100", "a10", "l40s", "b200", "rtx-pro-6000")
 def test_other_gpus_have_plans_of_the_kernels_that_run_there(format: str, gpu: str) -> None:
     device = find_device(gpu)
     capability = divmod(device.capability, 10)
-    rates = GpuRates.of(device.sms, device.bandwidth, published_matrix_rate(device.name), capability)
+    rates = GpuRates.of_gpu(device.name, device.sms, device.bandwidth, capability)
     for sizes in ((7168, 256, 384, 8), (4096, 14336, 8, 2), (2048, 768, 128, 8)):
         hidden, intermediate, experts, top_k = sizes
         problem = MoEProblem(Dims(hidden, intermediate), experts, top_k, SCHEMES[format])

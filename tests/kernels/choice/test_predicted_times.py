@@ -9,11 +9,13 @@ import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 
 from moectl.environment import find_device
-from moectl.kernels.choice.launch_model import coefficients
+from moectl.kernels.choice.launch_model import GpuRates, coefficients, predicted_us
+from moectl.kernels.choice.launch_plan import TILE_FAMILIES, planned
 from moectl.kernels.choice.predicted_times import predicted_times
 from moectl.kernels.triton.triton_runner import bandwidth_of, choose_shipped, predicted_for
 from moectl.problem.moe_problem import Dims, MoEProblem, Parallel
 from moectl.problem.published_layers import SCHEMES, model_problem
+from moectl.problem.roofline import published_rates, roofline_time, uniform_work
 from moectl.problem.schemes import FULL, ActFormat, Scheme, WeightFormat, act_format, int_format
 
 TOKENS = (1, 8, 64, 512, 4096)
@@ -73,6 +75,51 @@ def test_times_of_a_format_that_another_stands_for_have_no_error(name: str) -> N
     family = predicted_times(problem, H200, (64,)).times[0].family
     assert coefficients().format_for(family, weight) == measured
     assert predicted_times(problem, H200, (64,)).median_error is None
+
+
+RANKS = (Parallel(tp=2, ep=True), Parallel(tp=8, ep=True), Parallel(dp=16, ep=True), Parallel(dp=64, ep=True))
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100", "a100"])
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3", "gpt-oss-120b", "qwen3-30b", "kimi-k2"])
+def test_no_time_with_expert_parallelism_is_below_the_roofline(model: str, gpu: str) -> None:
+    device = find_device(gpu)
+    whole = model_problem(model)
+    for parallel in (ranks for ranks in RANKS if ranks.ep_size <= whole.experts):
+        problem = whole.on(parallel)
+        for time in predicted_times(problem, device, (1, 2, 8, 64, 300, 1024)).times:
+            work = uniform_work(problem, time.tokens)
+            least = roofline_time(work, published_rates(device, problem.scheme.act.name))
+            assert time.us > 1e6 * least.seconds, (parallel, time)
+
+
+def average_us(problem: MoEProblem, tokens: int, of: MoEProblem | None = None) -> float:
+    """The time on average over ranks under the launch of `problem`: its own, or that of another layer."""
+    rates = GpuRates.of_gpu(H200.name, H200.sms, H200.bandwidth, (9, 0))
+    plan = planned(problem, rates, (9, 0))
+    assert plan is not None
+    launch = plan.launch(tokens)
+    shape = TILE_FAMILIES[launch.family].shape(problem, launch.tile)
+    us = predicted_us(of or problem, tokens, launch.family, shape, rates)
+    assert us is not None
+    return us
+
+
+def test_one_token_for_ranks_of_one_expert_takes_what_a_layer_of_one_expert_does() -> None:
+    whole = model_problem("mixtral-8x7b")
+    rank = whole.on(Parallel(tp=8, ep=True))
+    (time,) = predicted_times(rank, H200, (1,)).times
+    alone = replace(whole, experts=1, local_experts=1, top_k=1)
+    assert time.us == pytest.approx(average_us(rank, 1, of=alone))
+    # On average, as six of the eight ranks have nothing to do.
+    assert average_us(rank, 1) < time.us / 2
+
+
+@pytest.mark.parametrize("parallel", [Parallel(), Parallel(tp=8), Parallel(tp=2, dp=4)], ids=str)
+def test_without_expert_parallelism_no_rank_has_more_to_do_than_others(parallel: Parallel) -> None:
+    problem = model_problem("gpt-oss-120b").on(parallel)
+    times = predicted_times(problem, H200, TOKENS).times
+    assert [time.us for time in times] == [average_us(problem, tokens) for tokens in TOKENS]
 
 
 OSS, BF16, FP8 = (
