@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter, defaultdict
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from moectl.kernels.choice.launch_model import BY_FORMAT, GEMM, LAUNCH, coefficients
 from moectl.kernels.choice.launch_plan import PORTABLE
+from moectl.kernels.choice.launch_table import entries
 from support import python_forks
 
 ROOT = Path(__file__).parents[2]
@@ -22,10 +25,31 @@ FOUR_BITS = (
     "docs/bench_between_rows_h200.jsonl",
 )
 
+LAYER = ("name", "format", "hidden", "intermediate", "experts", "local_experts", "top_k")
+"""What tells the layers of a survey apart."""
+
 
 def _fit(*arguments: str) -> str:
     script = ROOT / "scripts" / "fit_launch_model"
     return python_forks.run([script, *arguments], cwd=ROOT, check=True, timeout=3600).stdout
+
+
+def test_the_page_counts_the_rows_as_they_are() -> None:
+    page = " ".join((ROOT / "docs/launches.md").read_text().split())
+    cells: dict[tuple[object, ...], Counter[int]] = defaultdict(Counter)
+    for line in (ROOT / "docs/launches_h200.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        cells[tuple(row[key] for key in LAYER)][row["tokens"]] += 1
+    tokens = [len(of) for of in cells.values()]
+    launches = [number for of in cells.values() for number in of.values()]
+    said = (
+        f"The H200's rows are of {len(cells)} layers at {min(tokens)} to {max(tokens)} numbers of tokens "
+        f"(median {median(tokens):g}), of {min(launches)} to {max(launches)} launches at each "
+        f"(median {median(launches):g})."
+    )
+    assert said in page
+    assert f"({sum(launches)} on an H200" in page
+    assert f"`--table` takes all {sum(len(entry.rows) for entry in entries())} that it has" in page
 
 
 @pytest.mark.slow
