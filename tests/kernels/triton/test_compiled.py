@@ -13,9 +13,11 @@ import pytest
 import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.published_kernels import IN_ROWS, MODELS, Inspected, layer_without_weights
-from devtools.inspection.shipped_kernels import candidates, inspect, inspect_run, shipped
+from devtools.inspection.shipped_kernels import Examined, candidates, inspect, inspect_run, shipped
 
 from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.launch_plan import TILE_FAMILIES
+from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.registry import runner_for
 from moectl.kernels.triton.hopper.gemm_spec import exact_weights
 from moectl.kernels.triton.kernel_family import layer_of
@@ -23,6 +25,7 @@ from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Activation, Dims, MoEProblem
 from moectl.problem.padding import pad
+from moectl.problem.published_layers import model_problem
 from moectl.problem.schemes import FULL, MXFP8, NVFP4, Scheme, WeightFormat, int_format
 
 WITHOUT_WGMMA = frozenset({"stream", "warpwise"})
@@ -201,16 +204,52 @@ def test_int4_with_scales_that_do_not_fold_on_sm90(family: str) -> None:
     check(Inspected("int4, not folded", 90, it.launch, it.tokens[0], kernels))
 
 
+OTHER_FORMATS = {
+    f"qwen3-30b:{format}": model_problem("qwen3-30b", format)
+    for format in (
+        "mxfp8",
+        "nvfp4",
+        "int8-g128",
+        "int8-channel",
+        "bf16",
+        "fp8-block",
+        "fp8-channel",
+        "fp8-tensor",
+    )
+}
+"""A layer in formats that none of `MODELS` has."""
+
+
+def compiles_and_fits(name: str, layer: PreparedMoE, it: Examined, arch: int) -> None:
+    """The kernels of a call compile and fit into shared memory; a spilled register is only slow there."""
+    gpu = OFFLINE_GPUS[arch]
+    call = Inspected(name, arch, it.launch, it.tokens[0], inspect(layer, it.tokens[0], it.launch, gpu))
+    check(call, strict=False)
+    assert all(kernel.shared <= gpu.shared for kernel in call.kernels), call
+
+
+def shared_by_count(layer: PreparedMoE, it: Examined) -> int:
+    """Bytes of shared memory of the launch, as choices count them."""
+    shape = TILE_FAMILIES[it.launch.family].shape(layer.problem, it.launch.tile)
+    return max(gemm.shared for gemm in shape.gemms)
+
+
+def test_the_launch_of_most_shared_memory_fits_where_there_is_least() -> None:
+    arch = min(OFFLINE_GPUS, key=lambda arch: OFFLINE_GPUS[arch].shared)
+    layers = ((name, empty_layer(problem, "moectl")) for name, problem in OTHER_FORMATS.items())
+    calls = [(name, layer, it) for name, layer in layers for it in shipped(layer, OFFLINE_GPUS[arch])]
+    widest = max(calls, key=lambda call: shared_by_count(*call[1:]))
+    compiles_and_fits(*widest, arch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ELSEWHERE)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_shipped_launch_elsewhere(model: str, arch: int) -> None:
-    """They compile and fit; a spilled register is only slow there."""
-    layer, gpu = layer_without_weights(model), OFFLINE_GPUS[arch]
-    for it in shipped(layer, gpu):
-        call = Inspected(model, arch, it.launch, it.tokens[0], inspect(layer, it.tokens[0], it.launch, gpu))
-        check(call, strict=False)
-        assert all(kernel.shared <= gpu.shared for kernel in call.kernels), call
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_FORMATS])
+def test_every_shipped_launch_elsewhere(name: str, arch: int) -> None:
+    other = OTHER_FORMATS.get(name)
+    layer = empty_layer(other, "moectl") if other else layer_without_weights(name)
+    for it in shipped(layer, OFFLINE_GPUS[arch]):
+        compiles_and_fits(name, layer, it, arch)
 
 
 @pytest.mark.slow
