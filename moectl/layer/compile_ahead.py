@@ -163,7 +163,8 @@ def compile_ahead(request: CompileRequest, jobs: int = 0, report: Report | None 
     process of its own do it (`background_compile`).
 
     Args:
-        jobs: worker processes; 0: as many as there are cores and memory for. 1 compiles in this process.
+        jobs: worker processes; 0: as many as there are cores and memory for. 1 compiles in this process, if
+            that has not compiled for another architecture before.
         report: is told of progress.
 
     Raises UsageError, NoBackend as `CompileRequest.binaries` does. A kernel that fails does not stop the
@@ -183,14 +184,14 @@ def compile_binaries(
     said = report or (lambda done, total, name: None)
     workers = min(jobs or most_workers(), len(missing))
     note, failed = "", None
-    if workers > 1:
+    if workers > 1 or (workers and _compiled_here - {request.gpu.arch}):
         try:
             with _workers(request, workers) as processes:
-                failed = _compile_in(processes, missing, said)
+                failed = _compile_in(request, processes, missing, said)
         except OSError as error:
             note = f"worker processes cannot be started: {error.strerror or error}"
     if failed is None:
-        workers, failed = 0, _compile_here(missing, said)
+        workers, failed = 0, _compile_here(request, missing, said)
     return CompileResult(
         kernels=len(binaries),
         cached=len(binaries) - len(missing),
@@ -282,8 +283,15 @@ def _record(request: CompileRequest) -> Path:
     return cache_folder() / "compiling" / f"{digest}.json"
 
 
-def _compile_here(binaries: Sequence[Binary], report: Report) -> list[str]:
+_compiled_here: set[int] = set()
+"""Architectures for which this process has compiled. Triton 3.6 keeps how FP8 becomes BF16 on the first of
+them, by instructions that the assembler of another one may refuse."""
+
+
+def _compile_here(request: CompileRequest, binaries: Sequence[Binary], report: Report) -> list[str]:
     failed = []
+    if binaries:
+        _compiled_here.add(request.gpu.arch)
     for number, binary in enumerate(binaries, 1):
         if sentence := _failure(binary):
             failed.append(sentence)
@@ -346,7 +354,10 @@ def send(process: subprocess.Popen[str], line: str) -> None:
 
 
 def _compile_in(
-    processes: Sequence[subprocess.Popen[str]], binaries: Iterable[Binary], report: Report
+    request: CompileRequest,
+    processes: Sequence[subprocess.Popen[str]],
+    binaries: Iterable[Binary],
+    report: Report,
 ) -> list[str]:
     """Hands `binaries` to the processes one by one; those that no process compiled are compiled here."""
     todo: queue.SimpleQueue[Binary] = queue.SimpleQueue()
@@ -385,7 +396,9 @@ def _compile_in(
     with suppress(queue.Empty):
         while True:
             left.append(todo.get_nowait())
-    return failed + _compile_here(left, lambda number, _, name: report(done[0] + number, total, name))
+    return failed + _compile_here(
+        request, left, lambda number, _, name: report(done[0] + number, total, name)
+    )
 
 
 def _answered(line: str) -> str | None:

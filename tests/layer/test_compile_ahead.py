@@ -135,6 +135,18 @@ def test_indices_of_kernels_are_checked(tmp_path: Path) -> None:
     assert any("triton 0 there" in line for line in differences(tmp_path))
 
 
+@pytest.mark.parametrize(("before", "processes"), [(set(), 0), ({80}, 0), ({100}, 1), ({80, 100}, 1)])
+def test_a_process_compiles_for_one_architecture(
+    before: set[int], processes: int, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_ahead, "_compiled_here", before)
+    monkeypatch.setattr(compile_ahead, "_compile_in", lambda *about: [])
+    monkeypatch.setattr(compile_ahead, "_failure", lambda binary: "")
+    result = compile_ahead.compile_ahead(REQUEST, jobs=1)
+    assert (result.processes, result.failed) == (processes, ())
+    assert 80 in before or processes
+
+
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Compilation in this process, replaced by a list of what is asked for."""
