@@ -92,6 +92,12 @@ class TmaTile:
         return bool(self.turned)
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether loaders keep the rows of a tile's tokens in shared memory: workers with so many sums leave
+        them too few registers for addresses."""
+        return self.tokens * self.blocks_m > 256
+
+    @property
     def jobs(self) -> int:
         """Tiles that a program has been told of and has not finished yet, at most.
 
@@ -125,6 +131,8 @@ def registers(
     # Loaders have the addresses of tokens in registers; workers need the more of them, the wider sums are.
     if tile.turned:
         spare = 64 if stage == 1 else 56
+    elif tile.shares_rows:
+        spare = 40
     elif promoted:
         spare = {112: 56, 128: 64 if blocks else 56}.get(tile.tokens, 72)
     else:
@@ -158,8 +166,9 @@ def shared_bytes(problem: MoEProblem, tile: TmaTile) -> int:
     staging = 8192 if tile.turned else 2048
     stage = tile.depth * (LINE * (tile.rows + tile.tokens) + in_piece) + 16
     job = by_token + 4 * 4 + 3 * 8  # its four words and three barriers
+    rows = notes if tile.shares_rows else 0
     # The last bytes are for what partitions capture, and for alignment.
-    return int(tile.stages * stage + tile.jobs * job + tile.workers * staging + 128)
+    return int(tile.stages * stage + tile.jobs * job + rows + tile.workers * staging + 128)
 
 
 def refusal(problem: MoEProblem, tile: TmaTile) -> str:
@@ -233,6 +242,10 @@ PROMISING: tuple[TmaTile, ...] = (
     _tile(96, 2, 2, group_m=4, fast_sums=1),
     _tile(96, 2, 2, loaders=4, group_m=4, fast_sums=1),
     _tile(192, 2, 1, loaders=4, group_m=4, fast_sums=1),
+    _tile(192, 2, 2, group_m=4),
+    _tile(192, 2, 2, group_m=4, fast_sums=1),
+    _tile(160, 2, 2, group_m=4),
+    _tile(160, 2, 2, group_m=4, fast_sums=1),
     _tile(256, 2, 1, group_m=4, fast_sums=1),
 )
 """Tiles that are worth measuring, but for the stages."""

@@ -50,6 +50,7 @@ class TmaVariant:
         wide: whether offsets of rows, in bytes of the first GEMM's input or columns of the second's output,
             need more than 32 bits, at up to `MOST_TOKENS` tokens.
         copied: whether TMA copies the tokens, which lie one after the other; otherwise they are gathered.
+        shares_rows: whether the rows of a tile's tokens are in shared memory while they are gathered.
         promoted: whether sums of 128 columns are added outside of the tensor cores.
         turned: whether tokens are the rows of products.
         codes: the dtype to which activations are rounded before they are stored as E4M3 codes with scales;
@@ -79,6 +80,7 @@ class TmaVariant:
     depth: int
     loaders: int
     copied: bool
+    shares_rows: bool
     promoted: bool
     turned: bool
     codes: str
@@ -129,6 +131,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, rows: int, tile: Tma
         depth=tile.depth,
         loaders=tile.loaders,
         copied=_copied(stage, tile),
+        shares_rows=tile.shares_rows and not _copied(stage, tile),
         promoted=promoted,
         turned=bool(tile.turned),
         codes=p.dtype if makes_codes else "none",

@@ -387,6 +387,9 @@ def _rows_gemm_kernel(
     scales = weights
     if in_blocks(HOW):
         scales = gl.allocate_shared_memory(gl.float32, [2 * PIECES, NOTES], LINE)
+    places = slots
+    if HOW.shares_rows:
+        places = gl.allocate_shared_memory(gl.int32, [NOTES], LINE)
     full = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], BARRIER)
     for i in gl.static_range(STAGES):
@@ -411,7 +414,7 @@ def _rows_gemm_kernel(
     ring = (rows, tokens, scales, full, empty)
     board = (jobs, (slots, weights, token_scales), told, noted, near, spent, met)
     work = (ring, board, Y, YS, B, S, N, steps, NX, alpha, limit)
-    gather = (ring, board, X, COPIES, XS, S, SORTED, N, steps, KX)
+    gather = (ring, board, places, X, COPIES, XS, S, SORTED, N, steps, KX)
     stream = (ring, board, ROWS, steps)
     order = (board, SORTED, WEIGHTS, XS, TILES, COUNTER, count, steps, row_tiles, group_m)
     if HOW.workers == 1:

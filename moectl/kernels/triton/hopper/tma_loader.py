@@ -161,6 +161,24 @@ def _sources(SORTED, first, tokens, KX, AT: gl.constexpr, ROWS: gl.constexpr, HO
     return gl.expand_dims(row * KX, 1), gl.expand_dims(live, 1)
 
 
+@gluon.jit
+def _share_rows(places, SORTED, first, tokens, HOW: gl.constexpr):
+    """Puts the rows of a tile's tokens at `places`, -1 where there is none."""
+    place = gl.arange(0, notes_of(HOW), layout=gl.BlockedLayout([1], [32], [HOW.loaders], [0]))
+    live = place < tokens
+    places.store(gl.where(live, token_rows(SORTED, first, place, live, HOW), -1))
+
+
+@gluon.jit
+def _shared_sources(places, KX, AT: gl.constexpr, ROWS: gl.constexpr, HOW: gl.constexpr):
+    """`_sources`, from `places`."""
+    row = places.slice(AT, ROWS).load(gl.SliceLayout(1, _bytes_layout(HOW)))
+    live = row >= 0
+    if HOW.wide:
+        row = row.to(gl.int64)
+    return gl.expand_dims(row * KX, 1), gl.expand_dims(live, 1)
+
+
 @gluon.constexpr_function
 def _bytes_layout(HOW):
     """Layout of ``[rows, 128]`` bytes: 16 bytes per lane, whole rows per warp."""
@@ -231,7 +249,7 @@ def _scales_ahead(S, of_rows, XS, of_tokens, known, k, blocks, HOW: gl.constexpr
 @gluon.jit
 def token_loader(work, HOW: gl.constexpr):
     """Producer of token rows, which have `KX` bytes, and of the scales of products."""
-    ring, board, X, COPIES, XS, S, SORTED, N, steps, KX = work
+    ring, board, places, X, COPIES, XS, S, SORTED, N, steps, KX = work
     DEPTH: gl.constexpr = HOW.depth
     ROWS: gl.constexpr = batch_rows(HOW)
     COUNT: gl.constexpr = batches(HOW)
@@ -262,7 +280,9 @@ def token_loader(work, HOW: gl.constexpr):
         if HOW.stage == 2:
             base = X + first.to(gl.int64) * KX
         sources = ()
-        if not HOW.copied:
+        if HOW.shares_rows:
+            _share_rows(places, SORTED, first, tokens, HOW)
+        elif gathers(HOW):
             for b in gl.static_range(COUNT):
                 sources += (_sources(SORTED, first, tokens, KX, b * ROWS, ROWS, HOW),)
         for k in range(gl.where(tokens > 0, steps, 0)):
@@ -285,7 +305,10 @@ def token_loader(work, HOW: gl.constexpr):
                         # Rows past the tile's tokens become zero, or keep what they hold: columns of the
                         # product are independent, and these are not stored.
                         if b == 0 or tokens > b * ROWS:
-                            offsets, live = sources[b]
+                            if HOW.shares_rows:
+                                offsets, live = _shared_sources(places, KX, b * ROWS, ROWS, HOW)
+                            else:
+                                offsets, live = sources[b]
                             there = live
                             if not HOW.even:
                                 there = live & (column < KX - start)

@@ -133,6 +133,7 @@ def test_the_weight_loader_knows_which_tiles_have_a_token() -> None:
         ("bf16", TWO_WORKERS),
         ("fp8 channel", TWO_WORKERS),
         pytest.param("fp8 channel", TmaTile(96, 2, 2, 3), marks=pytest.mark.slow),
+        pytest.param("fp8 channel", TmaTile(192, 2, 2, 3, fast_sums=1), marks=pytest.mark.slow),
         pytest.param("fp8 block", TmaTile(128, 2, 2, 4, turned=1), marks=pytest.mark.slow),
     ],
 )
