@@ -38,10 +38,13 @@ SCHEMES: Mapping[str, Scheme] = {
     "fp8-block": Scheme(FP8_BLOCK, FP8_ACT_GROUP_128),
     "fp8-channel": Scheme(FP8_CHANNEL, FP8_ACT_TOKEN),
     "fp8-tensor": Scheme(FP8_TENSOR, FP8_ACT_TENSOR),
+    "fp8-block-a16": Scheme(FP8_BLOCK),
+    "fp8-channel-a16": Scheme(FP8_CHANNEL),
     "mxfp8": Scheme(MXFP8, MXFP8_ACT),
     "nvfp4": Scheme(NVFP4, NVFP4_ACT),
 }
-"""Formats of weights and activations by the names that ``NAME:FORMAT`` takes."""
+"""Formats of weights and activations by the names that ``NAME:FORMAT`` takes; ``-a16`` are FP8 weights with
+16-bit activations."""
 
 
 def _gpt_oss(experts: int) -> MoEProblem:
