@@ -166,7 +166,8 @@ def shared_bytes(problem: MoEProblem, tile: TmaTile) -> int:
     staging = 8192 if tile.turned else 2048
     stage = tile.depth * (LINE * (tile.rows + tile.tokens) + in_piece) + 16
     job = by_token + 4 * 4 + 3 * 8  # its four words and three barriers
-    rows = notes if tile.shares_rows else 0
+    # Only the first GEMM has rows of tokens there: mostly in place of router weights, which take more.
+    rows = notes if tile.shares_rows and problem.routing.weight_on_input else 0
     # The last bytes are for what partitions capture, and for alignment.
     return int(tile.stages * stage + tile.jobs * job + rows + tile.workers * staging + 128)
 

@@ -16,7 +16,7 @@ from moectl.kernels.choice.tma_launches import TmaTile, shared_bytes
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.triton.hopper.tma import TMA_FAMILY
 from moectl.layer.experts import empty_layer
-from moectl.problem.moe_problem import Activation
+from moectl.problem.moe_problem import Activation, Routing
 from moectl.problem.schemes import FP8_ACT_TENSOR, FP8_ACT_TOKEN, FP8_CHANNEL, FP8_TENSOR, Scheme
 from support.ptx_places import BOXES, COPIES, Ptx, gemms
 from support.sampling import every_nth
@@ -134,12 +134,14 @@ def test_the_weight_loader_knows_which_tiles_have_a_token() -> None:
         ("fp8 channel", TWO_WORKERS),
         pytest.param("fp8 channel", TmaTile(96, 2, 2, 3), marks=pytest.mark.slow),
         pytest.param("fp8 channel", TmaTile(192, 2, 2, 3, fast_sums=1), marks=pytest.mark.slow),
+        pytest.param("weighted on input", TmaTile(192, 2, 2, 3), marks=pytest.mark.slow),
         pytest.param("fp8 block", TmaTile(128, 2, 2, 4, turned=1), marks=pytest.mark.slow),
     ],
 )
 def test_shared_memory_is_what_was_counted(name: str, tile: TmaTile) -> None:
     """The first GEMM's kernel needs less where its epilogue needs nothing of the tokens."""
-    layer = LAYERS[name]
+    routed = replace(QWEN.problem, routing=Routing(weight_on_input=True), top_k=1)
+    layer = LAYERS.get(name) or empty_layer(routed, "moectl")
     used = [it.shared for it in inspect(layer, 64, Launch("tma", tile), OFFLINE_GPUS[90]) if it.wgmma]
     counted = shared_bytes(layer.problem, tile)
     assert counted - 128 < max(used) <= counted
