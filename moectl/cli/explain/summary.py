@@ -270,7 +270,9 @@ def _other_experts(explanation: Explanation) -> Iterator[tuple[str, str]]:
         parts.append("the same memory")
     else:
         parts.append(f"{gib(sizes[1])} of experts instead of {gib(sizes[0])}")
-    steps = [each.groups[0].roofline.decode[-1] for each in (explanation, other)]
+    # Of the most frequent kind of layer.
+    at = max(range(len(other.groups)), key=lambda index: len(other.groups[index].layers))
+    steps = [each.groups[at].roofline.decode[-1] for each in (explanation, other)]
     times = [duration(step.roofline.seconds) for step in steps if step.roofline]
     if len(times) == len(steps):
         parts.append(f"roofline at M={steps[0].tokens} {times[1]} a layer instead of {times[0]}")

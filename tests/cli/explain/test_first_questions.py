@@ -129,6 +129,12 @@ def test_what_expert_parallelism_changes_is_said_either_way():
     assert "with EP" not in explain(GPT, "--gpu", "h100", "--tp", "3", code=1).words
 
 
+def test_the_roofline_with_ep_is_of_the_most_frequent_kind_of_layer() -> None:
+    """One of 40 layers is in BF16, whose weights take four times as long to read."""
+    words = explain("QuantTrio/Qwen3.6-35B-A3B-AWQ", "--gpu", "h200", "--tp", "4", "--offline").words
+    assert "roofline at M=64 20 us a layer instead of 19 us" in words
+
+
 def test_expert_parallelism_is_named_where_it_gives_a_backend():
     words = explain("RedHatAI/Qwen3-30B-A3B-quantized.w4a16", "--gpu", "l40s", "--tp", "4", code=1).words
     assert "with EP marlin instead of none; 32 of 128 experts per GPU" in words
