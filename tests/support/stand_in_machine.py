@@ -3,6 +3,7 @@
 import importlib
 import stat
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from moectl.doctor import kernel_caches
 from moectl.environment import host, nvidia, sysfs_gpus
 from moectl.environment.gpus import VISIBILITY
 from moectl.oracle.registry import known_packages
+
+from .invoking import moectl
 
 SMI = """#!{python}
 import sys
@@ -195,9 +198,16 @@ class Bench:
         return {"HOME": str(self.folder), "PATH": str(self.folder), **variables}
 
 
+@cache
+def import_libraries() -> None:
+    """Imports the libraries of commands, once in a process: stand-in machines do not have them."""
+    moectl("explain", "openai/gpt-oss-120b", "--gpu", "h100", "--offline")
+
+
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """An empty machine without GPU; this process lives on it."""
+    import_libraries()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("MOECTL_PEERS", raising=False)
