@@ -224,6 +224,12 @@ class LayerLoad(NamedTuple):
     experts: ExpertLoad
     matrices: tuple[tuple[int, int, int], tuple[int, int, int]]
 
+    @property
+    def assignments(self) -> float:
+        """Those to the rank's experts, on average."""
+        problem = self.problem
+        return self.tokens * problem.top_k * problem.local_experts / problem.experts
+
 
 def load_of(problem: MoEProblem, tokens: int) -> LayerLoad:
     """The work of `problem` for `tokens` tokens under any launch."""
@@ -250,9 +256,8 @@ def work_of(load: LayerLoad, shape: LaunchShape) -> LaunchWork:
         for (n, k, nbytes), gemm in zip(load.matrices, shape.gemms, strict=True)
     )
     sizes = problem.dims.hidden + problem.dims.intermediate
-    local_share = assignments * problem.local_experts / problem.experts
-    rows = local_share * 4 * sizes
-    quantized = load.tokens * problem.dims.hidden, local_share * problem.dims.intermediate
+    rows = load.assignments * 4 * sizes
+    quantized = load.tokens * problem.dims.hidden, load.assignments * problem.dims.intermediate
     rows += 3 * sum(quantized[: shape.codes])  # two bytes are read and one is written
     lists = list_launches(assignments, problem.local_experts) if shape.lists and load.tokens > 1 else 0
     return LaunchWork((first, second), rows, lists, shape.persistent, load.experts.busy)
@@ -428,6 +433,5 @@ def predicted_us(
     work = work_of(load, shape)
     if busiest is not None:
         active, assignments = busiest
-        average = tokens * problem.top_k * problem.local_experts / problem.experts
-        work = of_busiest(work, active / load.experts.active, assignments / average)
+        work = of_busiest(work, active / load.experts.active, assignments / load.assignments)
     return 1e6 * float(seconds(work, gpu, of))
