@@ -21,10 +21,21 @@ from moectl.kernels.triton.sort_and_combine import (
     token_tiles_of,
 )
 
-WAYS = {"few": 1 << 30, "many": 0}
-"""How many assignments count as few, so that one way or the other is taken."""
+WAYS = {"few": 1 << 30, "some": 1 << 30, "many": 0}
+"""Assignments listed in one launch; with "some", programs have an expert each however few there are."""
 
-ODD_SIZES = ((1, 1), (7, 40), (511, 3), (513, 127), (2048, 64), (2049, 256), (4099, 17))
+ODD_SIZES = (
+    (1, 1),
+    (7, 40),
+    (255, 600),
+    (256, 33),
+    (257, 9),
+    (511, 3),
+    (513, 127),
+    (2048, 64),
+    (2049, 256),
+    (4099, 17),
+)
 """Numbers of assignments, around what is read at once and what is few, and of experts."""
 
 ROUTINGS = ("random", "skipped", "one expert", "none")
@@ -34,6 +45,8 @@ def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists assignments in one launch, or in several; any other way stays as it is."""
     for limit in ("FEW", "MOST_READ") if way in WAYS else ():
         monkeypatch.setattr(launch, limit, WAYS[way])
+    if way == "some":
+        monkeypatch.setattr("moectl.kernels.triton.sort_and_combine.FEWEST", 1)
 
 
 def ids_of(routing_name: str, assignments: int, experts: int, device: str) -> Tensor:

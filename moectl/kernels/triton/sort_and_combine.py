@@ -20,8 +20,15 @@ from .kernel_family import ExpertOrder, KernelCall
 INTERPRETED = not isinstance(kernels._combine_kernel, triton.runtime.JITFunction)
 """True under ``TRITON_INTERPRET=1``: for tests, kernels run on the CPU, slowly."""
 
+FEWEST, MINE = 256, 4
+"""Assignments up to which a program has a number of them instead of an expert, and that number.
+
+With a program for each of 128 experts, layers whose first GEMM starts beside the lists took up to 30% longer:
+presumably its programs go to the multiprocessors that have room, and those that list take it from them.
+"""
+
 CHUNK = 512
-"""Assignments that a program of few assignments reads at once."""
+"""Assignments that an expert's program reads at once."""
 
 BLOCK = 128
 """Assignments per block; they are ranked by comparing all pairs."""
@@ -184,13 +191,15 @@ def _list(
     """Launches what lists `ids`; see `sort_and_combine_kernels._list_kernel`."""
     t = ids.numel()
     blocks = triton.cdiv(t, BLOCK)
-    jobs = [(kernels.GIVEN if order else kernels.FEW, experts)]
+    jobs = [(kernels.GIVEN if order else kernels.SOME, experts)]
     if order is None and list_launches(t, experts) > 1:
         jobs = [
             (kernels.COUNTED, blocks),
             (kernels.PLACED, triton.cdiv(experts, EXPERTS_AT_ONCE)),
             (kernels.SCATTERED, blocks + experts),
         ]
+    elif order is None and t <= FEWEST:
+        jobs = [(kernels.FEW, triton.cdiv(t, MINE) + 1)]
     x, out, pieces = ids, ids, 0
     if reorder is not None:
         x, out = (tensor.view(torch.int32) for tensor in reorder)
@@ -218,6 +227,8 @@ def _list(
             x.shape[-1],
             E=experts,
             EPAD=max(16, triton.next_power_of_2(experts)),
+            FEWEST=FEWEST,
+            MINE=MINE,
             CHUNK=CHUNK,
             BT=BLOCK,
             BE=EXPERTS_AT_ONCE,

@@ -17,13 +17,14 @@ RECORDS = tl.constexpr(1)
 EVEN_TILES = tl.constexpr(2)
 UNIT_TILES = tl.constexpr(3)
 FULL_TILES = tl.constexpr(4)
-"""What is listed (`KIND`) besides the order of the assignments: see `_cut`."""
+"""What is listed (`KIND`) besides the order of the assignments: see `_store_tiles`."""
 
 FEW = tl.constexpr(0)
-GIVEN = tl.constexpr(1)
-COUNTED = tl.constexpr(2)
-PLACED = tl.constexpr(3)
-SCATTERED = tl.constexpr(4)
+SOME = tl.constexpr(1)
+GIVEN = tl.constexpr(2)
+COUNTED = tl.constexpr(3)
+PLACED = tl.constexpr(4)
+SCATTERED = tl.constexpr(5)
 """What a launch of `_list_kernel` does (`JOB`)."""
 
 IN_16_BITS = tl.constexpr(0)
@@ -83,52 +84,62 @@ def _place_of(rank, base, KIND, SHIFT):
 
 
 @triton.jit
-def _cut(TILES, COUNT, e, first, tile, total, count, KIND, WIDTH, BOUND, E: tl.constexpr):
-    """Writes the tiles of expert `e`: at most WIDTH of its `count` assignments each, from tile `tile` on.
+def _store_tiles(TILES, e, first, tile, count, j, mine, KIND, WIDTH):
+    """Writes the tiles number `j` of experts `e`, where `mine`; `tile` is an expert's first.
 
-    By KIND, for NOTHING no tiles:
+    An expert's `count` assignments, from position `first` on, are in tiles of at most WIDTH. By KIND:
 
     - RECORDS ``[BOUND, 8 + WIDTH]``: (expert, assignments, 0, 5 unused, slots), slots where `_place_of` says.
-      Unused records have expert -1 and no assignments.
     - EVEN_TILES ``[BOUND, 4]``: (expert, first position, assignments, 0), split evenly.
     - FULL_TILES: the same, of WIDTH assignments each but for the last.
     - UNIT_TILES ``[BOUND, 4]``: (expert, first position, end, units of 16), which differ by at most one unit.
-
-    COUNT ``[3]`` of tiles is their number, 0, 0. The last expert writes it, and unused records.
     """
+    if KIND == RECORDS:
+        at = TILES + (tile + j).to(tl.int64) * (8 + WIDTH)
+        tl.store(at, e, mask=mine)
+        tl.store(at + 1, tl.minimum(count - j * WIDTH, WIDTH), mask=mine)
+        tl.store(at + 2, 0, mask=mine)
+    else:
+        tiles = tl.maximum((count + WIDTH - 1) // WIDTH, 1)
+        part = tl.where(KIND == FULL_TILES, WIDTH, (count + tiles - 1) // tiles)
+        units = (count + 15) // 16
+        least = units // tiles
+        wider = units - least * tiles
+        at = TILES + (tile + j) * 4
+        start = tl.where(KIND != UNIT_TILES, j * part, 16 * (j * least + tl.minimum(j, wider)))
+        width = least + (j < wider).to(tl.int32)
+        size = tl.minimum(part, count - start)
+        end = first + tl.minimum(start + 16 * width, count)
+        tl.store(at, e, mask=mine)
+        tl.store(at + 1, first + start, mask=mine)
+        tl.store(at + 2, tl.where(KIND != UNIT_TILES, size, end), mask=mine)
+        tl.store(at + 3, tl.where(KIND != UNIT_TILES, 0, width), mask=mine)
+
+
+@triton.jit
+def _store_total(TILES, COUNT, total, KIND, WIDTH, BOUND):
+    """COUNT ``[3]``: the number of tiles, 0, 0. Records have none: unused ones get expert -1 and no
+    assignments instead."""
+    if KIND == RECORDS:
+        for begin in range(total, BOUND, 128):
+            spare = begin + tl.arange(0, 128)
+            at = TILES + spare.to(tl.int64) * (8 + WIDTH)
+            tl.store(at, -1, mask=spare < BOUND)
+            tl.store(at + 1, 0, mask=spare < BOUND)
+    elif KIND != NOTHING:
+        i = tl.arange(0, 4)
+        tl.store(COUNT + i, tl.where(i == 0, total, 0), mask=i < 3)
+
+
+@triton.jit
+def _cut(TILES, COUNT, e, first, tile, total, count, KIND, WIDTH, BOUND, E: tl.constexpr):
+    """Writes the tiles of expert `e`, if KIND has any; for the last expert also `_store_total`."""
     tiles = tl.where(KIND == NOTHING, 0, (count + WIDTH - 1) // WIDTH)
-    part = tl.where(KIND == FULL_TILES, WIDTH, (count + tiles - 1) // tl.maximum(tiles, 1))
-    units = (count + 15) // 16
-    least = units // tl.maximum(tiles, 1)
-    wider = units - least * tiles
     for begin in range(0, tiles, 32):
         j = begin + tl.arange(0, 32)
-        mine = j < tiles
-        if KIND == RECORDS:
-            at = TILES + (tile + j).to(tl.int64) * (8 + WIDTH)
-            tl.store(at, e, mask=mine)
-            tl.store(at + 1, tl.minimum(count - j * WIDTH, WIDTH), mask=mine)
-            tl.store(at + 2, 0, mask=mine)
-        else:
-            at = TILES + (tile + j) * 4
-            start = tl.where(KIND != UNIT_TILES, j * part, 16 * (j * least + tl.minimum(j, wider)))
-            width = least + (j < wider).to(tl.int32)
-            size = tl.minimum(part, count - start)
-            end = first + tl.minimum(start + 16 * width, count)
-            tl.store(at, e, mask=mine)
-            tl.store(at + 1, first + start, mask=mine)
-            tl.store(at + 2, tl.where(KIND != UNIT_TILES, size, end), mask=mine)
-            tl.store(at + 3, tl.where(KIND != UNIT_TILES, 0, width), mask=mine)
-    if (e == E - 1) & (KIND != NOTHING):
-        if KIND == RECORDS:
-            for begin in range(total, BOUND, 128):
-                spare = begin + tl.arange(0, 128)
-                at = TILES + spare.to(tl.int64) * (8 + WIDTH)
-                tl.store(at, -1, mask=spare < BOUND)
-                tl.store(at + 1, 0, mask=spare < BOUND)
-        else:
-            i = tl.arange(0, 4)
-            tl.store(COUNT + i, tl.where(i == 0, total, 0), mask=i < 3)
+        _store_tiles(TILES, e, first, tile, count, j, j < tiles, KIND, WIDTH)
+    if e == E - 1:
+        _store_total(TILES, COUNT, total, KIND, WIDTH, BOUND)
 
 
 @triton.jit
@@ -148,10 +159,55 @@ def _order(X, OUT, block, K, KX, BK: tl.constexpr):
 
 @triton.jit
 def _list_few(
+    IDS, LISTED, OFFSETS, TILES, COUNT, T, LISTS, KIND, WIDTH, SHIFT, BOUND,
+    E: tl.constexpr, EPAD: tl.constexpr, FEWEST: tl.constexpr, MINE: tl.constexpr,
+):  # fmt: skip
+    """The job FEW of `_list_kernel`: a program lists MINE of at most FEWEST assignments, the last the rest.
+
+    An expert has at least as many assignments as tiles: its assignment number j writes tile j. Sums are of
+    pairs of numbers below 2^15.
+    """
+    program = tl.program_id(0)
+    t = tl.arange(0, FEWEST)
+    experts = tl.arange(0, EPAD)
+    ids = tl.load(IDS + t, mask=t < T, other=-1)
+    counts = tl.histogram(ids, EPAD, mask=(ids >= 0) & (ids < E))
+    if KIND == RECORDS:  # noqa: SIM108 (the form in one line is for constants)
+        tiles = (counts + WIDTH - 1) >> SHIFT
+    else:
+        tiles = (counts + WIDTH - 1) // WIDTH
+    if program == LISTS - 1:
+        if KIND != RECORDS:
+            tl.store(OFFSETS + experts, tl.cumsum(counts, 0) - counts, mask=experts < E)
+            tl.store(OFFSETS + E, tl.sum(counts, 0))
+        _store_total(TILES, COUNT, tl.sum(tiles, 0), KIND, WIDTH, BOUND)
+    else:
+        slot = program * MINE + tl.arange(0, MINE)
+        e = tl.load(IDS + slot, mask=slot < T, other=-1)
+        live = (e >= 0) & (e < E)
+        one = tl.where(t[None, :] < slot[:, None], 65537, 1)
+        both = tl.sum(tl.where(ids[None, :] == e[:, None], one, 0), 1)
+        count, rank = both & 65535, both >> 16
+        sooner = experts[None, :] < e[:, None]
+        before = tl.where(sooner, counts[None, :], 0)
+        if KIND != RECORDS:
+            sooner &= counts[None, :] == count[:, None]
+            sooner |= counts[None, :] > count[:, None]
+        both = tl.sum(before + tl.where(sooner, tiles[None, :] << 16, 0), 1)
+        first, tile = both & 65535, both >> 16
+        base = tl.where(KIND == RECORDS, tile, first)
+        tl.store(LISTED + _place_of(rank, base, KIND, SHIFT), slot, mask=live)
+        if KIND != NOTHING:
+            has = live & (rank * WIDTH < count)
+            _store_tiles(TILES, e, first, tile, count, rank, has, KIND, WIDTH)
+
+
+@triton.jit
+def _list_some(
     IDS, LISTED, OFFSETS, TILES, COUNT, T, JOB, KIND, WIDTH, SHIFT, BOUND,
     E: tl.constexpr, EPAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The jobs FEW and GIVEN of `_list_kernel`, for the expert with the number of the program."""
+    """The jobs SOME and GIVEN of `_list_kernel`, for the expert with the number of the program."""
     e = tl.program_id(0)
     experts = tl.arange(0, EPAD)
     i = tl.arange(0, CHUNK)
@@ -235,15 +291,16 @@ def _list_many(
 def _list_kernel(
     IDS, COUNTS, LISTED, OFFSETS, TILES, COUNT, X, OUT,
     T, JOB, BLOCKS, LISTS, KIND, WIDTH, SHIFT, BOUND, K, KX,
-    E: tl.constexpr, EPAD: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
-    BB: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, EPAD: tl.constexpr, FEWEST: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
+    BT: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Lists the assignments by expert, in the first LISTS programs; `_order` in the others.
 
     LISTED gets the slots, stably sorted by expert, or is TILES for records; OFFSETS ``[E + 1]`` are written
-    unless records are; for what else KIND means see `_cut`. By JOB:
+    unless records are; for what else KIND means see `_store_tiles`. By JOB:
 
-    - FEW: a program for each expert, which reads all ids.
+    - FEW: at most FEWEST assignments; a program for MINE of them each, and one more.
+    - SOME: a program for each expert, which reads all ids.
     - GIVEN: the same if IDS are the sorted slots and OFFSETS theirs.
     - COUNTED, PLACED, SCATTERED: any number of assignments, in three launches. COUNTS ``[BLOCKS + 1, E]``
       become the number of assignments of each expert by block of BT, a program a block; then exclusive prefix
@@ -253,8 +310,12 @@ def _list_kernel(
     _await_then_start_next(PDL)
     if tl.program_id(0) >= LISTS:
         _order(X, OUT, tl.program_id(0) - LISTS, K, KX, BK)
-    elif (JOB == FEW) | (JOB == GIVEN):
-        _list_few(IDS, LISTED, OFFSETS, TILES, COUNT, T, JOB, KIND, WIDTH, SHIFT, BOUND, E, EPAD, CHUNK)
+    elif JOB == FEW:
+        _list_few(
+            IDS, LISTED, OFFSETS, TILES, COUNT, T, LISTS, KIND, WIDTH, SHIFT, BOUND, E, EPAD, FEWEST, MINE
+        )  # fmt: skip
+    elif (JOB == SOME) | (JOB == GIVEN):
+        _list_some(IDS, LISTED, OFFSETS, TILES, COUNT, T, JOB, KIND, WIDTH, SHIFT, BOUND, E, EPAD, CHUNK)
     else:
         _list_many(
             IDS, COUNTS, LISTED, OFFSETS, TILES, COUNT, T, JOB, BLOCKS, KIND, WIDTH, SHIFT, BOUND,

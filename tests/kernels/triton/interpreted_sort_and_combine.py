@@ -59,7 +59,7 @@ def test_a_program_sums_several_columns(splits: int, monkeypatch: pytest.MonkeyP
 LISTED = every_nth(
     product(
         (*routing_cases.WAYS, "given"),
-        [(16, 128, 8), (200, 32, 8), (300, 5, 16), (513, 127, 2), (2049, 9, 1)],
+        [(16, 128, 8), (200, 32, 8), (256, 7, 4), (300, 5, 16), (513, 127, 2), (2049, 9, 1)],
         routing_cases.ROUTINGS,
     ),
     7,

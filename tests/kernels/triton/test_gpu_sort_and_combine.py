@@ -18,10 +18,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", routing_cases.ROUTINGS)
 @pytest.mark.parametrize(
-    ("assignments", "experts"), [(5, 128), (512, 32), (8192, 384), (65536, 384), (100_003, 1024)]
+    ("assignments", "experts"), [(5, 128), (256, 384), (512, 32), (8192, 384), (65536, 384), (100_003, 1024)]
 )
 def test_sorts(name: str, assignments: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for way in ("few", "many") if assignments <= 8192 else ("many",):
+    for way in routing_cases.WAYS if assignments <= 8192 else ("many",):
         routing_cases.sorts(way, name, assignments, experts, "cuda", monkeypatch)
 
 
@@ -29,7 +29,15 @@ def test_sorts(name: str, assignments: int, experts: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("way", [*routing_cases.WAYS, "given"])
 @pytest.mark.parametrize(
     ("assignments", "experts", "tokens"),
-    [(16, 128, 8), (512, 384, 8), (300, 5, 16), (2048, 128, 4), (264, 1024, 8), (20_000, 48, 16)],
+    [
+        (16, 128, 8),
+        (200, 160, 2),
+        (256, 1024, 4),
+        (512, 384, 8),
+        (300, 5, 16),
+        (2048, 128, 4),
+        (20_000, 48, 16),
+    ],
 )
 def test_plans_and_tiles(
     assignments: int, experts: int, tokens: int, way: str, name: str, monkeypatch: pytest.MonkeyPatch
