@@ -22,7 +22,7 @@ from moectl.kernels.triton.sort_and_combine import (
 )
 
 WAYS = {"few": 1 << 30, "some": 1 << 30, "many": 0}
-"""Assignments listed in one launch; with "some", programs have an expert each however few there are."""
+"""Assignments listed in one launch; with "some", programs have an expert each, if there are several."""
 
 ODD_SIZES = (
     (1, 1),

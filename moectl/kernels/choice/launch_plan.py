@@ -69,14 +69,17 @@ predict that the other takes as long or less, but it was not measured to. With 1
 in three of its 14 measured cells that were not timed there."""
 
 SINGLE, SEVERAL, MOST_SEVERAL = 4.0, 1.5, 8
-"""How much losses at one token, and up to `MOST_SEVERAL`, count in layers that were not measured: decoding
-a few sequences is what latency is judged by, and there the model is least certain of what is fastest. With
-equal counts, launches took 4.9% longer than the fastest measured ones at one token instead of 2.3%, in 34
-cells, and no less at many tokens."""
+"""How much losses count in layers without measurements: `SINGLE` at one token, `SEVERAL` up to
+`MOST_SEVERAL`.
+
+Decoding a few sequences is what latency is judged by, and there the model is least sure of what is fastest.
+With equal counts, launches took 4.9% longer than the fastest measured ones at one token instead of 2.3%, in
+34 cells, and no less at many tokens.
+"""
 
 KNOWN = 2.0
-"""How much losses count at numbers of tokens that were measured, beside `SINGLE` at one token and 1 at
-others: what the model says of others is less certain."""
+"""How much losses count at numbers of tokens that were measured, but at one (`SINGLE`): what the model says
+of others, which count 1 in such layers, is less certain."""
 
 FEW, WITH_FEW = 1.5, 1.03
 """Tiles of families that were made for several tokens of an expert count as this much slower below so many:

@@ -89,6 +89,15 @@ def test_lists_many_assignments(assignments: int, name: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", routing_cases.ROUTINGS)
+@pytest.mark.parametrize(("assignments", "experts", "tokens"), [(255, 33, 2), (256, 7, 4)])
+def test_lists_as_many_assignments_as_are_few(
+    assignments: int, experts: int, tokens: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routing_cases.plans("few", name, assignments, experts, tokens, "cpu", monkeypatch)
+    routing_cases.tiles("few", name, assignments, experts, 16 * tokens, "cpu", monkeypatch)
+
+
+@pytest.mark.parametrize("name", routing_cases.ROUTINGS)
 @pytest.mark.parametrize(("assignments", "experts", "tokens"), [(16, 128, 8), (300, 5, 16)])
 def test_lists_blocks(assignments: int, experts: int, tokens: int, name: str) -> None:
     routing_cases.items(name, assignments, experts, tokens, "cpu")
