@@ -191,7 +191,7 @@ def _list(
     """Launches what lists `ids`; see `sort_and_combine_kernels._list_kernel`."""
     t = ids.numel()
     blocks = triton.cdiv(t, BLOCK)
-    jobs = [(kernels.GIVEN if order else kernels.SOME, experts)]
+    jobs = [(kernels.GIVEN if order else kernels.FEW, experts)]
     if order is None and list_launches(t, experts) > 1:
         jobs = [
             (kernels.COUNTED, blocks),
@@ -199,7 +199,7 @@ def _list(
             (kernels.SCATTERED, blocks + experts),
         ]
     elif order is None and t <= FEWEST:
-        jobs = [(kernels.FEW, triton.cdiv(t, MINE) + 1)]
+        jobs = [(kernels.FEWEST, triton.cdiv(t, MINE) + 1)]
     x, out, pieces = ids, ids, 0
     if reorder is not None:
         x, out = (tensor.view(torch.int32) for tensor in reorder)
@@ -227,7 +227,7 @@ def _list(
             x.shape[-1],
             E=experts,
             EPAD=max(16, triton.next_power_of_2(experts)),
-            FEWEST=FEWEST,
+            MOST=FEWEST,
             MINE=MINE,
             CHUNK=CHUNK,
             BT=BLOCK,

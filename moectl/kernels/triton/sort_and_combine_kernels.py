@@ -19,8 +19,8 @@ UNIT_TILES = tl.constexpr(3)
 FULL_TILES = tl.constexpr(4)
 """What is listed (`KIND`) besides the order of the assignments: see `_store_tiles`."""
 
-FEW = tl.constexpr(0)
-SOME = tl.constexpr(1)
+FEWEST = tl.constexpr(0)
+FEW = tl.constexpr(1)
 GIVEN = tl.constexpr(2)
 COUNTED = tl.constexpr(3)
 PLACED = tl.constexpr(4)
@@ -158,17 +158,17 @@ def _order(X, OUT, block, K, KX, BK: tl.constexpr):
 
 
 @triton.jit
-def _list_few(
+def _list_fewest(
     IDS, LISTED, OFFSETS, TILES, COUNT, T, LISTS, KIND, WIDTH, SHIFT, BOUND,
-    E: tl.constexpr, EPAD: tl.constexpr, FEWEST: tl.constexpr, MINE: tl.constexpr,
+    E: tl.constexpr, EPAD: tl.constexpr, MOST: tl.constexpr, MINE: tl.constexpr,
 ):  # fmt: skip
-    """The job FEW of `_list_kernel`: a program lists MINE of at most FEWEST assignments, the last the rest.
+    """The job FEWEST of `_list_kernel`: a program lists MINE of at most MOST assignments, the last the rest.
 
     An expert has at least as many assignments as tiles: its assignment number j writes tile j. Sums are of
     pairs of numbers below 2^15.
     """
     program = tl.program_id(0)
-    t = tl.arange(0, FEWEST)
+    t = tl.arange(0, MOST)
     experts = tl.arange(0, EPAD)
     ids = tl.load(IDS + t, mask=t < T, other=-1)
     counts = tl.histogram(ids, EPAD, mask=(ids >= 0) & (ids < E))
@@ -203,11 +203,11 @@ def _list_few(
 
 
 @triton.jit
-def _list_some(
+def _list_few(
     IDS, LISTED, OFFSETS, TILES, COUNT, T, JOB, KIND, WIDTH, SHIFT, BOUND,
     E: tl.constexpr, EPAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The jobs SOME and GIVEN of `_list_kernel`, for the expert with the number of the program."""
+    """The jobs FEW and GIVEN of `_list_kernel`, for the expert with the number of the program."""
     e = tl.program_id(0)
     experts = tl.arange(0, EPAD)
     i = tl.arange(0, CHUNK)
@@ -291,7 +291,7 @@ def _list_many(
 def _list_kernel(
     IDS, COUNTS, LISTED, OFFSETS, TILES, COUNT, X, OUT,
     T, JOB, BLOCKS, LISTS, KIND, WIDTH, SHIFT, BOUND, K, KX,
-    E: tl.constexpr, EPAD: tl.constexpr, FEWEST: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
+    E: tl.constexpr, EPAD: tl.constexpr, MOST: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
     BT: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Lists the assignments by expert, in the first LISTS programs; `_order` in the others.
@@ -299,8 +299,8 @@ def _list_kernel(
     LISTED gets the slots, stably sorted by expert, or is TILES for records; OFFSETS ``[E + 1]`` are written
     unless records are; for what else KIND means see `_store_tiles`. By JOB:
 
-    - FEW: at most FEWEST assignments; a program for MINE of them each, and one more.
-    - SOME: a program for each expert, which reads all ids.
+    - FEWEST: at most MOST assignments; a program for MINE of them each, and one more.
+    - FEW: a program for each expert, which reads all ids.
     - GIVEN: the same if IDS are the sorted slots and OFFSETS theirs.
     - COUNTED, PLACED, SCATTERED: any number of assignments, in three launches. COUNTS ``[BLOCKS + 1, E]``
       become the number of assignments of each expert by block of BT, a program a block; then exclusive prefix
@@ -310,12 +310,12 @@ def _list_kernel(
     _await_then_start_next(PDL)
     if tl.program_id(0) >= LISTS:
         _order(X, OUT, tl.program_id(0) - LISTS, K, KX, BK)
-    elif JOB == FEW:
-        _list_few(
-            IDS, LISTED, OFFSETS, TILES, COUNT, T, LISTS, KIND, WIDTH, SHIFT, BOUND, E, EPAD, FEWEST, MINE
+    elif JOB == FEWEST:
+        _list_fewest(
+            IDS, LISTED, OFFSETS, TILES, COUNT, T, LISTS, KIND, WIDTH, SHIFT, BOUND, E, EPAD, MOST, MINE
         )  # fmt: skip
-    elif (JOB == SOME) | (JOB == GIVEN):
-        _list_some(IDS, LISTED, OFFSETS, TILES, COUNT, T, JOB, KIND, WIDTH, SHIFT, BOUND, E, EPAD, CHUNK)
+    elif (JOB == FEW) | (JOB == GIVEN):
+        _list_few(IDS, LISTED, OFFSETS, TILES, COUNT, T, JOB, KIND, WIDTH, SHIFT, BOUND, E, EPAD, CHUNK)
     else:
         _list_many(
             IDS, COUNTS, LISTED, OFFSETS, TILES, COUNT, T, JOB, BLOCKS, KIND, WIDTH, SHIFT, BOUND,
