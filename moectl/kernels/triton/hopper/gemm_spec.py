@@ -74,3 +74,8 @@ def exact_weights(problem: MoEProblem, m: KernelMatrix) -> bool:
     if name == "int4" and (m.zeros is not None or {problem.dtype, scale_name(problem)} != {"bf16"}):
         return True
     return name not in FOLDED_SCALES or not (m.numbers and m.exponents_within(FOLDED_SCALES[name]))
+
+
+def keeps_nan(problem: MoEProblem, m: KernelMatrix) -> bool:
+    """Whether codes of `m` may be NaN, which weights then are."""
+    return problem.scheme.weight.name == "mxfp8" and exact_weights(problem, m)

@@ -43,6 +43,12 @@ def _is_wide(KIND):
 
 
 @gluon.constexpr_function
+def _keeps_nan(KIND):
+    """Whether NaN codes become NaN."""
+    return KIND[4] and CODES[KIND[0], KIND[1]].whole != ""
+
+
+@gluon.constexpr_function
 def _tile_words(KIND):
     """Code words in a tile."""
     return 1024 if _is_wide(KIND) else 512

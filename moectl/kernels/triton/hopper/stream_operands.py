@@ -14,6 +14,7 @@ from .stream_layouts import (
     _fill_batch,
     _fill_layout,
     _is_wide,
+    _keeps_nan,
     _only,
     _pairs_layout,
     _quads_layout,
@@ -143,10 +144,12 @@ def _sum_tokens(filled, qs, KIND: gl.constexpr, GROUP: gl.constexpr, UNITS: gl.c
 
 
 @gluon.constexpr_function
-def _load_asm(ahead, offset):
-    """PTX that loads 16 bytes at `offset` if more than `ahead` columns are left, else loads nothing."""
+def _load_asm(ahead, offset, cleared):
+    """PTX that loads 16 bytes at `offset` if more than `ahead` columns are left; else it loads nothing, or
+    zeros if they are to be `cleared`."""
+    zeros = " ".join(f"@!p mov.b32 ${i}, 0;" for i in range(4)) if cleared else ""
     return (
-        f"{{ .reg .pred p; setp.gt.s32 p, $8, {ahead}; "
+        f"{{ .reg .pred p; setp.gt.s32 p, $8, {ahead}; {zeros} "
         f"@p ld.global.cg.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}]; }}"
     )
 
@@ -156,15 +159,17 @@ def _code_words(wp, left, KIND: gl.constexpr, AHEAD: gl.constexpr, S: gl.constex
                 R: gl.constexpr):  # fmt: skip
     """Loads a lane's code words of one tile for `_tile`: one tensor, or two for 8-bit codes.
 
-    By inline PTX, as Triton's masked loads clear their registers first.
+    By inline PTX, as Triton's masked loads clear their registers first. That is needed only where codes can
+    be NaN: any other is nothing times a token that is 0.
     """
     L: gl.constexpr = _words_layout(S, RW, R)
     left, _ = gl.broadcast(gl.expand_dims(left, 4), gl.full([S, RW, 32, R, 4], 0, gl.int32, L))
     OFFSET: gl.constexpr = AHEAD * _tile_words(KIND) * 4
+    CLEARED: gl.constexpr = _keeps_nan(KIND)
     w = ()
     for half in gl.static_range(2 if _is_wide(KIND) else 1):
         words = gl.inline_asm_elementwise(
-            _load_asm(AHEAD, OFFSET + half * 512), "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [wp, left],
+            _load_asm(AHEAD, OFFSET + half * 512, CLEARED), "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [wp, left],
             dtype=gl.int32, is_pure=False, pack=4,
         )  # fmt: skip
         w = w + (words,)
