@@ -204,7 +204,7 @@ def test_reports_of_a_configuration_that_was_aborted_are_told(
 
 
 def test_the_board_of_the_tile_scheduler_is_told_by_its_source(script: ModuleType) -> None:
-    file = script.ROOT / "moectl" / "kernels" / "triton" / "hopper" / "tma_tiles.py"
+    file = script.ROOT / "moectl" / "kernels" / "triton" / "hopper" / "tile_board.py"
     race = "Error: Race reported between Write access at _k in {0}:{1} and Read access at _k in {0}:1"
     known = [
         text.strip()

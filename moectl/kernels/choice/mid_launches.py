@@ -41,7 +41,7 @@ REGISTERS: dict[tuple[int, int, int, int], dict[int, tuple[int, int]]] = {
     (4, 1, 2, 1): {16: (104, 64)},
 }
 """(workers, programs, blocks_m, tma_scales) of a `MidTile` -> {most tokens of a tile: registers per thread
-of a worker and of a loader}. Accumulators of more tokens do not fit."""
+of a worker, and of a loader or the scheduler}. Accumulators of more tokens do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,32 +68,45 @@ class MidTile:
     blocks_m: int = 1
     tma_scales: int = 0
 
+    @property
+    def jobs(self) -> int:
+        """Tiles that a program has been told of and has not finished yet, at most.
+
+        A tile's place is free only after its epilogue: with four, narrow GEMMs of one program per
+        multiprocessor took up to 10% longer. Wide tiles have four, as their slots and router weights would
+        take shared memory from the ring.
+        """
+        return 8 if self.programs == 1 and self.workers * self.blocks_m * self.tokens <= 192 else 4
+
 
 def _registers_key(tile: MidTile) -> tuple[int, int, int, int]:
     return tile.workers, tile.programs, tile.blocks_m, tile.tma_scales
 
 
 def registers(tile: MidTile) -> tuple[int, int]:
-    """Registers per thread of a worker and of a loader; (0, 0) if the tile's accumulators do not fit."""
+    """Registers per thread of a worker, and of a loader or the scheduler; (0, 0) if the tile's accumulators
+    do not fit."""
     by_tokens = REGISTERS[_registers_key(tile)]
     return next((counts for tokens, counts in by_tokens.items() if tile.tokens <= tokens), (0, 0))
 
 
 def shared_bytes(problem: MoEProblem, tile: MidTile) -> int:
-    """Shared memory of a program: the ring, and each worker's slots, router weights and store staging."""
+    """Shared memory of a program: the ring, slots and router weights of each job, and each worker's store
+    staging."""
     weight = problem.scheme.weight
     words = scale_words(weight.name, weight.group) // 32
     blocks = tile.workers * tile.blocks_m
     copied_blocks = blocks if tile.tma_scales else next_power_of_2(blocks)
     words *= 128 * copied_blocks * (2 if weight.zero_point else 1)
     stage = tile.depth * (128 * tile.tokens + 512 * weight.bits * blocks + words) + 16
-    per_worker = 8 * next_power_of_2(tile.tokens) + 64 * 32 * 2 + 512
-    return int(tile.stages * stage + tile.workers * per_worker + 1024)
+    job = 8 * next_power_of_2(tile.tokens) + 4 * 4 + 3 * 8  # its four words and three barriers
+    per_worker = 64 * 32 * 2 + 512
+    return int(tile.stages * stage + tile.jobs * job + tile.workers * per_worker + 1024)
 
 
 def _fits(problem: MoEProblem, tile: MidTile) -> str:
     weight, act = problem.scheme.weight, problem.activation
-    if tile.tokens not in WIDTHS or _registers_key(tile) not in REGISTERS or tile.loaders not in (1, 2):
+    if tile.tokens not in WIDTHS or _registers_key(tile) not in REGISTERS or tile.loaders != 2:
         return f"{tile} is not a supported tile"
     if tile.stages < 2:
         return f"{tile} needs two stages: one to fill while another is read"
@@ -112,6 +125,8 @@ def _fits(problem: MoEProblem, tile: MidTile) -> str:
         return f"{64 * tile.depth} columns of a stage are not aligned with scale groups of {weight.group}"
     if tile.blocks_m > 1 and weight.bits == 8:
         return f"ptxas spills registers of two blocks of {weight} per worker"
+    if weight.bits == 8 and weight.zero_point and (tile.workers, tile.tokens) == (4, 64):
+        return f"ptxas spills registers of four workers of {weight} for 64 tokens"
     if act.name not in (GATED if act.gated else UNGATED):
         return f"it does not support the activation {act}"
     return ""

@@ -77,5 +77,5 @@ def exact_weights(problem: MoEProblem, m: KernelMatrix) -> bool:
 
 
 def keeps_nan(problem: MoEProblem, m: KernelMatrix) -> bool:
-    """Whether codes of `m` may be NaN, which weights then are."""
+    """Whether `m` may have NaN codes that its kernel keeps: of MXFP8, all that is not folded."""
     return problem.scheme.weight.name == "mxfp8" and exact_weights(problem, m)

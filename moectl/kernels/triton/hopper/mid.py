@@ -44,7 +44,8 @@ class MidVariant(GemmSpec):
         even: whether every stage of the ring ends within the tokens' columns.
         wide: whether offsets (slots times columns) need more than 32 bits.
         unit: a power of two that divides the output's columns.
-        registers: registers per thread of a worker and of a loader.
+        jobs: `MidTile.jobs`.
+        registers: registers per thread of a worker, and of a loader or the scheduler.
     """
 
     group: int
@@ -60,12 +61,23 @@ class MidVariant(GemmSpec):
     depth: int
     loaders: int
     tma_scales: bool
+    jobs: int
     registers: tuple[int, int]
 
     @property
     def blocks(self) -> int:
         """Row blocks of a tile."""
         return self.workers * self.blocks_m
+
+    @property
+    def experts(self) -> int:
+        """0: tiles are always listed, for a single token, too (`tile_board`)."""
+        return 0
+
+    @property
+    def scales(self) -> str:
+        """Sums are not multiplied by scales (`tile_board`)."""
+        return "none"
 
     @property
     def lean(self) -> bool:
@@ -92,6 +104,7 @@ def _variant(layer: KernelLayer, stage: int, assignments: int, tile: MidTile) ->
         depth=tile.depth,
         loaders=tile.loaders,
         tma_scales=bool(tile.tma_scales),
+        jobs=tile.jobs,
         registers=registers(tile),
     )
 
@@ -106,8 +119,8 @@ def gemm(
     """
     p, m = layer.problem, layer.w13 if stage == 1 else layer.w2
     if keeps_nan(p, m) and m.k % (64 * tile.depth):
-        # A stage that ends past the columns has codes of other rows, of which a NaN would not be nothing
-        # times a token's zero.
+        # A stage that ends past the columns also has codes of other rows: a NaN among them times a token's
+        # zero is NaN.
         tile = replace(tile, depth=1)
     variant = _variant(layer, stage, call.assignments, tile)
     row_tiles = triton.cdiv(m.n, 64 * variant.blocks)
@@ -123,6 +136,7 @@ def gemm(
         SORTED=plan.slots,
         TILES=plan.tiles,
         COUNT=plan.count,
+        COUNTER=plan.count[stage:],
         WEIGHTS=call.weights,
         N=m.n,
         K=m.k,
@@ -139,7 +153,7 @@ def gemm(
 
 def launch_registers(tile: MidTile) -> int:
     """Registers per thread at launch, before they are redistributed from loaders to workers."""
-    producers = 4  # warps of a warpgroup: token loaders, the weight loader and idle warps
+    producers = 4  # warps of a warpgroup: two token loaders, the weight loader and the scheduler
     return REGISTERS // (32 * (4 * tile.workers + producers) * tile.programs) // 8 * 8
 
 

@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .activation_epilogue import activate_one, activate_rows
-from .mid_loader import _cached, _first, _rest
+from .mid_loader import _first, _rest
 
 
 @gluon.constexpr_function
@@ -93,20 +93,6 @@ def _store_sums(
                         quarter, notes, Y, by_row, block, first, tokens, NX, alpha, limit,
                         AT + h * HALF + q * QUARTER, QUARTER, HOW,
                     )  # fmt: skip
-
-
-@gluon.jit
-def _note(notes, SORTED, WEIGHTS, first, tokens, HOW: gl.constexpr):
-    """Loads a tile's slots and router weights into shared memory early, so its epilogue does not wait."""
-    CACHE: gl.constexpr = _cached(HOW)
-    slots, weights = notes
-    if HOW.stage == 2 or HOW.weighted:
-        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        place = gl.arange(0, slots.shape[0], layout=L)
-        slot = gl.load(SORTED + first + place, mask=place < tokens, other=0, cache_modifier=CACHE)
-        slots.store(slot)
-        if HOW.weighted:
-            weights.store(gl.load(WEIGHTS + slot, mask=place < tokens, other=0.0, cache_modifier=CACHE))
 
 
 @gluon.jit

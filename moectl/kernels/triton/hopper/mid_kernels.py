@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 """Device code of the kernel family `mid`: warp-specialized grouped GEMMs for 3 to 130 tokens per expert.
 
-Programs are persistent. A tile is 64 or 128 weight rows per worker by the tokens of one expert. Two
-producer partitions fill a ring in shared memory, one with weights (codes by TMA, scale and zero-point words
-by cp.async or in boxes by TMA), one with token rows (gathered by cp.async); the workers (consumer
-warpgroups) drain it. A worker dequantizes the next codes into registers while the tensor cores multiply the
-previous ones.
+Programs are persistent. A tile is 64 or 128 weight rows per worker by the tokens of one expert. One warp
+takes tiles and tells the others what they need to know of them (`tile_board`). Two producer partitions fill a
+ring in shared memory, one with weights (codes by TMA, scale and zero-point words by cp.async or in boxes by
+TMA), one with token rows (gathered by cp.async); the workers (consumer warpgroups) drain it. A worker
+dequantizes the next codes into registers while the tensor cores multiply the previous ones.
 
 A tile has as many token columns as its tokens need: one of ``HOW.widths``, each a branch of the kernel.
 
@@ -21,14 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .fragments import code_layout, code_lines, fragment, scale_layout, scale_words
 from .gluon_compat import reinterpret
-from .mid_epilogue import _biases, _factors, _note, _store_all, _sums
+from .mid_epilogue import _biases, _factors, _store_all, _sums
 from .mid_loader import (
     _before,
-    _cached,
     _first,
     _jointly,
     _next,
-    _program,
     _rest,
     _rows,
     _run,
@@ -39,8 +37,10 @@ from .mid_loader import (
     _weight_loader,
     _width,
     _words_layout,
+    parts_of,
 )
 from .mixed_width_wgmma import joined, joint_finished, joint_issued, joint_operand, joint_zeros
+from .tile_board import _cached, noted_of, notes_of, tile_scheduler, tile_told
 
 
 @gluon.constexpr_function
@@ -205,7 +205,7 @@ def _product(
     UNROLL: gl.constexpr = 2 if HOW.depth * HOW.blocks_m == 1 else 1  # two operands alternate without moves
     _x, _more, codes, words, full, _empty = ring
     JOINT: gl.constexpr = _jointly(WIDTH, HOW)
-    steps = (K // 64 + HOW.depth - 1) // HOW.depth
+    steps = (parts_of(K, 64) + HOW.depth - 1) // HOW.depth
     acc = _zeros(WIDTH, JOINT)
     acc2 = _zeros(WIDTH, JOINT)
     _await(full, stage, phase)
@@ -226,56 +226,46 @@ def _product(
 
 @gluon.jit
 def _worker(
-    ring, notes, out, TILES, count, N, K, NX, row_tiles, alpha, limit,
-    BLOCK: gl.constexpr, DTYPE: gl.constexpr, HOW: gl.constexpr,
+    ring, board, Y, B, F, N, K, NX, alpha, limit, BLOCK: gl.constexpr, DTYPE: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
     """The product and the epilogue of row block BLOCK of each of the program's tiles."""
     WIDTHS: gl.constexpr = len(HOW.widths)
-    Y, B, F, WEIGHTS, SORTED = out
-    own = (notes[0].index(BLOCK), notes[1].index(BLOCK))
+    _jobs, notes, _told, noted, _near, spent, _met = board
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    tiles = count * row_tiles
     N = _size_here(N, 32, HOW)
     K = _size_here(K, 32, HOW)
     NX = _size_here(NX, HOW.unit, HOW)
-    first_tile, programs = _program(HOW)
-    expert, first, tokens = _tile(TILES, first_tile, tiles, row_tiles, HOW)
-    for tile in range(first_tile, tiles, programs):
-        block = (tile % row_tiles) * HOW.blocks + BLOCK * HOW.blocks_m
-        coming = _tile(TILES, tile + programs, tiles, row_tiles, HOW)
-        _note(own, SORTED, WEIGHTS, first, tokens, HOW)
+    job = 0
+    expert, first, tokens, nt = tile_told(board, job, 4, HOW)
+    while tokens >= 0:
+        at = job % HOW.jobs
+        own = (notes[0].index(at), notes[1].index(at))
+        block = nt * HOW.blocks + BLOCK * HOW.blocks_m
         factors = _factors(F, expert, HOW)
         by_row = (_biases(B, expert, block, N, HOW), factors)
         by_row2 = (_biases(B, expert, block + 1, N, HOW), factors) if HOW.blocks_m == 2 else by_row
         for i in gl.static_range(WIDTHS):
             if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
                 acc, acc2, stage, phase = _product(ring, stage, phase, K, _width(i, HOW), BLOCK, DTYPE, HOW)
-                if block < N // 64:
+                if noted_of(HOW):
+                    mbarrier.wait(noted.index(at), (job // HOW.jobs) & 1)
+                if block < parts_of(N, 64):
                     _store_all(
                         acc, own, Y, by_row, block, first, tokens, NX, alpha, limit, _width(i, HOW), HOW
                     )  # fmt: skip
-                if HOW.blocks_m == 2 and block + 1 < N // 64:
+                if HOW.blocks_m == 2 and block + 1 < parts_of(N, 64):
                     _store_all(
                         acc2, own, Y, by_row2, block + 1, first, tokens, NX, alpha, limit, _width(i, HOW), HOW
                     )  # fmt: skip
-        expert, first, tokens = coming
-
-
-@gluon.jit
-def _tile(TILES, tile, tiles, row_tiles, HOW: gl.constexpr):
-    """(expert, first position, tokens) of a tile; zeros past the last one."""
-    CACHE: gl.constexpr = _cached(HOW)
-    at = TILES + (tile // row_tiles) * 4
-    there = tile < tiles
-    expert = gl.load(at, mask=there, other=0, cache_modifier=CACHE)
-    first = gl.load(at + 1, mask=there, other=0, cache_modifier=CACHE)
-    return expert, first, gl.load(at + 2, mask=there, other=0, cache_modifier=CACHE)
+        mbarrier.arrive(spent.index(at), count=1)
+        job += 1
+        expert, first, tokens, nt = tile_told(board, job, 4, HOW)
 
 
 @gluon.jit(do_not_specialize=["row_tiles"])
 def _grouped_gemm_kernel(
-    X, CODES, S, Z, B, F, Y, SORTED, TILES, COUNT, WEIGHTS, N, K, KX, NX, row_tiles, alpha, limit,
+    X, CODES, S, Z, B, F, Y, SORTED, TILES, COUNT, COUNTER, WEIGHTS, N, K, KX, NX, row_tiles, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
     """Y ``[T, NX]``: activations by position (stage 1), or by slot, times router weights if weighted."""
@@ -287,7 +277,6 @@ def _grouped_gemm_kernel(
     DTYPE: gl.constexpr = X.dtype.element_ty
     ROWS: gl.constexpr = _rows(HOW)
     REST: gl.constexpr = _rest(_width(len(HOW.widths) - 1, HOW))
-    ALL: gl.constexpr = 2 * ROWS if REST else ROWS
     LINES: gl.constexpr = code_lines(HOW.format)
     WORDS: gl.constexpr = _stage_words(HOW) * (2 if HOW.zeros else 1)
     PLACES: gl.constexpr = HOW.stages * (HOW.blocks if HOW.tma_scales else 1)
@@ -303,51 +292,78 @@ def _grouped_gemm_kernel(
         x = gl.allocate_shared_memory(DTYPE, [PIECES, ROWS, 64], X_LAYOUT)
         codes = gl.allocate_shared_memory(gl.uint8, CODES_SHAPE, CODES_LAYOUT)
     more = gl.allocate_shared_memory(DTYPE, [PIECES, REST if REST else 8, 64], X_LAYOUT)
-    slots = gl.allocate_shared_memory(gl.int32, [HOW.workers, ALL], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    weights = gl.allocate_shared_memory(gl.float32, [HOW.workers, ALL], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    JOBS: gl.constexpr = HOW.jobs
+    slots = gl.allocate_shared_memory(gl.int32, [JOBS, notes_of(HOW)], LINE)
+    weights = gl.allocate_shared_memory(gl.float32, [JOBS, notes_of(HOW)], LINE)
+    jobs = gl.allocate_shared_memory(gl.int32, [4 * JOBS, 1], LINE)
+    told = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
+    # Not allocated without use, as in `tma_kernels`.
+    noted = told
+    if noted_of(HOW):
+        noted = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
+    spent = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
+    near = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     words = gl.allocate_shared_memory(gl.int32, [PLACES, WORDS], _words_layout(HOW))
-    full = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [HOW.stages, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1 + 32 * HOW.loaders + (0 if HOW.tma_scales else 32))
         mbarrier.init(empty.index(i), count=HOW.workers)
+    for i in gl.static_range(JOBS):
+        mbarrier.init(told.index(i), count=1)
+        if noted_of(HOW):
+            mbarrier.init(noted.index(i), count=1)
+        mbarrier.init(spent.index(i), count=HOW.workers + 2)
+    mbarrier.init(near.index(0), count=1)
     hopper.fence_async_shared()
     ring = (x, more, codes, words, full, empty)
-    notes = (slots, weights)
-    out = (Y, B, F, WEIGHTS, SORTED)
+    board = (jobs, (slots, weights, weights), told, noted, near, spent, told)
+    steps = (parts_of(K, 64) + HOW.depth - 1) // HOW.depth
+    order = (board, SORTED, WEIGHTS, WEIGHTS, TILES, COUNTER, count, steps, row_tiles, 1)
     if HOW.workers == 2:
         gl.warp_specialize(
             [
-                (_worker, (ring, notes, out, TILES, count, N, K, NX, row_tiles, alpha, limit, 0, DTYPE, HOW)),
-                (_worker, (ring, notes, out, TILES, count, N, K, NX, row_tiles, alpha, limit, 1, DTYPE, HOW)),
-                (_token_loader, (ring, X, SORTED, TILES, count, K, KX, row_tiles, HOW)),
-                (_weight_loader, (ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW)),
+                (_worker, (ring, board, Y, B, F, N, K, NX, alpha, limit, 0, DTYPE, HOW)),
+                (_worker, (ring, board, Y, B, F, N, K, NX, alpha, limit, 1, DTYPE, HOW)),
+                (_token_loader, (ring, board, X, SORTED, K, KX, HOW)),
+                (_weight_loader, (ring, board, CODES, S, Z, N, K, HOW)),
+                (tile_scheduler, (order, HOW)),
             ],
-            [4, HOW.loaders, 1],
-            [HOW.registers[0], HOW.registers[1], HOW.registers[1]],
+            [4, HOW.loaders, 1, 1],
+            [HOW.registers[0], HOW.registers[1], HOW.registers[1], HOW.registers[1]],
         )
     elif HOW.workers == 3:
         gl.warp_specialize(
             [
-                (_worker, (ring, notes, out, TILES, count, N, K, NX, row_tiles, alpha, limit, 0, DTYPE, HOW)),
-                (_worker, (ring, notes, out, TILES, count, N, K, NX, row_tiles, alpha, limit, 1, DTYPE, HOW)),
-                (_worker, (ring, notes, out, TILES, count, N, K, NX, row_tiles, alpha, limit, 2, DTYPE, HOW)),
-                (_token_loader, (ring, X, SORTED, TILES, count, K, KX, row_tiles, HOW)),
-                (_weight_loader, (ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW)),
+                (_worker, (ring, board, Y, B, F, N, K, NX, alpha, limit, 0, DTYPE, HOW)),
+                (_worker, (ring, board, Y, B, F, N, K, NX, alpha, limit, 1, DTYPE, HOW)),
+                (_worker, (ring, board, Y, B, F, N, K, NX, alpha, limit, 2, DTYPE, HOW)),
+                (_token_loader, (ring, board, X, SORTED, K, KX, HOW)),
+                (_weight_loader, (ring, board, CODES, S, Z, N, K, HOW)),
+                (tile_scheduler, (order, HOW)),
             ],
-            [4, 4, HOW.loaders, 1],
-            [HOW.registers[0], HOW.registers[0], HOW.registers[1], HOW.registers[1]],
-        )
+            [4, 4, HOW.loaders, 1, 1],
+            [
+                HOW.registers[0], HOW.registers[0],
+                HOW.registers[1], HOW.registers[1], HOW.registers[1],
+            ],
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_worker, (ring, notes, out, TILES, count, N, K, NX, row_tiles, alpha, limit, 0, DTYPE, HOW)),
-                (_worker, (ring, notes, out, TILES, count, N, K, NX, row_tiles, alpha, limit, 1, DTYPE, HOW)),
-                (_worker, (ring, notes, out, TILES, count, N, K, NX, row_tiles, alpha, limit, 2, DTYPE, HOW)),
-                (_worker, (ring, notes, out, TILES, count, N, K, NX, row_tiles, alpha, limit, 3, DTYPE, HOW)),
-                (_token_loader, (ring, X, SORTED, TILES, count, K, KX, row_tiles, HOW)),
-                (_weight_loader, (ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW)),
+                (_worker, (ring, board, Y, B, F, N, K, NX, alpha, limit, 0, DTYPE, HOW)),
+                (_worker, (ring, board, Y, B, F, N, K, NX, alpha, limit, 1, DTYPE, HOW)),
+                (_worker, (ring, board, Y, B, F, N, K, NX, alpha, limit, 2, DTYPE, HOW)),
+                (_worker, (ring, board, Y, B, F, N, K, NX, alpha, limit, 3, DTYPE, HOW)),
+                (_token_loader, (ring, board, X, SORTED, K, KX, HOW)),
+                (_weight_loader, (ring, board, CODES, S, Z, N, K, HOW)),
+                (tile_scheduler, (order, HOW)),
             ],
-            [4, 4, 4, HOW.loaders, 1],
-            [HOW.registers[0], HOW.registers[0], HOW.registers[0], HOW.registers[1], HOW.registers[1]],
-        )
+            [4, 4, 4, HOW.loaders, 1, 1],
+            [
+                HOW.registers[0], HOW.registers[0], HOW.registers[0],
+                HOW.registers[1], HOW.registers[1], HOW.registers[1],
+            ],
+        )  # fmt: skip

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .fragments import code_lines, scale_words
 from .gluon_compat import async_load, tma_load
+from .tile_board import AHEAD, LOADER_MEETS, tile_told, warp_meets
 
 
 @gluon.constexpr_function
@@ -95,12 +96,6 @@ def _words_layout(HOW):
     return gl.NVMMASharedLayout(0, 32, 1) if HOW.tma_scales else gl.SwizzledSharedLayout(1, 1, 1, [0])
 
 
-@gluon.constexpr_function
-def _cached(HOW):
-    """Cache modifier for the schedule: stage 2 reads it early, when L1 may still hold an earlier call's."""
-    return ".cg" if HOW.stage == 2 else ""
-
-
 @gluon.jit
 def _here(value, HOW: gl.constexpr):
     """`value`; if registers are scarce rematerialized, as captured values occupy some in each partition."""
@@ -113,20 +108,15 @@ def _here(value, HOW: gl.constexpr):
 def _size_here(size, UNIT: gl.constexpr, HOW: gl.constexpr):
     """`_here` of a size that stays known to be a multiple of UNIT, which 16-byte stores require."""
     if HOW.lean:
-        size = _here(size // UNIT, HOW) * UNIT
+        size = parts_of(_here(size, HOW), UNIT) * UNIT
     return size
 
 
 @gluon.jit
-def _program(HOW: gl.constexpr):
-    """The program's index and the number of programs."""
-    if HOW.lean:
-        number = gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], gl.int32, False, 1)
-        count = gl.inline_asm_elementwise("mov.u32 $0, %nctaid.x;", "=r", [], gl.int32, False, 1)
-    else:
-        number = gl.program_id(0)
-        count = gl.num_programs(0)
-    return number, count
+def parts_of(size, UNIT: gl.constexpr):
+    """How many times UNIT goes into a size, which is divided as unsigned: ptxas would compute its sign once
+    and keep it in a register in every partition."""
+    return (size.to(gl.uint32) // UNIT).to(gl.int32)
 
 
 @gluon.jit
@@ -137,10 +127,9 @@ def _next(stage, phase, HOW: gl.constexpr):
 
 
 @gluon.jit
-def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.constexpr):
+def _weight_loader(ring, board, CODES, S, Z, N, K, HOW: gl.constexpr):
     """Producer of codes, scale and zero words."""
     BLOCKS: gl.constexpr = HOW.blocks
-    CACHE: gl.constexpr = _cached(HOW)
     _x, _more, codes, words, full, empty = ring
     WORDS: gl.constexpr = scale_words(HOW.format, HOW.group)
     LINES: gl.constexpr = code_lines(HOW.format)
@@ -148,27 +137,32 @@ def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.con
     BYTES: gl.constexpr = HOW.depth * LINES * 128 + (ALL * 4 if HOW.tma_scales else 0)
     SPAN: gl.constexpr = _span(HOW)
     BEFORE: gl.constexpr = _before(HOW)
+    _jobs, _notes, _told, _noted, near, spent, _met = board
     K = _size_here(K, 32, HOW)
     N = _size_here(N, 32, HOW)
     if not HOW.tma_scales:
         L: gl.constexpr = gl.BlockedLayout([ALL // 32], [32], [1], [0])
         word = gl.arange(0, ALL, layout=L)
-    columns = K // 64
-    blocks = N // 64
-    runs = K // SPAN if SPAN else 1
+    columns = parts_of(K, 64)
+    steps = (columns + HOW.depth - 1) // HOW.depth
+    blocks = parts_of(N, 64)
+    runs = parts_of(K, SPAN) if SPAN else 1
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    program, programs = _program(HOW)
-    for tile in range(program, count * row_tiles, programs):
-        expert = gl.load(TILES + (tile // row_tiles) * 4, cache_modifier=CACHE)
-        block = (tile % row_tiles) * HOW.blocks
+    job = 0
+    expert, _first, tokens, nt = tile_told(board, job, 1, HOW)
+    while tokens >= 0:
+        warp_meets(LOADER_MEETS)
+        mbarrier.arrive(spent.index(job % HOW.jobs), count=1)
+        block = nt * HOW.blocks
         line = (expert * blocks + block) * columns * LINES
         if HOW.tma_scales:
             own = expert * blocks + block
         else:
             own = expert * blocks + gl.minimum(block + word // (HOW.depth * WORDS), blocks - 1)
         base = own * (runs * WORDS)  # a word covers 64 weights or more, so this fits in 32 bits
-        for k in range(0, columns, HOW.depth):
+        for step in range(steps):
+            k = step * HOW.depth
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), HOW.blocks * BYTES)
             for b in gl.static_range(BLOCKS):
@@ -190,7 +184,10 @@ def _weight_loader(ring, CODES, S, Z, TILES, count, N, K, row_tiles, HOW: gl.con
                     into = words.index(stage).slice(ALL, ALL)
                     async_load(into, Z + (base + at), mask=live)
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            mbarrier.arrive(near.index(0), count=1, pred=step + AHEAD == steps)
             stage, phase = _next(stage, phase, HOW)
+        job += 1
+        expert, _first, tokens, nt = tile_told(board, job, 1, HOW)
 
 
 @gluon.jit
@@ -234,7 +231,7 @@ def _token_tile(
     source = _sources(X, SORTED, first, tokens, KX, FIRST, HOW)
     if REST:
         rest = _sources(X, SORTED, first + FIRST, tokens - FIRST, KX, REST, HOW)
-    for k in range(0, K // 64, HOW.depth):
+    for k in range(0, parts_of(K, 64), HOW.depth):
         mbarrier.wait(empty.index(stage), phase)
         for d in gl.static_range(DEPTH):
             piece = stage * HOW.depth + d
@@ -250,22 +247,23 @@ def _token_tile(
 
 
 @gluon.jit
-def _token_loader(ring, X, SORTED, TILES, count, K, KX, row_tiles, HOW: gl.constexpr):
+def _token_loader(ring, board, X, SORTED, K, KX, HOW: gl.constexpr):
     """Producer of token rows."""
     WIDTHS: gl.constexpr = len(HOW.widths)
-    CACHE: gl.constexpr = _cached(HOW)
+    _jobs, _notes, _told, _noted, _near, spent, _met = board
     K = _size_here(K, 32, HOW)
     if HOW.stage == 2:
         tl.extra.cuda.gdc_wait()  # for the first GEMM; weight loads are already in flight
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    program, programs = _program(HOW)
-    for tile in range(program, count * row_tiles, programs):
-        m = tile // row_tiles
-        first = gl.load(TILES + m * 4 + 1, cache_modifier=CACHE)
-        tokens = gl.load(TILES + m * 4 + 2, cache_modifier=CACHE)
+    job = 0
+    _expert, first, tokens, _nt = tile_told(board, job, HOW.loaders, HOW)
+    while tokens >= 0:
+        mbarrier.arrive(spent.index(job % HOW.jobs), count=1)
         for i in gl.static_range(WIDTHS):
             if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
                 stage, phase = _token_tile(
                     ring, stage, phase, X, SORTED, first, tokens, K, KX, _width(i, HOW), HOW
                 )
+        job += 1
+        _expert, first, tokens, _nt = tile_told(board, job, HOW.loaders, HOW)

@@ -44,7 +44,7 @@ def _is_wide(KIND):
 
 @gluon.constexpr_function
 def _keeps_nan(KIND):
-    """Whether NaN codes become NaN."""
+    """Whether codes may be NaN, and stay that."""
     return KIND[4] and CODES[KIND[0], KIND[1]].whole != ""
 
 

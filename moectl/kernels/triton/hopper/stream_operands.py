@@ -160,7 +160,7 @@ def _code_words(wp, left, KIND: gl.constexpr, AHEAD: gl.constexpr, S: gl.constex
     """Loads a lane's code words of one tile for `_tile`: one tensor, or two for 8-bit codes.
 
     By inline PTX, as Triton's masked loads clear their registers first. That is needed only where codes can
-    be NaN: any other is nothing times a token that is 0.
+    be NaN: any other code times a token of 0 is 0.
     """
     L: gl.constexpr = _words_layout(S, RW, R)
     left, _ = gl.broadcast(gl.expand_dims(left, 4), gl.full([S, RW, 32, R, 4], 0, gl.int32, L))

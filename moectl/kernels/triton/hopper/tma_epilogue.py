@@ -11,8 +11,8 @@ from .mid_epilogue import _store
 from .mixed_width_wgmma import joined, side_by_side
 from .prefill_tiles import _mma
 from .shared_wgmma import unit_of, units_of
+from .tile_board import scaled_at_end
 from .tma_loader import scale_count, scale_rows, stored_rows
-from .tma_tiles import scaled_at_end
 
 
 @gluon.jit

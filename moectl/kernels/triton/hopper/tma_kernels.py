@@ -2,10 +2,10 @@
 """Device code of the kernel family `tma`: warp-specialized grouped GEMMs on weights stored row by row.
 
 Programs are persistent. A tile is 64 or 128 weight rows per worker by the tokens of one expert. One warp
-takes tiles and tells the others (`tma_tiles`). Two producer partitions fill a ring in shared memory, one with
-weight rows (by TMA), one with token rows (gathered by cp.async); the workers (consumer warpgroups) multiply
-them where they are, both operands of wgmma in shared memory. TMA brings gate and up rows in the order that
-the epilogue needs, eight and eight, and zeros past the end of a matrix in rows and columns.
+takes tiles and tells the others (`tile_board`). Two producer partitions fill a ring in shared memory, one
+with weight rows (by TMA), one with token rows (gathered by cp.async); the workers (consumer warpgroups)
+multiply them where they are, both operands of wgmma in shared memory. TMA brings gate and up rows in the
+order that the epilogue needs, eight and eight, and zeros past the end of a matrix in rows and columns.
 
 A tile has as many token columns as its tokens need: one of ``HOW.widths``, each a branch of the kernel. If
 ``HOW.turned``, tokens are the rows of products, 64 of each, and 128 weight rows their columns.
@@ -21,9 +21,10 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_compat import reinterpret
-from .mid_loader import _cached, _next, _width
+from .mid_loader import _next, _width
 from .prefill_tiles import _mma
 from .shared_wgmma import await_all_but_last, step_issued, step_zeros, steps_finished, unit_of, units_of
+from .tile_board import FIRST_TURN, _cached, noted_of, notes_of, scaled_at_end, tile_scheduler, tile_told
 from .tma_epilogue import _biases, _row_scales, _store_block, _store_codes, _store_turned
 from .tma_loader import (
     arrivals,
@@ -35,7 +36,6 @@ from .tma_loader import (
     two_scales,
     weight_loader,
 )
-from .tma_tiles import FIRST_TURN, noted_of, notes_of, scaled_at_end, tile_scheduler, tile_told
 
 
 @gluon.jit

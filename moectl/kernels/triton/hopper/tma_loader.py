@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_compat import async_load, tma_load
 from .mid_loader import _next
-from .tma_tiles import AHEAD, LOADER_MEETS, notes_of, slots_of, tile_told, warp_meets
+from .tile_board import AHEAD, LOADER_MEETS, notes_of, slots_of, tile_told, warp_meets
 
 
 @gluon.constexpr_function

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Which tiles a program of `tma_kernels` computes, and what their epilogues need to know.
+"""Which tiles a program of `mid_kernels` or `tma_kernels` computes, and what their epilogues need to know.
 
 One warp, the scheduler, takes tiles, mostly from a counter. It tells the other partitions by a board in
 shared memory, which has room for ``HOW.jobs`` tiles and consists of
@@ -18,7 +18,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .mid_loader import _cached
 from .prefill_tiles import _placed
 
 AHEAD = gl.constexpr(8)
@@ -28,6 +27,12 @@ can be copied."""
 SCHEDULER_MEETS, LOADER_MEETS, FIRST_TURN = gl.constexpr(12), gl.constexpr(13), 14
 """Barriers of the hardware that are used by PTX, as Triton numbers its own from 0: threads of the scheduler
 and of the weight loader meet at one each, and each of two workers awaits its turn at one."""
+
+
+@gluon.constexpr_function
+def _cached(HOW):
+    """Cache modifier for the schedule: stage 2 reads it early, when L1 may still hold an earlier call's."""
+    return ".cg" if HOW.stage == 2 else ""
 
 
 @gluon.constexpr_function
