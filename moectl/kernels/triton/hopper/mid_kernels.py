@@ -40,7 +40,7 @@ from .mid_loader import (
     parts_of,
 )
 from .mixed_width_wgmma import joined, joint_finished, joint_issued, joint_operand, joint_zeros
-from .tile_board import _cached, noted_of, notes_of, tile_scheduler, tile_told
+from .tile_board import _cached, begin_board, noted_of, notes_of, tile_scheduler, tile_told
 
 
 @gluon.constexpr_function
@@ -311,12 +311,7 @@ def _grouped_gemm_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1 + 32 * HOW.loaders + (0 if HOW.tma_scales else 32))
         mbarrier.init(empty.index(i), count=HOW.workers)
-    for i in gl.static_range(JOBS):
-        mbarrier.init(told.index(i), count=1)
-        if noted_of(HOW):
-            mbarrier.init(noted.index(i), count=1)
-        mbarrier.init(spent.index(i), count=HOW.workers + 2)
-    mbarrier.init(near.index(0), count=1)
+    begin_board(told, noted, spent, near, HOW)
     hopper.fence_async_shared()
     ring = (x, more, codes, words, full, empty)
     board = (jobs, (slots, weights, weights), told, noted, near, spent, told)

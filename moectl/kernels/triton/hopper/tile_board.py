@@ -60,6 +60,18 @@ def noted_of(HOW):
 
 
 @gluon.jit
+def begin_board(told, noted, spent, near, HOW: gl.constexpr):
+    """Initializes the board's barriers but `met`; both loaders and all workers give a place back."""
+    JOBS: gl.constexpr = HOW.jobs
+    for i in gl.static_range(JOBS):
+        mbarrier.init(told.index(i), count=1)
+        if noted_of(HOW):
+            mbarrier.init(noted.index(i), count=1)
+        mbarrier.init(spent.index(i), count=HOW.workers + 2)
+    mbarrier.init(near.index(0), count=1)
+
+
+@gluon.jit
 def slots_of(SORTED, first, place, live, HOW: gl.constexpr):
     """The slots of a tile's tokens: for one token they are the positions."""
     slot = gl.where(live, first + place, 0)

@@ -24,7 +24,16 @@ from .gluon_compat import reinterpret
 from .mid_loader import _next, _width
 from .prefill_tiles import _mma
 from .shared_wgmma import await_all_but_last, step_issued, step_zeros, steps_finished, unit_of, units_of
-from .tile_board import FIRST_TURN, _cached, noted_of, notes_of, scaled_at_end, tile_scheduler, tile_told
+from .tile_board import (
+    FIRST_TURN,
+    _cached,
+    begin_board,
+    noted_of,
+    notes_of,
+    scaled_at_end,
+    tile_scheduler,
+    tile_told,
+)
 from .tma_epilogue import _biases, _row_scales, _store_block, _store_codes, _store_turned
 from .tma_loader import (
     arrivals,
@@ -395,12 +404,7 @@ def _rows_gemm_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=arrivals(HOW))
         mbarrier.init(empty.index(i), count=HOW.workers)
-    for i in gl.static_range(JOBS):
-        mbarrier.init(told.index(i), count=1)
-        if noted_of(HOW):
-            mbarrier.init(noted.index(i), count=1)
-        mbarrier.init(spent.index(i), count=HOW.workers + 2)
-    mbarrier.init(near.index(0), count=1)
+    begin_board(told, noted, spent, near, HOW)
     if HOW.codes != "none":
         mbarrier.init(met.index(0), count=HOW.workers)
     hopper.fence_async_shared()
