@@ -50,7 +50,7 @@ def candidates(cell: TuningCase, families: Iterable[str], device: torch.device) 
             launches += [
                 Launch(name, tile)
                 for tile in kernel_family.candidates(cell.problem)
-                if kernel_family.suits(tile, cell.tokens_per_expert)
+                if kernel_family.suits(cell.problem, tile, cell.tokens_per_expert)
                 and not kernel_family.fits(cell.problem, tile)
             ]
     return launches

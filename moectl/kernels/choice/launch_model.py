@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ...environment.named_devices import lowest_matrix_rate, published_matrix_rate
@@ -346,33 +347,33 @@ class Coefficients:
     formats: Mapping[str, Mapping[str, Mapping[str, float]]]
     errors: Mapping[str, Mapping[str, float]]
 
-    def format_for(self, family: str, weight: WeightFormat) -> str:
-        """The fitted format that stands for a layer's: itself, or its codes in other groups; else empty.
+    def format_for(self, fitted: str, weight: WeightFormat) -> str:
+        """The format of a fitted family that stands for a layer's: itself, or its codes in other groups; else
+        empty.
 
         One scale for a tensor is as much work as one for each row.
         """
-        fitted = self.formats.get(fitted_family(family, weight.name), {})
-        if str(weight) in fitted:
+        known = self.formats.get(fitted, {})
+        if str(weight) in known:
             return str(weight)
         if weight.block == (FULL, FULL):
-            return next((name for name in fitted if name == f"{weight.name} per channel"), "")
-        alike = [name for name in fitted if name.startswith(f"{weight.name} group ")]
+            return next((name for name in known if name == f"{weight.name} per channel"), "")
+        alike = [name for name in known if name.startswith(f"{weight.name} group ")]
         group = weight.group if weight.group > 0 else 128
         nearest = min(alike, key=lambda name: abs(math.log2(int(name.split()[2]) / group)), default="")
-        return nearest or next((name for name in fitted if name.startswith(f"{weight.name} per ")), "")
+        return nearest or next((name for name in known if name.startswith(f"{weight.name} per ")), "")
 
-    def error(self, family: str, weight: WeightFormat, gpu: str) -> float | None:
-        """The median error of a family's times on a GPU; None if it was not measured there or in this format.
+    def error(self, fitted: str, weight: WeightFormat, gpu: str) -> float | None:
+        """The median error of a fitted family's times on a GPU; None if it was not measured there or in this
+        format.
 
         How far off the times are of a format that another one stands for (`format_for`) is not known.
         """
-        name = fitted_family(family, weight.name)
-        measured = str(weight) in self.formats.get(name, {})
-        return self.errors.get(name, {}).get(gpu) if measured else None
+        measured = str(weight) in self.formats.get(fitted, {})
+        return self.errors.get(fitted, {}).get(gpu) if measured else None
 
-    def of(self, family: str, shape: LaunchShape, weight: str) -> LaunchCoefficients:
-        """The coefficients of a launch, for a fitted weight format."""
-        fitted = fitted_family(family, weight.partition(" ")[0])
+    def of(self, fitted: str, shape: LaunchShape, weight: str) -> LaunchCoefficients:
+        """The coefficients of a launch of a fitted family, for a fitted weight format."""
         own, by_format = self.families[fitted], self.formats[fitted][weight]
 
         def values(names: tuple[str, ...], part: str) -> list[float]:
@@ -390,13 +391,15 @@ class Coefficients:
         return LaunchCoefficients((first, second), *values(LAUNCH, shape.name))
 
 
-def fitted_family(family: str, weight: str) -> str:
-    """The name of a kernel family's coefficients for weights of a format, such as ``tma fp8``.
+def fitted_family(family: str, shape: LaunchShape) -> str:
+    """The name of the coefficients of a kernel family's launch, such as ``tma fp8`` or ``tma fp8 a16``.
 
     Families that decode weights run nearly the same instructions for all formats, `tma` products of another
-    rate.
+    rate: its shapes are named by what they multiply, then by their tile.
     """
-    return f"{family} {weight}" if family == "tma" else family
+    if family != "tma":
+        return family
+    return " ".join(takewhile(lambda word: "=" not in word, shape.name.split()))
 
 
 @cache
@@ -409,8 +412,9 @@ def coefficients() -> Coefficients:
 def fitted(family: str, shape: LaunchShape, weight: WeightFormat) -> LaunchCoefficients | None:
     """The shipped coefficients of a launch; None if it was not fitted, or not in a format like `weight`."""
     known = coefficients()
-    format = known.format_for(family, weight) if shape.name in known.shapes else ""
-    return known.of(family, shape, format) if format else None
+    name = fitted_family(family, shape)
+    format = known.format_for(name, weight) if shape.name in known.shapes else ""
+    return known.of(name, shape, format) if format else None
 
 
 def predicted_us(

@@ -114,7 +114,7 @@ class CandidateLaunch(NamedTuple):
         forms = (True, False) if shape.lists else (None,)
         return [CandidateLaunch(launch, shape, family.tokens_per_expert, single, most) for single in forms]
 
-    def suits(self, tokens: int, per_expert: float) -> bool:
+    def suits(self, problem: MoEProblem, tokens: int, per_expert: float) -> bool:
         """Whether it was fitted for `per_expert` tokens of active experts, at `tokens` in all.
 
         At one token no expert has two: tiles that are wider than the family's narrowest, where they are not
@@ -126,7 +126,7 @@ class CandidateLaunch(NamedTuple):
         family = TILE_FAMILIES[self.launch.family]
         if self.single is None:
             return tokens > 1 or max(self.shape.widths, default=0) <= family.narrowest
-        return self.single == (tokens == 1) and family.suits(self.launch.tile, per_expert)
+        return self.single == (tokens == 1) and family.suits(problem, self.launch.tile, per_expert)
 
     def caution(self, per_expert: float) -> float:
         """By what its predicted time is multiplied, at `per_expert` tokens of active experts."""
@@ -167,7 +167,8 @@ def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> 
     """The launches of a layer; None if the model of time knows no kernels for it on the GPU."""
     special = [name for name in TILE_FAMILIES if name not in PORTABLE]
     candidates = _candidates(problem, gpu, capability, special)
-    if not all(any(it.suits(m, tokens_per_expert(problem, m)) for it in candidates.values()) for m in SIZES):
+    spread = {m: tokens_per_expert(problem, m) for m in SIZES}
+    if not all(any(it.suits(problem, *each) for it in candidates.values()) for each in spread.items()):
         candidates |= _candidates(problem, gpu, capability, PORTABLE)
     families = {launch.family for launch, _ in candidates}
     small = max((TILE_FAMILIES[name].small_binaries(problem) for name in families), default=0)
@@ -316,7 +317,7 @@ def _predicted(
         predicted.append(
             [
                 1e6 * seconds(work_of(load, candidate.shape), gpu, of) * candidate.caution(per_expert)
-                if candidate.suits(tokens, per_expert)
+                if candidate.suits(problem, tokens, per_expert)
                 else math.inf
                 for tokens, load, per_expert in zip(SIZES, loads, spread, strict=True)
             ]

@@ -9,7 +9,7 @@ from ...capabilities.own_kernels import TRITON
 from ...environment import Device
 from ...problem.moe_problem import MoEProblem
 from ...problem.roofline import uniform_work
-from .launch_model import GpuRates, coefficients, predicted_us
+from .launch_model import GpuRates, coefficients, fitted_family, predicted_us
 from .launch_plan import TILE_FAMILIES, planned
 
 
@@ -73,7 +73,8 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
         us = predicted_us(problem, m, launch.family, shape, rates, _busiest(problem, m))
         if us is not None:
             times.append(PredictedTime(m, us, launch.family))
-            error = coefficients().error(launch.family, problem.scheme.weight, device.name)
+            name = fitted_family(launch.family, shape)
+            error = coefficients().error(name, problem.scheme.weight, device.name)
             measured = all(gemm.name in coefficients().shapes for gemm in shape.gemms)
             errors += [error if measured else None]
     known = [error for error in errors if error is not None]

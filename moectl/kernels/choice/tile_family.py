@@ -29,7 +29,7 @@ class TileFamily:
         most_assignments: most of them in a call for which they are worth measuring, unless it has one token.
         narrowest: columns of tokens of its narrowest products; at one token, wider tiles are not worth it.
         tokens_per_expert: range of tokens per active expert in which they are worth measuring.
-        suits: whether one of the candidates is worth measuring at a number of tokens per active expert.
+        suits: whether one of a layer's candidates is worth measuring at a number of tokens per active expert.
         small_binaries: how many kernels of a layer are compiled beside the GEMMs, for all numbers of tokens.
     """
 
@@ -39,7 +39,7 @@ class TileFamily:
     capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 9))
     candidates: Callable[[MoEProblem], Sequence[Any]] = lambda problem: ()
     tokens_per_expert: tuple[float, float] = (0.0, math.inf)
-    suits: Callable[[Any, float], bool] = lambda tile, tokens_per_expert: True
+    suits: Callable[[MoEProblem, Any, float], bool] = lambda problem, tile, tokens_per_expert: True
     most_assignments: float = math.inf
     narrowest: int = 2
     small_binaries: Callable[[MoEProblem], int] = lambda problem: 3

@@ -144,8 +144,23 @@ def registers(
     return min(240, worker), tokens, weights
 
 
+def decodes(problem: MoEProblem) -> bool:
+    """Whether FP8 weights are decoded to the dtype of the tokens, as those are not quantized (W8A16).
+
+    They are where the layer asks for it: with FP8 tokens, quantizing them costs less than decoding weights.
+    """
+    return problem.scheme.weight.name == "fp8" and token_format(problem) is None
+
+
+def token_lines(problem: MoEProblem) -> int:
+    """Lines of 128 bytes of a token that a line of weights is multiplied by."""
+    return 2 if decodes(problem) else 1
+
+
 def is_promoted(problem: MoEProblem, tile: TmaTile) -> bool:
-    """Whether sums of FP8 products are added in fp32."""
+    """Whether sums of 128 columns are added in fp32, outside of the tensor cores."""
+    if decodes(problem):  # tensor cores add products of 16 bits like fp32; scales in blocks part sums
+        return weight_scales(problem) == "block"
     return problem.scheme.weight.name == "fp8" and not tile.fast_sums
 
 
@@ -162,9 +177,9 @@ def shared_bytes(problem: MoEProblem, tile: TmaTile) -> int:
     notes = 4 * next_power_of_2(tile.tokens)
     scales = weight_scales(problem)
     in_piece = 2 * notes if scales == "block" else 0
-    by_token = notes * (2 if scales in ("none", "block") else 3)
+    by_token = notes * (2 if scales in ("none", "block") or decodes(problem) else 3)
     staging = 8192 if tile.turned else 2048
-    stage = tile.depth * (LINE * (tile.rows + tile.tokens) + in_piece) + 16
+    stage = tile.depth * (LINE * (tile.rows + token_lines(problem) * tile.tokens) + in_piece) + 16
     job = by_token + 4 * 4 + 3 * 8  # its four words and three barriers
     # Only the first GEMM has rows of tokens there: mostly in place of router weights, which take more.
     rows = notes if tile.shares_rows and problem.routing.weight_on_input else 0
@@ -189,12 +204,20 @@ def refusal(problem: MoEProblem, tile: TmaTile) -> str:
         return f"{tile} needs two workers, 128 tokens and 256 weight rows"
     if tile.turned and (problem.bias or problem.routing.weight_on_input or not act.gated):
         return f"{tile} is for gated layers without biases that multiply by the router's weights last"
+    if decodes(problem) and (tile.turned or tile.fast_sums):
+        return f"{tile} is for FP8 tokens; the layer has 16-bit ones"
+    if decodes(problem) and tile.tokens * tile.blocks_m > MOST_DECODING:
+        return f"{tile} needs more registers than there are; decoded weights take some"
     promoted = int(is_promoted(problem, tile))  # sums that are not added yet, and scales
     blocks = weight_scales(problem) == "block"
     sums = (
         tile.tokens * (tile.blocks_m + promoted) // 2 + (4 if tile.turned else 12) * promoted * tile.blocks_m
     )
-    if sums + (0 if promoted else 16) > registers(tile, bool(promoted), blocks=blocks)[0]:
+    if decodes(problem):
+        sums += 48  # the operand that is multiplied, and the next one
+    elif not promoted:
+        sums += 16
+    if sums > registers(tile, bool(promoted), blocks=blocks)[0]:
         return f"the accumulators of {tile} do not fit in the registers of its workers"
     shared = tile.programs * shared_bytes(problem, tile)
     if shared > SHARED_MEMORY:
@@ -202,8 +225,6 @@ def refusal(problem: MoEProblem, tile: TmaTile) -> str:
     if weight.name not in ("bf16", "fp8"):
         return f"it does not support {weight} weights"
     form = token_format(problem)
-    if weight.name == "fp8" and form is None:
-        return f"it multiplies {weight} weights with FP8 tokens only; the layer has 16-bit ones"
     if form is not None and (weight_scales(problem) == "block") != (FULL not in form.block):
         return (
             f"it takes scales in blocks of weights and tokens or of neither; the layer has {problem.scheme}"
@@ -251,6 +272,21 @@ PROMISING: tuple[TmaTile, ...] = (
 )
 """Tiles that are worth measuring, but for the stages."""
 
+DECODING: tuple[TmaTile, ...] = (
+    _tile(8, 1, 1, depth=2, programs=3),
+    _tile(8, 1, 1, depth=2, programs=2),
+    _tile(8, 1, 1, depth=4),
+    _tile(16, 1, 1, programs=3),
+    _tile(16, 1, 1, depth=2, programs=2),
+    _tile(16, 1, 2, programs=2),
+    _tile(32, 1, 2, programs=2),
+    _tile(64, 2, 1),
+)
+"""The same for layers whose weights are decoded."""
+
+MOST_DECODING = 64
+"""Tokens of the widest of these tiles; ptxas spills registers of wider ones."""
+
 STAGES = (12, 10, 8, 7, 6, 5, 4, 3)
 
 
@@ -264,7 +300,7 @@ def candidates(problem: MoEProblem) -> Sequence[TmaTile]:
     """The tiles of `PROMISING` that fit a layer, with as many stages as fit."""
     if problem.scheme.weight.name not in ROW_FORMATS:
         return []
-    tiles = (_with_stages(problem, tile) for tile in PROMISING)
+    tiles = (_with_stages(problem, tile) for tile in (DECODING if decodes(problem) else PROMISING))
     return [tile for tile in tiles if tile is not None]
 
 
@@ -275,24 +311,29 @@ FEW_FOR_TURNED = 48
 """Tokens per expert up to which turned products, of 64 tokens each, are mostly of none."""
 
 
-def suits(tile: TmaTile, tokens_per_expert: float) -> bool:
+def suits(problem: MoEProblem, tile: TmaTile, tokens_per_expert: float) -> bool:
     """Neither do most experts need several tiles where one could do, nor are tiles mostly empty."""
+    widest = MOST_DECODING if decodes(problem) else 128
     if tile.fast_sums and tokens_per_expert <= FEW_FOR_FAST_SUMS:
         return False
     if tile.turned and tokens_per_expert <= FEW_FOR_TURNED:
         return False
-    return 0.7 * min(tokens_per_expert, 128) <= tile.tokens <= max(16, 8 * tokens_per_expert)
+    return 0.7 * min(tokens_per_expert, widest) <= tile.tokens <= max(16, 8 * tokens_per_expert)
 
 
 def launch_shape(problem: MoEProblem, tile: TmaTile) -> LaunchShape:
-    """The tile in the terms of the model of time: a piece of 128 bytes has 64 columns of 16 bits, or 128."""
+    """The tile in the terms of the model of time: a piece of 128 bytes has 64 columns of 16 bits, or 128.
+
+    Names begin with what is multiplied, by which coefficients are fitted (`fitted_family`).
+    """
     weight = problem.scheme.weight
     words = [word for word in tile_words(tile).split() if not word.startswith("stages=")]
-    kind = " ".join(["tma", weight.name, *(word for word in words if not word.startswith("group_m="))])
+    name = "tma fp8 a16" if decodes(problem) else f"tma {weight.name}"
+    kind = " ".join([name, *(word for word in words if not word.startswith("group_m="))])
     step = tile.depth * 16 // weight.bits
     first, second = (GemmShape(f"{kind} {stage}", tile.rows, step) for stage in ("first", "second"))
     return LaunchShape(
-        " ".join(["tma", weight.name, *words]),
+        " ".join([name, *words]),
         (first, second),
         tile.widths,
         persistent=tile.programs,

@@ -297,7 +297,7 @@ def test_rows_decide_at_their_numbers_of_tokens_and_the_model_between_them(name:
         times = {
             launch: us
             for launch, shape in known
-            if _candidate(launch, shape).suits(tokens, per_expert)
+            if _candidate(launch, shape).suits(problem, tokens, per_expert)
             if (us := predicted_us(problem, tokens, launch.family, shape, gpu))
         }
         taken = found.launch(tokens)

@@ -40,7 +40,7 @@ from moectl.layer.compile_ahead import CompileRequest
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.published_layers import model_problem
-from moectl.problem.schemes import MXFP4, Scheme, int_format
+from moectl.problem.schemes import FP8_ACT_TOKEN, MXFP4, Scheme, int_format
 from support.sampling import every_nth
 
 CUDA = torch.device("cuda")
@@ -88,6 +88,7 @@ BOUNDED = {
     "qwen3-235b ep8 fp8-channel": rank(model_problem("qwen3-235b", "fp8-channel"), ep=8),
     "deepseek-v3 tp8 fp8-block": rank(model_problem("deepseek-v3", "fp8-block"), tp=8),
     "qwen3-30b fp8-tensor": model_problem("qwen3-30b", "fp8-tensor"),
+    "deepseek-v3 tp8 fp8-block-a16": rank(model_problem("deepseek-v3", "fp8-block-a16"), tp=8),
     "qwen3-30b mxfp8": model_problem("qwen3-30b", "mxfp8"),
     "kimi-k2 tp8 int8-channel": rank(model_problem("kimi-k2", "int8-channel"), tp=8),
 }
@@ -120,11 +121,11 @@ def test_a_layer_has_few_binaries_for_all_numbers_of_tokens(name: str) -> None:
     assert sorted(small) in [sorted([*codes, *kinds]) for kinds in lists_and_sums]
 
 
-FP8_AND_16_BITS = Scheme(model_problem("qwen3-30b", "fp8-block").scheme.weight)
+ONE_IN_BLOCKS = Scheme(model_problem("qwen3-30b", "fp8-block").scheme.weight, FP8_ACT_TOKEN)
 PORTABLE = {
     "gpt-oss-20b fp16": (replace(model_problem("gpt-oss-20b"), dtype="fp16"), H200),
     "qwen3-30b int4 fp16": (replace(model_problem("qwen3-30b"), dtype="fp16"), H200),
-    "qwen3-30b fp8, 16-bit tokens": (replace(model_problem("qwen3-30b"), scheme=FP8_AND_16_BITS), H200),
+    "qwen3-30b fp8, tokens with one scale": (replace(model_problem("qwen3-30b"), scheme=ONE_IN_BLOCKS), H200),
     **{f"{name} on an A100": (problem, A100) for name, problem in BOUNDED.items()},
 }
 """Layers that portable kernels run with many tokens on an H200, or on another GPU."""

@@ -43,8 +43,14 @@ def notes_of(HOW):
 
 @gluon.constexpr_function
 def scaled_at_end(HOW):
-    """Whether sums are multiplied by scales of rows and tokens."""
+    """Whether sums are multiplied by scales of rows, and of tokens if they have any."""
     return HOW.scales in ("channel", "tensor")
+
+
+@gluon.constexpr_function
+def tokens_scaled_at_end(HOW):
+    """Whether sums are multiplied by scales of tokens, which are on the board."""
+    return scaled_at_end(HOW) and HOW.token_scales != "none"
 
 
 @gluon.constexpr_function
@@ -56,7 +62,7 @@ def notes_slots(HOW):
 @gluon.constexpr_function
 def noted_of(HOW):
     """Whether the epilogue of a tile needs notes, and waits for them."""
-    return notes_slots(HOW) or scaled_at_end(HOW)
+    return notes_slots(HOW) or tokens_scaled_at_end(HOW)
 
 
 @gluon.jit
@@ -165,7 +171,7 @@ def _note(notes, slot, WEIGHTS, XS, first, tokens, HOW: gl.constexpr):
         notes[0].store(slot)
     if HOW.weighted:
         notes[1].store(gl.load(WEIGHTS + slot, mask=live, other=0.0, cache_modifier=_cached(HOW)))
-    if scaled_at_end(HOW):
+    if tokens_scaled_at_end(HOW):
         row = place * 0
         if HOW.token_scales == "token":
             row = slot // HOW.top_k if HOW.stage == 1 else first + place
@@ -204,7 +210,7 @@ def tile_scheduler(work, HOW: gl.constexpr):
     _tell(board, job, numbers, HOW)
     numbers1, there1 = _looked_up(TILES, tile + programs, total, count, row_tiles, group_m, HOW)
     slot = _slots(SORTED, _number(numbers, 1), _number(numbers, 2) - 1, HOW)
-    if scaled_at_end(HOW) and HOW.stage == 2:
+    if tokens_scaled_at_end(HOW) and HOW.stage == 2:
         tl.extra.cuda.gdc_wait()  # for the scales of this GEMM's tokens
     while there:
         first, tokens = _number(numbers, 1), _number(numbers, 2) - 1

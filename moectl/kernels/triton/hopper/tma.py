@@ -19,6 +19,7 @@ from ...choice.tma_launches import (
     LINE,
     TMA_TILES,
     TmaTile,
+    decodes,
     is_promoted,
     launch_registers,
     registers,
@@ -41,7 +42,7 @@ class TmaVariant:
 
     Attributes:
         stage: 1 or 2, the first or the second GEMM.
-        kind: operand type, a key of `shared_wgmma.KINDS`.
+        kind: operand type, a key of `shared_wgmma.KINDS`; if `decodes`, that of the tokens.
         scales: what has a scale in the weights: ``none``, a ``block``, a ``channel``, or the ``tensor``.
         token_scales: what has one in the tokens: ``none``, a ``block``, a ``token``, or the ``tensor``.
         weighted: whether the router's weights are applied in this GEMM.
@@ -51,6 +52,7 @@ class TmaVariant:
             need more than 32 bits, at up to `MOST_TOKENS` tokens.
         copied: whether TMA copies the tokens, which lie one after the other; otherwise they are gathered.
         shares_rows: whether the rows of a tile's tokens are in shared memory while they are gathered.
+        decodes: whether FP8 weights are decoded to the dtype of the tokens.
         promoted: whether sums of 128 columns are added outside of the tensor cores.
         turned: whether tokens are the rows of products.
         codes: the dtype to which activations are rounded before they are stored as E4M3 codes with scales;
@@ -81,6 +83,7 @@ class TmaVariant:
     loaders: int
     copied: bool
     shares_rows: bool
+    decodes: bool
     promoted: bool
     turned: bool
     codes: str
@@ -99,21 +102,21 @@ class TmaVariant:
         return 0
 
 
-def _farthest(layer: RowLayer, stage: int, plan: TokenTiles, rows: int) -> int:
-    """The largest offset of a row that is gathered by token (`rows` of them), or stored by slot."""
+def _farthest(layer: RowLayer, stage: int, plan: TokenTiles, x: Tensor) -> int:
+    """The largest offset of a row of `x` that is gathered by token, or stored by slot."""
     if stage == 1:
-        return max(rows, MOST_TOKENS) * _row_bytes(layer.w13)
+        return max(len(x), MOST_TOKENS) * x.shape[1] * x.element_size()
     return max(len(plan.slots), MOST_TOKENS * layer.problem.top_k) * layer.problem.dims.hidden
 
 
-def _variant(layer: RowLayer, stage: int, plan: TokenTiles, rows: int, tile: TmaTile) -> TmaVariant:
+def _variant(layer: RowLayer, stage: int, plan: TokenTiles, x: Tensor, tile: TmaTile) -> TmaVariant:
     p, act = layer.problem, layer.problem.activation
     m = layer.w13 if stage == 1 else layer.w2
     form, promoted, scales = token_format(p), is_promoted(p, tile), weight_scales(p)
     makes_codes = stage == 1 and tile.quantizes
     return TmaVariant(
         stage=stage,
-        kind="fp8" if p.scheme.weight.name == "fp8" else p.dtype,
+        kind=p.dtype if form is None else "fp8",
         scales=scales,
         token_scales="none" if form is None else scale_kind(form),
         bias=m.bias is not None,
@@ -121,7 +124,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, rows: int, tile: Tma
         top_k=p.top_k,
         experts=p.local_experts if plan.tiles.ndim == 1 else 0,
         even=_row_bytes(m) % (LINE * tile.depth) == 0,
-        wide=_farthest(layer, stage, plan, rows) >= 2**31,
+        wide=_farthest(layer, stage, plan, x) >= 2**31,
         activation=act.name,
         gated=act.gated,
         widths=tile.widths,
@@ -132,6 +135,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, rows: int, tile: Tma
         loaders=tile.loaders,
         copied=_copied(stage, tile),
         shares_rows=tile.shares_rows and not _copied(stage, tile),
+        decodes=decodes(p),
         promoted=promoted,
         turned=bool(tile.turned),
         codes=p.dtype if makes_codes else "none",
@@ -198,7 +202,7 @@ def gemm(
     """Computes one GEMM into `y`: stage 1 activations by sorted position, stage 2 partial results by slot.
 
     Args:
-        x: the tokens, or the first GEMM's output; codes of them if the weights are FP8.
+        x: the tokens, or the first GEMM's output; codes of them if products are of FP8.
         scales: scales of the codes.
         y_scales: where scales of `y` go, if `y` is for codes.
     """
@@ -222,13 +226,13 @@ def gemm(
         WEIGHTS=call.weights,
         N=m.n,
         steps=triton.cdiv(_row_bytes(m), LINE * tile.depth),
-        KX=_row_bytes(m),
+        KX=x.shape[1] * x.element_size(),
         NX=y.shape[1],
         row_tiles=row_tiles,
         group_m=swept_together(tile, grid),
         bound=plan.bound,
         **activation_numbers(p.activation),
-        HOW=_variant(layer, stage, plan, len(x), tile),
+        HOW=_variant(layer, stage, plan, x, tile),
         num_warps=4,
         maxnreg=launch_registers(tile),
         launch_pdl=True,

@@ -11,7 +11,7 @@ from .mid_epilogue import _store
 from .mixed_width_wgmma import joined, side_by_side
 from .prefill_tiles import _mma
 from .shared_wgmma import unit_of, units_of
-from .tile_board import scaled_at_end
+from .tile_board import scaled_at_end, tokens_scaled_at_end
 from .tma_loader import scale_count, scale_rows, stored_rows
 
 
@@ -203,7 +203,9 @@ def _scaled(part, notes, factors, AT: gl.constexpr, HOW: gl.constexpr):
     """Sums of tokens from token AT on, times the scales of rows and tokens if these are not in blocks."""
     if scaled_at_end(HOW):
         L: gl.constexpr = part.type.layout
-        of_rows = gl.convert_layout(factors, gl.SliceLayout(1, L))
-        of_tokens = notes[2].slice(AT, part.shape[1]).load(gl.SliceLayout(0, L))
-        part = part * (gl.expand_dims(of_rows, 1) * gl.expand_dims(of_tokens, 0))
+        factor = gl.expand_dims(gl.convert_layout(factors, gl.SliceLayout(1, L)), 1)
+        if tokens_scaled_at_end(HOW):
+            of_tokens = notes[2].slice(AT, part.shape[1]).load(gl.SliceLayout(0, L))
+            factor = factor * gl.expand_dims(of_tokens, 0)
+        part = part * factor
     return part

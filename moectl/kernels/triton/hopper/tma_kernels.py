@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .decoded_wgmma import decoded, decoded_finished, decoded_issued, lane_place
 from .gluon_compat import reinterpret
 from .mid_loader import _next, _width
 from .prefill_tiles import _mma
@@ -30,9 +31,9 @@ from .tile_board import (
     begin_board,
     noted_of,
     notes_of,
-    scaled_at_end,
     tile_scheduler,
     tile_told,
+    tokens_scaled_at_end,
 )
 from .tma_epilogue import _biases, _row_scales, _store_block, _store_codes, _store_turned
 from .tma_loader import (
@@ -41,6 +42,7 @@ from .tma_loader import (
     in_blocks,
     piece_bytes,
     token_bytes,
+    token_lines,
     token_loader,
     two_scales,
     weight_loader,
@@ -296,6 +298,65 @@ def _promoted_product(
     return acc, stage, phase
 
 
+@gluon.constexpr_function
+def _takes_turns(HOW):
+    """Whether the two workers take turns to use the tensor cores (`_promoted_product`)."""
+    return HOW.promoted and HOW.workers == 2 and not HOW.decodes
+
+
+@gluon.jit
+def _decoded_product(
+    ring, stage, phase, steps, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
+):  # fmt: skip
+    """`_product` of FP8 weights that are decoded to the dtype of the tokens, 64 columns of a row block at a
+    time: the next ones while those before are multiplied. With scales in blocks, sums of 128 columns are
+    multiplied by them and added up outside of the tensor cores.
+    """
+    PIECE: gl.constexpr = piece_bytes(HOW)
+    TOKENS: gl.constexpr = token_bytes(HOW)
+    OWN: gl.constexpr = ME * HOW.blocks_m * 64 * 128
+    FIRST: gl.constexpr = HOW.stages * HOW.depth * PIECE
+    BLOCKS: gl.constexpr = HOW.blocks_m
+    DEPTH: gl.constexpr = HOW.depth
+    KIND: gl.constexpr = HOW.kind
+    UNITS: gl.constexpr = units_of(WIDTH)
+    HALVES: gl.constexpr = 2 * HOW.depth * HOW.blocks_m
+    _rows, _tokens, scales, full, empty = ring
+    lane = lane_place()
+    acc = step_zeros(WIDTH, BLOCKS)
+    _await(full, stage, phase, HOW)
+    a = decoded(lane, stage * (DEPTH * PIECE) + OWN, 0, WIDTH, KIND)
+    for step in range(steps):
+        after, phase_after = _next(stage, phase, HOW)
+        for half in gl.static_range(HALVES):
+            tokens = stage * (DEPTH * TOKENS) + FIRST
+            tokens += half // 2 // BLOCKS * TOKENS + half % 2 * (TOKENS // 2)
+            if not HOW.promoted:
+                sums = acc[half // 2 % BLOCKS * UNITS : (half // 2 % BLOCKS + 1) * UNITS]
+                part = decoded_issued(a, tokens, sums, WIDTH, KIND, False)
+            elif half % 2 == 0:
+                part = decoded_issued(a, tokens, (), WIDTH, KIND, True)
+            else:
+                part = decoded_issued(a, tokens, part, WIDTH, KIND, False)
+            if half + 1 < HALVES:
+                rows = stage * (DEPTH * PIECE) + OWN
+                rows += (half + 1) // 2 // BLOCKS * PIECE + (half + 1) // 2 % BLOCKS * (64 * 128)
+                coming = decoded(lane, rows, (half + 1) % 2, WIDTH, KIND)
+            else:
+                _await(full, after, phase_after, HOW, step + 1 < steps)
+                # After the last step this stage again, as nothing else may be read.
+                rows = gl.where(step + 1 < steps, after, stage) * (DEPTH * PIECE) + OWN
+                coming = decoded(lane, rows, 0, WIDTH, KIND)
+            part, a = decoded_finished(part, a, coming, WIDTH)
+            if not HOW.promoted:
+                acc = acc[: half // 2 % BLOCKS * UNITS] + part + acc[(half // 2 % BLOCKS + 1) * UNITS :]
+            elif half % 2 == 1:
+                acc = _added(acc, part, 1.0, scales, stage, half // 2, WIDTH, ME, HOW)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = after, phase_after
+    return acc, stage, phase
+
+
 @gluon.jit
 def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     """The products and the epilogue of a worker's row blocks of each of the program's tiles."""
@@ -306,7 +367,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     meeting = gl.to_tensor(0)
-    if HOW.promoted and HOW.workers == 2 and ME == 1:
+    if _takes_turns(HOW) and ME == 1:
         _turn("arrive", 0)
     job = 0
     expert, first, tokens, nt = tile_told(board, job, 4, HOW)
@@ -322,7 +383,9 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                 factors += (_row_scales(S, expert, block + b, N, HOW),)
         for i in gl.static_range(WIDTHS):
             if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
-                if HOW.promoted:
+                if HOW.decodes:
+                    acc, stage, phase = _decoded_product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
+                elif HOW.promoted:
                     acc, stage, phase = _promoted_product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
                 else:
                     acc, stage, phase = _product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
@@ -350,7 +413,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
         mbarrier.arrive(spent.index(at), count=1)
         job += 1
         expert, first, tokens, nt = tile_told(board, job, 4, HOW)
-    if HOW.promoted and HOW.workers == 2 and ME == 0:
+    if _takes_turns(HOW) and ME == 0:
         _turn("sync", 0)
 
 
@@ -368,7 +431,7 @@ def _rows_gemm_kernel(
     TOKENS: gl.constexpr = HOW.widths[-1]
     NOTES: gl.constexpr = notes_of(HOW)
     BATCH: gl.constexpr = batch_rows(HOW)
-    PLACES: gl.constexpr = PIECES * (64 * BLOCKS + TOKENS) // BATCH
+    PLACES: gl.constexpr = PIECES * (64 * BLOCKS + TOKENS * token_lines(HOW)) // BATCH
     # The largest array is at the start of shared memory, from where products address it: first the weight
     # rows of all stages, then the tokens.
     tokens = gl.allocate_shared_memory(gl.uint8, [PLACES, BATCH, 128], gl.NVMMASharedLayout(128, 8, 2))
@@ -379,7 +442,7 @@ def _rows_gemm_kernel(
     slots = gl.allocate_shared_memory(gl.int32, [JOBS, NOTES], LINE)
     weights = gl.allocate_shared_memory(gl.float32, [JOBS, NOTES], LINE)
     token_scales = weights
-    if scaled_at_end(HOW):
+    if tokens_scaled_at_end(HOW):
         token_scales = gl.allocate_shared_memory(gl.float32, [JOBS, NOTES], LINE)
     jobs = gl.allocate_shared_memory(gl.int32, [4 * JOBS, 1], LINE)
     told = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)

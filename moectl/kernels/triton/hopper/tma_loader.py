@@ -38,9 +38,15 @@ def piece_bytes(HOW):
 
 
 @gluon.constexpr_function
+def token_lines(HOW):
+    """Lines of 128 bytes of each token in a piece: tokens of 16 bits have two for 128 FP8 weights."""
+    return 2 if HOW.decodes else 1
+
+
+@gluon.constexpr_function
 def token_bytes(HOW):
     """Bytes of all token rows in a piece."""
-    return HOW.widths[-1] * 128
+    return HOW.widths[-1] * 128 * token_lines(HOW)
 
 
 @gluon.constexpr_function
@@ -58,7 +64,7 @@ def arrivals(HOW):
 
 @gluon.constexpr_function
 def in_blocks(HOW):
-    """Whether weights and tokens have scales by blocks of 128 columns; those of tokens are in the ring."""
+    """Whether weights have scales by blocks, and tokens of 8 bits by 128 columns, which are in the ring."""
     return HOW.scales == "block"
 
 
@@ -188,17 +194,17 @@ def _bytes_layout(HOW):
 @gluon.jit
 def _copied_tokens(COPIES, first, tokens, k, full, into, stage, HOW: gl.constexpr):
     """Copies a stage's tokens, which lie one after the other from row `first` on, in whole batches."""
-    DEPTH: gl.constexpr = HOW.depth
+    LINES: gl.constexpr = HOW.depth * token_lines(HOW)
     ROWS: gl.constexpr = batch_rows(HOW)
     COUNT: gl.constexpr = batches(HOW)
     BEFORE: gl.constexpr = HOW.stages * HOW.depth * piece_bytes(HOW) // (128 * batch_rows(HOW))
     for n in gl.static_range(1, COUNT + 1):
         if (tokens + ROWS - 1) // ROWS == n:
-            mbarrier.expect(full.index(stage), n * DEPTH * ROWS * 128)
-            for d in gl.static_range(DEPTH):
+            mbarrier.expect(full.index(stage), n * LINES * ROWS * 128)
+            for d in gl.static_range(LINES):
                 for b in gl.static_range(n):
-                    to = into.index(BEFORE + (stage * DEPTH + d) * COUNT + b)
-                    tma_load(COPIES, [first + b * ROWS, (k * DEPTH + d) * 128], full.index(stage), to)
+                    to = into.index(BEFORE + (stage * LINES + d) * COUNT + b)
+                    tma_load(COPIES, [first + b * ROWS, (k * LINES + d) * 128], full.index(stage), to)
 
 
 @gluon.constexpr_function
@@ -232,18 +238,31 @@ def _scale_places(expert, first, nt, N, blocks, HOW: gl.constexpr):
 
 @gluon.jit
 def _scales_ahead(S, of_rows, XS, of_tokens, known, k, blocks, HOW: gl.constexpr):
-    """For each piece of a stage the scales of the tokens and the two of the rows; their products are left for
-    later, as they would wait for the loads."""
+    """For each piece of a stage the two scales of the rows, and those of the tokens if they have any; their
+    products are left for later, as they would wait for the loads."""
     DEPTH: gl.constexpr = HOW.depth
     at, there, other_at, other_there = of_rows
     loaded = ()
     for d in gl.static_range(DEPTH):
         column = k * DEPTH + d
         inside = column < blocks
-        loaded += (gl.load(XS + (of_tokens + column), mask=known & inside, other=0.0),)
+        if HOW.token_scales != "none":
+            loaded += (gl.load(XS + (of_tokens + column), mask=known & inside, other=0.0),)
         loaded += (gl.load(S + (at + column), mask=there & inside, other=0.0),)
         loaded += (gl.load(S + (other_at + column), mask=other_there & inside, other=0.0),)
     return loaded
+
+
+@gluon.jit
+def _factors_of(now, D: gl.constexpr, NOTES: gl.constexpr, HOW: gl.constexpr):
+    """Factors of the products of piece D by token: the first and the second scale of `now`, from
+    `_scales_ahead`, times those of the tokens."""
+    if HOW.token_scales != "none":
+        factors = (now[3 * D] * now[3 * D + 1], now[3 * D] * now[3 * D + 2])
+    else:
+        ones = gl.full([NOTES], 1.0, gl.float32, gl.BlockedLayout([1], [32], [HOW.loaders], [0]))
+        factors = (ones * now[2 * D], ones * now[2 * D + 1])
+    return factors
 
 
 @gluon.jit
@@ -251,6 +270,7 @@ def token_loader(work, HOW: gl.constexpr):
     """Producer of token rows, which have `KX` bytes, and of the scales of products."""
     ring, board, places, X, COPIES, XS, S, SORTED, N, steps, KX = work
     DEPTH: gl.constexpr = HOW.depth
+    LINES: gl.constexpr = HOW.depth * token_lines(HOW)
     ROWS: gl.constexpr = batch_rows(HOW)
     COUNT: gl.constexpr = batches(HOW)
     BEFORE: gl.constexpr = HOW.stages * HOW.depth * piece_bytes(HOW) // (128 * batch_rows(HOW))
@@ -264,7 +284,7 @@ def token_loader(work, HOW: gl.constexpr):
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, L)), 0)
-    blocks = (KX + 127) // 128
+    blocks = (KX // token_lines(HOW) + 127) // 128
     job = 0
     expert, first, tokens, nt = tile_told(board, job, HOW.loaders, HOW)
     while tokens >= 0:
@@ -273,7 +293,9 @@ def token_loader(work, HOW: gl.constexpr):
         if in_blocks(HOW):
             place = gl.arange(0, NOTES, layout=LINE)
             known = place < tokens
-            of_tokens = token_rows(SORTED, first, place, known, HOW) * blocks
+            of_tokens = place
+            if HOW.token_scales != "none":
+                of_tokens = token_rows(SORTED, first, place, known, HOW) * blocks
             of_rows = _scale_places(expert, first, nt, N, blocks, HOW)
             coming = _scales_ahead(S, of_rows, XS, of_tokens, known, 0, blocks, HOW)
         base = X
@@ -293,14 +315,15 @@ def token_loader(work, HOW: gl.constexpr):
             if in_blocks(HOW):
                 for d in gl.static_range(DEPTH):
                     pair = (stage * DEPTH + d) * 2
-                    scales.index(pair).store(now[3 * d] * now[3 * d + 1])
-                    scales.index(pair + 1).store(now[3 * d] * now[3 * d + 2])
+                    factors = _factors_of(now, d, NOTES, HOW)
+                    scales.index(pair).store(factors[0])
+                    scales.index(pair + 1).store(factors[1])
                 mbarrier.arrive(full.index(stage), count=1)
             if HOW.copied:
                 _copied_tokens(COPIES, first, tokens, k, full, into, stage, HOW)
-            for d in gl.static_range(DEPTH):
+            for d in gl.static_range(LINES):
                 if not HOW.copied:
-                    start = (k * DEPTH + d) * 128
+                    start = (k * LINES + d) * 128
                     for b in gl.static_range(COUNT):
                         # Rows past the tile's tokens become zero, or keep what they hold: columns of the
                         # product are independent, and these are not stored.
@@ -312,7 +335,7 @@ def token_loader(work, HOW: gl.constexpr):
                             there = live
                             if not HOW.even:
                                 there = live & (column < KX - start)
-                            to = into.index(BEFORE + (stage * DEPTH + d) * COUNT + b)
+                            to = into.index(BEFORE + (stage * LINES + d) * COUNT + b)
                             async_load(to, base + start + (offsets + column), mask=there)
             if gathers(HOW):
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)

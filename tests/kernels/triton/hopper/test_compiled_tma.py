@@ -17,7 +17,14 @@ from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.triton.hopper.tma import TMA_FAMILY
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Activation, Routing
-from moectl.problem.schemes import FP8_ACT_TENSOR, FP8_ACT_TOKEN, FP8_CHANNEL, FP8_TENSOR, Scheme
+from moectl.problem.schemes import (
+    FP8_ACT_TENSOR,
+    FP8_ACT_TOKEN,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    Scheme,
+)
 from support.ptx_places import BOXES, COPIES, Ptx, gemms
 from support.sampling import every_nth
 
@@ -29,8 +36,13 @@ LAYERS = {
     ),
     "fp8 block": BLOCKS,
     "fp8 channel": empty_layer(replace(QWEN.problem, scheme=Scheme(FP8_CHANNEL, FP8_ACT_TOKEN)), "moectl"),
+    "fp8 block, 16-bit tokens": empty_layer(replace(BLOCKS.problem, scheme=Scheme(FP8_BLOCK)), "moectl"),
+    "fp8 channel, 16-bit tokens": empty_layer(replace(QWEN.problem, scheme=Scheme(FP8_CHANNEL)), "moectl"),
     "fp8 tensor": empty_layer(replace(QWEN.problem, scheme=Scheme(FP8_TENSOR, FP8_ACT_TENSOR)), "moectl"),
 }
+
+DECODED = ("fp8 block, 16-bit tokens", "fp8 channel, 16-bit tokens")
+"""Those whose weights products read from registers."""
 
 ROWS = re.compile(r"add\.u32 rows, low, (%r\d+);")
 TOKENS = re.compile(r"add\.u32 tokens, low, (%r\d+);")
@@ -147,7 +159,7 @@ def test_shared_memory_is_what_was_counted(name: str, tile: TmaTile) -> None:
     assert counted - 128 < max(used) <= counted
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8 block", "fp8 channel"])
+@pytest.mark.parametrize("name", ["bf16", "fp8 block", "fp8 channel", "fp8 block, 16-bit tokens"])
 def test_stages_are_released_once_read_and_barriers_have_memory_of_their_own(name: str) -> None:
     for kernel in inspect(LAYERS[name], 64, Launch("tma", TWO_WORKERS), OFFLINE_GPUS[90]):
         assert not kernel.handovers and not kernel.overwritten
@@ -156,7 +168,12 @@ def test_stages_are_released_once_read_and_barriers_have_memory_of_their_own(nam
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tile"),
-    [(name, tile) for name, layer in LAYERS.items() for tile in TMA_FAMILY.candidates(layer.problem)],
+    [
+        (name, tile)
+        for name, layer in LAYERS.items()
+        if name not in DECODED
+        for tile in TMA_FAMILY.candidates(layer.problem)
+    ],
     ids=lambda value: value if isinstance(value, str) else named(value),
 )
 def test_they_do_in_every_tile(name: str, tile: TmaTile) -> None:
@@ -165,3 +182,14 @@ def test_they_do_in_every_tile(name: str, tile: TmaTile) -> None:
         products_have_all_widths(ptx, layer, tile)
         operands_lie_where_products_read(ptx, tile)
         stores_are_wide(ptx)
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    every_nth([(name, tile) for name in DECODED for tile in TMA_FAMILY.candidates(LAYERS[name].problem)], 4),
+)
+def test_weights_for_16_bit_tokens_are_decoded_into_registers(name: str, tile: TmaTile) -> None:
+    made = [it for it in inspect(LAYERS[name], 64, Launch("tma", tile), OFFLINE_GPUS[90]) if it.wgmma]
+    assert len(made) == 2
+    for it in made:
+        assert it.wgmma_a == it.wgmma and not it.stack, it

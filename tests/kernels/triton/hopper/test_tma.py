@@ -28,6 +28,7 @@ from moectl.problem.schemes import FP8_ACT_TOKEN, FP8_BLOCK, FP8_CHANNEL, NVFP4,
 from support.row_cases import SCHEMES
 
 QWEN, QWEN_FP8 = (layer_without_weights(model).problem for model in IN_ROWS)
+W8A16 = replace(QWEN_FP8, scheme=Scheme(FP8_BLOCK))
 QWEN_CHANNEL = replace(QWEN, scheme=Scheme(FP8_CHANNEL, FP8_ACT_TOKEN))
 
 
@@ -103,7 +104,8 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (replace(QWEN, dims=Dims(200, 96)), tile, "hidden size is 200"),
         (replace(QWEN, dims=Dims(224, 72)), tile, "intermediate size is 72"),
         (replace(QWEN, scheme=Scheme(NVFP4)), tile, "nvfp4"),
-        (replace(QWEN, scheme=Scheme(FP8_BLOCK)), tile, "FP8 tokens only"),
+        (W8A16, TmaTile(96, 2, 1, 4), "decoded weights"),
+        (replace(W8A16, scheme=Scheme(FP8_CHANNEL)), TmaTile(64, 2, 1, 4, fast_sums=1), "for FP8 tokens"),
         (replace(QWEN, activation=Activation("situ")), tile, "activation"),
     ):
         assert reason in TMA_FAMILY.fits(problem, other)
@@ -151,6 +153,12 @@ def test_sizes_that_are_no_multiples_of_16_run_with_the_portable_kernels() -> No
 
 
 def test_tuning_measures_tiles_of_about_the_tokens_of_an_expert() -> None:
-    tiles = TMA_FAMILY.candidates(QWEN)
-    for per_expert, widths in ((1, {8, 16}), (8, {8, 16, 32, 64}), (64, {64, 96, 112, 128, 160, 192})):
-        assert {tile.tokens for tile in tiles if TMA_FAMILY.suits(tile, per_expert)} == widths
+    for problem, per_expert, widths in (
+        (QWEN, 1, {8, 16}),
+        (QWEN, 8, {8, 16, 32, 64}),
+        (QWEN, 64, {64, 96, 112, 128, 160, 192}),
+        (W8A16, 8, {8, 16, 32, 64}),
+        (W8A16, 500, {64}),
+    ):
+        tiles = TMA_FAMILY.candidates(problem)
+        assert {tile.tokens for tile in tiles if TMA_FAMILY.suits(problem, tile, per_expert)} == widths
