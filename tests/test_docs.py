@@ -6,6 +6,7 @@ import json
 import re
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
@@ -42,23 +43,65 @@ def test_tables_of_rows_are_made_of_the_rows_or_say_that_there_are_none(tmp_path
     assert "Not measured yet." in module.refreshed(text)
 
 
-@pytest.mark.parametrize("model", ["qwen3-235b", "mixtral-8x7b"])
-def test_the_ceiling_of_int8_tokens_is_that_of_the_rows(model):
-    """The best other library's time over moectl's and over the roofline, in a table of `kernels.md`."""
-    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    lines = (ROOT / "docs" / "bench_sm90_h200.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if row["kind"] == "row" and row["model"] == model]
-    rows = [row for row in rows if row["scheme"].startswith("fp8 per channel") and row["ok"]]
-    ratios = []
-    for tokens in sorted({row["tokens"] for row in rows}):
-        here = {row["backend"]: row for row in rows if row["tokens"] == tokens}
-        own = here.pop("moectl")
-        best = min(row["median_us"] for row in here.values())
-        ratios.append((f"{best / own['median_us']:.2f}", f"{best / own['floor_us']:.2f}"))
-    ours, roofline = (" | ".join(column) for column in zip(*ratios, strict=True))
-    assert f"| {model}: best of the others over moectl | {ours} |\n" in page
-    after = page.partition(f"| {model}: best of the others over moectl |")[2]
-    assert after.splitlines()[1].strip() == f"| best of the others over the roofline | {roofline} |"
+def times_of(name: str) -> dict[tuple[str, str, str, int], float]:
+    """Microseconds by model, scheme without the activations, backend and tokens, of a file of rows."""
+    lines = (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["kind"] == "row" and row["ok"]]
+    return {
+        (row["model"], row["scheme"].partition(",")[0], row["backend"], row["tokens"]): row["median_us"]
+        for row in rows
+    }
+
+
+def words_of(name: str) -> str:
+    return " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
+
+
+def test_the_ceiling_of_int8_tokens_is_that_of_the_rows():
+    """Humming's times beside those of kernels that multiply as much, before moectl had any for INT8."""
+    times, page = times_of("bench_int8_tokens_before_h200.jsonl"), words_of("kernels.md")
+
+    def said(model: str, scheme: str, backend: str, tokens: tuple[int, ...]) -> str:
+        *first, last = (f"{times[model, scheme, backend, m]:.0f}" for m in tokens)
+        return f"{', '.join(first)} and {last}"
+
+    many = (1024, 4096, 8192)
+    for model in ("qwen3-235b", "mixtral-8x7b"):
+        assert said(model, "fp8 per channel", "moectl", many) in page
+        assert said(model, "int8 per channel", "humming", many) in page
+    for backend in ("humming", "moectl"):
+        assert said("qwen3-235b", "int4 group 128", backend, (256, *many)) in page
+    assert said("qwen3-235b", "fp8 block 128x128", "moectl", many) in page
+    ratios = [
+        times[model, "int8 per channel", "humming", m] / times[model, "fp8 per channel", "moectl", m]
+        for model in ("qwen3-235b", "mixtral-8x7b")
+        for m in many
+    ]
+    assert (
+        f"{geometric_mean(ratios):.2f} times as long on average, {min(ratios):.2f} to {max(ratios):.2f}"
+        in page
+    )
+
+
+def test_what_int8_tokens_bring_is_that_of_the_rows():
+    times, page = times_of("bench_int8_tokens_h200.jsonl"), words_of("bench.md")
+    own = ("int8 per channel", "moectl")
+    cells = [(model, m) for model, *kind, m in times if tuple(kind) == own]
+    ratio = {
+        (model, m): times[model, "int8 per channel", "humming", m] / times[(model, *own, m)]
+        for model, m in cells
+    }
+    ahead = sum(it > 1 for it in ratio.values())
+    of_many = geometric_mean(it for (_, m), it in ratio.items() if m >= 1024)
+    of_few = geometric_mean(it for (_, m), it in ratio.items() if m <= 256)
+    assert f"ahead in {ahead} of {len(cells)} cells, from 1024 tokens on by {of_many:.2f} on average" in page
+    assert f"near the roofline, and the mean is {of_few:.2f}" in page
+    beside = geometric_mean(
+        times[model, "int8 per channel", "moectl", m] / times[model, "fp8 per channel", "moectl", m]
+        for model, m in cells
+        if m >= 1024
+    )
+    assert f"INT8 takes {beside:.2f} times as long as FP8 per channel" in page
 
 
 @pytest.mark.parametrize("picture", REFRESHER.PICTURES, ids=lambda path: path.name)

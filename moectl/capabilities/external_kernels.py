@@ -12,10 +12,10 @@ from ..problem.schemes import (
     FP8_CHANNEL,
     FP8_TENSOR,
     FULL,
+    INT8_ACT_TOKEN,
     MXFP4,
     MXFP8,
     NVFP4,
-    act_format,
     int_format,
 )
 from .kernel_support import KernelSupport, WeightSupport, integers
@@ -61,13 +61,13 @@ HUMMING = KernelSupport(
         *(
             WeightSupport(
                 weights,
-                acts=(act_format("int8", (1, FULL)),),
+                acts=(INT8_ACT_TOKEN,),
                 lowest=(9, 0),
-                untried=weights[0].name != "int8",
+                untried=untried,
             )
-            for weights in (
-                (int_format(8, FULL),),
-                (int_format(4, 32), int_format(4, 128), int_format(4, FULL)),
+            for weights, untried in (
+                ((int_format(8, FULL), int_format(4, 128)), False),
+                ((int_format(4, 32), int_format(4, FULL)), True),
             )
         ),
     ),

@@ -105,18 +105,21 @@ class KernelSupport:
             >>> TRITON.act_of(Scheme(FP8_BLOCK, FP8_ACT_GROUP_128)) == FP8_ACT_GROUP_128
             True
         """
-        row = self.row_of(scheme.weight)
-        if row is None:
-            return None
-        return A16 if row.any_act else scheme.act if scheme.act in row.acts else None
+        row = self.row_for(scheme)
+        return None if row is None else A16 if row.any_act else scheme.act
 
-    def layout_of(self, weight: WeightFormat) -> str:
-        """The layout of weights of a format; the first row's for a format that is not supported."""
-        return (self.row_of(weight) or self.row(weight.name) or self.weights[0]).layout
+    def row_for(self, scheme: Scheme) -> WeightSupport | None:
+        """The first row that takes layers of `scheme`, or None."""
+        return next((row for row in self.weights if row.takes(scheme)), None)
+
+    def layout_of(self, scheme: Scheme) -> str:
+        """The layout of a layer's weights; any for a scheme that is not supported."""
+        return (self.row_for(scheme) or self.row(scheme.weight.name) or self.weights[0]).layout
 
     def untried(self, scheme: Scheme) -> bool:
         """Whether the kernels for `scheme` have never been run on a GPU and compared."""
-        return next((row.untried for row in self.weights if row.takes(scheme)), False)
+        row = self.row_for(scheme)
+        return row is not None and row.untried
 
     def runs_on(self, capability: Compute) -> bool:
         """True for a GPU with this compute capability."""

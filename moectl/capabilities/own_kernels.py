@@ -13,10 +13,13 @@ from ..problem.schemes import (
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,
+    FULL,
+    INT8_ACT_TOKEN,
     MXFP4,
     MXFP8,
     NVFP4,
     ActFormat,
+    int_format,
 )
 from .kernel_support import KernelSupport, WeightSupport, integers
 
@@ -27,12 +30,12 @@ TILES = "moectl-mtile64"
 """The layout of formats that kernels decode in tiles; weights of the others are read in rows."""
 
 ROW_FORMATS = ("bf16", "fp8")
-"""Names of weight formats that are read in rows; those of 16 bits are of the model's dtype."""
+"""Names of weight formats that are always read in rows; those of 16 bits are of the model's dtype."""
 
 TRITON = KernelSupport(
     (
-        WeightSupport((MXFP4, *integers(4), *integers(8)), TILES),
-        WeightSupport((NVFP4, MXFP8), TILES, any_act=True),
+        WeightSupport((int_format(8, FULL),), "moectl-int8", acts=(INT8_ACT_TOKEN,), own_scales=True),
+        WeightSupport((MXFP4, NVFP4, MXFP8, *integers(4), *integers(8)), TILES, any_act=True),
         WeightSupport((BF16,), "moectl-bf16"),
         WeightSupport(
             (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR),
@@ -48,8 +51,11 @@ TRITON = KernelSupport(
 
 
 def in_rows(problem: MoEProblem) -> bool:
-    """Whether the kernels of `TRITON` read a layer's weights in rows, as they are stored; else in tiles."""
-    return problem.scheme.weight.name in ROW_FORMATS
+    """Whether the kernels of `TRITON` read a layer's weights in rows, as they are stored; else in tiles.
+
+    INT8 weights are if tokens are INT8, too.
+    """
+    return problem.scheme.weight.name in ROW_FORMATS or token_format(problem) == INT8_ACT_TOKEN
 
 
 def token_format(problem: MoEProblem) -> ActFormat | None:

@@ -12,6 +12,7 @@ from ..environment.variables import Variable
 from ..problem.model_shape import UNKNOWN_MODEL, ModelShape
 from ..problem.moe_problem import Align, MoEProblem
 from ..problem.schemes import A16, ActFormat, Scheme, WeightFormat
+from .format_keys import act_key
 from .gpu_archs import Archs
 
 GROUPS = ("arch", "package", "scheme", "shape", "parallel", "policy")
@@ -345,9 +346,9 @@ class WeightForm:
     """The weight layout and padding of a backend: a row of a table, the first that matches a problem applies.
 
     `layout` names the weight layout; `align` is what sizes are padded to when the weights are created,
-    by weight format if it differs. `scaled`: keys of weight formats. `dtypes` are the model's 16-bit
-    dtypes. `up_to`: only intermediate sizes up to this one (0: any). An engine may pad less than the
-    layout needs, and pad the rest when it repacks.
+    by weight format if it differs. `scaled`: keys of weight formats; `declared`: of the activation formats
+    that checkpoints declare. `dtypes` are the model's 16-bit dtypes. `up_to`: only intermediate sizes up to
+    this one (0: any). An engine may pad less than the layout needs, and pad the rest when it repacks.
     """
 
     layout: str = ""
@@ -356,6 +357,7 @@ class WeightForm:
     weights: frozenset[str] | None = None
     activations: NameSet = ANY
     scaled: NameSet = ANY
+    declared: NameSet = ANY
     dtypes: NameSet = ANY
     up_to: int = 0
 
@@ -366,6 +368,7 @@ class WeightForm:
             and (self.weights is None or ask.problem.scheme.weight.name in self.weights)
             and self.activations.allows(ask.activation)
             and self.scaled.allows(ask.weight)
+            and self.declared.allows(act_key(ask.problem.scheme.act))
             and self.dtypes.allows(ask.dtype)
             and (not self.up_to or ask.problem.dims.intermediate <= self.up_to)
         )

@@ -19,6 +19,7 @@ from .schemes import (
     FP8_CHANNEL,
     FP8_TENSOR,
     FULL,
+    INT8_ACT_TOKEN,
     MXFP4,
     MXFP8,
     MXFP8_ACT,
@@ -40,11 +41,13 @@ SCHEMES: Mapping[str, Scheme] = {
     "fp8-tensor": Scheme(FP8_TENSOR, FP8_ACT_TENSOR),
     "fp8-block-a16": Scheme(FP8_BLOCK),
     "fp8-channel-a16": Scheme(FP8_CHANNEL),
+    "int8-channel-a8": Scheme(int_format(8, FULL), INT8_ACT_TOKEN),
+    "int4-g128-a8": Scheme(int_format(4, 128), INT8_ACT_TOKEN),
     "mxfp8": Scheme(MXFP8, MXFP8_ACT),
     "nvfp4": Scheme(NVFP4, NVFP4_ACT),
 }
 """Formats of weights and activations by the names that ``NAME:FORMAT`` takes; ``-a16`` are FP8 weights with
-16-bit activations."""
+16-bit activations, ``-a8`` integer weights with INT8 activations."""
 
 
 def _gpt_oss(experts: int) -> MoEProblem:

@@ -52,7 +52,10 @@ class DeviceRates:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRates(DeviceRates):
-    """Rates measured on a device: `flops` of 16-bit matrices, and those of FP8, 0 if it has none."""
+    """Rates measured on a device: `flops` of 16-bit matrices, and those of FP8, 0 if it has none.
+
+    Those of FP8 stand for INT8, too, which SM90 multiplies at the same published rate.
+    """
 
     fp8_flops: float = 0.0
 
@@ -63,8 +66,9 @@ class MeasuredRates(DeviceRates):
             >>> MeasuredRates(4e12, 8e14, "measured", 1.3e15).for_tokens("fp8").flops
             1300000000000000.0
         """
-        fp8 = number_format(act).grid.matrix_unit == "fp8" and self.fp8_flops
-        return DeviceRates(self.bandwidth, self.fp8_flops if fp8 else self.flops, self.source)
+        of_8_bits = act == "int8" or number_format(act).grid.matrix_unit == "fp8"
+        flops = self.fp8_flops if of_8_bits and self.fp8_flops else self.flops
+        return DeviceRates(self.bandwidth, flops, self.source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,12 +69,22 @@ def test_there_is_a_layer_of_every_kind(script: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     "format",
-    ["mxfp4", "mxfp4-fp16", "int4-channel", "int4-g32-zeros", "int8-g128", "nvfp4", "bf16", "fp8-block"],
+    [
+        "mxfp4",
+        "mxfp4-fp16",
+        "int4-channel",
+        "int4-g32-zeros",
+        "int8-g128",
+        "nvfp4",
+        "bf16",
+        "fp8-block",
+        "int8-channel-a8",
+    ],
 )
 def test_every_family_is_asked_for_what_it_takes(script: ModuleType, format: str) -> None:
     with compiling_for(OFFLINE_GPUS[90]):
         found = {it.family for it in script.configurations(format, CUDA, asked(most=1))}
-    in_rows = format in ("bf16", "fp8-block")
+    in_rows = format in ("bf16", "fp8-block", "int8-channel-a8")
     wanted = {"decode", "grouped", "tma" if in_rows else "stream"}
     wanted |= {"mid", "prefill"} if format != "mxfp4-fp16" and not in_rows else set()
     wanted |= {"warpwise", "moectl_marlin"} if format.startswith("int4") else set()

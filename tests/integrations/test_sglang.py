@@ -20,7 +20,7 @@ from moectl.integrations import sglang as plugin
 from moectl.integrations.model_experts import takes_over
 from moectl.layer.layer_source import CheckpointLayers
 from moectl.problem.moe_problem import Dims, MoEProblem
-from moectl.problem.schemes import A16, FP8_ACT_TOKEN, MXFP4, NVFP4_ACT, Scheme
+from moectl.problem.schemes import A16, FP8_ACT_TOKEN, INT8_ACT_TOKEN, MXFP4, NVFP4_ACT, Scheme
 from support import sglang_stubs as stubs
 from support.sglang_stubs import QUANTIZATION_METHODS, BypassedTopKOutput, FusedMoE, StandardTopKOutput
 from support.stored_problems import apply_router_weights_to_inputs
@@ -198,13 +198,14 @@ def test_the_page_lists_the_formats_that_are_taken_over():
     said = dict.fromkeys(re.findall(r"\b[A-Z]+\d+(?= weights|,| and )", sentence))
     assert set(said) == {name.upper() for name in TRITON.names}
     # Which of them take more than 16-bit activations, in the sentence's second and third part.
-    sixteen, kept, fp8 = re.split(r", (?=NVFP4)|, and (?=FP8)", sentence)
+    sixteen, kept, coded = re.split(r", (?=MXFP4)|, and (?=FP8)", sentence)
     for row in TRITON.weights:
         names = {weight.name.upper() for weight in row.formats}
-        part = next(part for part in (fp8, kept, sixteen) if names <= set(re.findall(r"[A-Z]+\d+", part)))
-        assert taken(row, A16)
-        assert taken(row, FP8_ACT_TOKEN) is (part is not sixteen)
-        assert taken(row, NVFP4_ACT) is (part is kept)
+        part = next(part for part in (coded, kept, sixteen) if names <= set(re.findall(r"[A-Z]+\d+", part)))
+        assert taken(row, A16) is (row.any_act or A16 in row.acts)
+        assert taken(row, FP8_ACT_TOKEN) is (row.any_act or "FP8" in names)
+        assert taken(row, INT8_ACT_TOKEN) is (part is kept or "INT8" in names)
+        assert taken(row, NVFP4_ACT) is row.any_act
 
 
 def test_who_is_taken_over(monkeypatch):

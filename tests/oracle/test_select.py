@@ -15,7 +15,7 @@ from moectl.oracle.checks import CHECKS
 from moectl.oracle.decision import CAPABILITY, DTYPE
 from moectl.oracle.machine_packages import packages_from
 from moectl.problem.moe_problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Parallel, Routing
-from moectl.problem.schemes import FULL, MXFP4, ActFormat, Scheme, int_format
+from moectl.problem.schemes import A16, FULL, INT8_ACT_TOKEN, MXFP4, ActFormat, Scheme, int_format
 
 VLLM, OWN = policy_named("vllm-0.33.0"), policy_named("moectl")
 FULL_INSTALL = packages_from("full")
@@ -315,6 +315,8 @@ def test_formats_and_platforms_without_rows_are_out_of_scope() -> None:
         ("h100", Scheme(MXFP4), "moectl"),
         ("a100", Scheme(int_format(4, 64)), "moectl"),
         ("b200", Scheme(int_format(8, FULL, "F16", zero_point=True)), "moectl"),
+        ("h100", Scheme(MXFP4, ActFormat("mxfp4", 4, (1, 32))), "moectl"),
+        ("a100", Scheme(int_format(4, 128), ActFormat("int8", 8, (1, FULL))), "moectl"),
         ("t4", Scheme(int_format(4, 128)), "torch"),
         ("cpu", Scheme(MXFP4), "torch"),
         ("mi300x", Scheme(MXFP4), "torch"),
@@ -329,12 +331,18 @@ def test_the_tools_own_policy(gpu: str, scheme: Scheme, runner: str) -> None:
         assert winner.dims.padded_intermediate == 384
 
 
+def test_int8_weights_have_a_layout_for_each_kind_of_tokens() -> None:
+    for act, layout in ((INT8_ACT_TOKEN, "moectl-int8"), (A16, "moectl-mtile64")):
+        problem = replace(KIMI, scheme=Scheme(int_format(8, FULL, "F32" if act.bits == 8 else "BF16"), act))
+        winner = select(problem, find_device("h100"), Packages(), OWN).require()
+        assert (winner.backend.runner, winner.layout) == ("moectl", layout)
+
+
 @pytest.mark.parametrize(
     "problem",
     [
         replace(KIMI, scheme=Scheme(int_format(4, 32, "F32"))),
         replace(KIMI, scheme=Scheme(int_format(4, 48, zero_point=True))),
-        replace(KIMI, scheme=Scheme(MXFP4, ActFormat("mxfp4", 4, (1, 32)))),
         replace(KIMI, activation=Activation("gelu")),
         replace(KIMI, activation=Activation("silu", gated=False)),
     ],

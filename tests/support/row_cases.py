@@ -34,8 +34,10 @@ from moectl.problem.schemes import (
     FP8_CHANNEL,
     FP8_TENSOR,
     FULL,
+    INT8_ACT_TOKEN,
     ActFormat,
     Scheme,
+    int_format,
 )
 from support.random_layers import inputs_of, skipping
 
@@ -59,6 +61,8 @@ SCHEMES: Mapping[str, Scheme] = {
     "block and token": Scheme(FP8_BLOCK, FP8_ACT_TOKEN),
     "block, static": Scheme(FP8_BLOCK, FP8_ACT_TENSOR_STATIC),
     "channel, tokens in groups": Scheme(FP8_CHANNEL, FP8_ACT_GROUP_128),
+    "channel and token, INT8": Scheme(int_format(8, FULL), INT8_ACT_TOKEN),
+    "channel and token, INT8, F32 scales": Scheme(int_format(8, FULL, "F32"), INT8_ACT_TOKEN),
 }
 
 LAUNCHES: Mapping[str, Launch] = {
@@ -110,11 +114,17 @@ CASES: tuple[RowCase, ...] = (
     *(RowCase(scheme, launch) for scheme in SCHEMES for launch in ("decode 16x128x64", "grouped 16x64x128")),
     *(
         RowCase(scheme, "grouped 64x128x64 tails", (160, 72), SWIGLU_OAI, (5, 3), True, rows="interleaved")
-        for scheme in ("plain", "block", "channel and token", "tensor, static", "block, 16-bit tokens")
+        for scheme in (
+            *("plain", "block", "channel and token", "tensor, static", "block, 16-bit tokens"),
+            "channel and token, INT8",
+        )
     ),
     *(
         RowCase(scheme, "decode 16x64x128 split 4", (392, 200), SILU, (3, 1), on_input=True, tokens=3)
-        for scheme in ("plain", "block", "channel and token", "tensor, dynamic", "tensor, 16-bit tokens")
+        for scheme in (
+            *("plain", "block", "channel and token", "tensor, dynamic", "tensor, 16-bit tokens"),
+            "channel and token, INT8",
+        )
     ),
     *(
         RowCase(scheme, launch, (136, 264), RELU2, (6, 2), True, tokens=9, routing=routing)
@@ -126,6 +136,8 @@ CASES: tuple[RowCase, ...] = (
             ("tensor, dynamic", "grouped 16x64x128", "skipping"),
             ("tensor, dynamic", "decode 16x64x128 split 4", "crowded"),
             ("channel and token", "grouped 16x64x128", "skipping"),
+            ("channel and token, INT8", "grouped 16x64x128", "skipping"),
+            ("channel and token, INT8", "decode 16x128x64", "crowded"),
             ("tensor, static", "decode 16x128x64", "crowded"),
         )
     ),
@@ -256,7 +268,10 @@ def rows_of_every_size(columns: int) -> torch.Tensor:
 
 
 def quantizes_bit_for_bit(form: ActFormat, columns: int, dtype: torch.dtype, device: str) -> None:
-    """Codes and scales of tokens, or of their blocks, are those of the reference, infinite ones too."""
+    """Codes and scales of tokens, or of their blocks, are those of the reference, infinite ones too.
+
+    INT8 has no code for those: their scale is infinite, or NaN.
+    """
     x = rows_of_every_size(columns)[:37]  # no multiple of what a program has
     x[6], x[6, 1::3] = 2.0**-120, -(2.0**-122)  # scales would be subnormal
     if device == "cuda":  # the interpreter takes subnormal bf16 for zero
@@ -264,9 +279,17 @@ def quantizes_bit_for_bit(form: ActFormat, columns: int, dtype: torch.dtype, dev
     x[7, ::128], x[8], x[8, 5] = float("inf"), -0.0, float("-inf")
     x = x.to(dtype)
     made, right = quantize_rows(x.to(device), form), quantize(x, form)
-    codes = made.codes.view(torch.uint8).cpu()
-    assert _same_codes(codes, right.values.view(torch.uint8)) and (codes[7, ::128] & 0x7F == 0x7F).all()
-    assert torch.equal(made.scales.view(right.scales.shape).cpu(), right.scales)
+    codes, scales = made.codes.view(torch.uint8).cpu(), made.scales.view(right.scales.shape).cpu()
+    if form == INT8_ACT_TOKEN:
+        finite = right.scales.isfinite().flatten()
+        assert torch.equal(codes[finite], right.values.view(torch.uint8)[finite])
+        spoiled = x.clone()
+        spoiled[3, 11] = math.nan
+        of_nan = quantize_rows(spoiled.to(device), form).scales.cpu()
+        assert of_nan[3].isnan() and torch.equal(of_nan[4:], made.scales.cpu()[4:])
+    else:
+        assert _same_codes(codes, right.values.view(torch.uint8)) and (codes[7, ::128] & 0x7F == 0x7F).all()
+    assert torch.equal(scales, right.scales)
 
 
 GIVEN_SCALES = (0.037, 3.0, 2.0**-20, 2.0**-70, 1e-40, 3e38, 0.0, math.inf)
@@ -300,7 +323,7 @@ each_kind_of_live_rows = pytest.mark.parametrize(
     ("form", "kind", "columns"),
     [
         (form, kind, columns)
-        for form in (FP8_ACT_GROUP_128, FP8_ACT_TOKEN)
+        for form in (FP8_ACT_GROUP_128, FP8_ACT_TOKEN, INT8_ACT_TOKEN)
         for kind in ("all", "sorted", "slots")
         for columns in (129, 1536, 4097)
     ],

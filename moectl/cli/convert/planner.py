@@ -93,12 +93,23 @@ def planner(
     layers: dict[WeightFormat, list[int]] = {}
     for group in source.groups:
         layers.setdefault(group.problem.scheme.weight, []).extend(group.layers)
-    layout = layout_for_all(target.to, layers, target.arch, target.act)
+    layout = layout_for_all(target.to, layers, target.arch, target.act or _usual_act(source, target.to))
     if portable.requantize:
         layout = layout.requantizing()
     return lambda shard: plan_conversion(
         source, layout, max_memory=max_memory, experts_only=target.experts_only, shard=shard
     )
+
+
+def _usual_act(source: "Checkpoint", target: str) -> str | None:
+    """The activations of the layout of moectl's own kernels that all layers take; None for other targets."""
+    from ...capabilities.own_kernels import TRITON
+
+    if target != "moectl":
+        return None
+    names = {TRITON.layout_of(group.problem.scheme) for group in source.groups}
+    instead = [name for name in names if LAYOUTS[name].instead_of]
+    return LAYOUTS[instead[0]].acts[0] if len(names) == 1 and instead else None
 
 
 def _portable(

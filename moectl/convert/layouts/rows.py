@@ -1,10 +1,11 @@
-"""moectl's own layouts of weights in rows, ``moectl-bf16`` and ``moectl-fp8``, for its GPU kernels.
+"""moectl's own layouts of weights in rows, ``moectl-bf16``, ``moectl-fp8`` and ``moectl-int8``.
 
 Stored for e experts of unpadded sizes; gated experts have all gates, then all ups (h = 2 halves, else 1):
 
 ====================  ===================================================  ===========
 weights               ``w13 [e, h * intermediate, hidden]``,               BF16 or F16,
-                      ``w2 [e, hidden, intermediate]``                     or E4M3 bytes
+                      ``w2 [e, hidden, intermediate]``                     or bytes: E4M3,
+                                                                           two's complement
 scales by block       ``[e, h * ceil(rows / 128), ceil(columns / 128)]``   F32
 scales by channel     ``[e, h * rows, 1]``                                 F32
 scales per tensor     ``w13 [e, h, 1]``, ``w2 [e, 1, 1]``                  F32
@@ -13,8 +14,8 @@ biases                ``[e, h * rows]``                                    the m
 ====================  ===================================================  ===========
 
 Blocks of gate and up rows are their own, and gate and up may differ in their scale per tensor. Checkpoints in
-this order are read as they lie. 16-bit scales are widened, and an E8M0 byte is the exponent of its F32: byte
-0, 2**-127 by definition, becomes zero.
+this order are read as they lie. ``moectl-int8`` has a scale by channel and no zero points. 16-bit scales are
+widened, and an E8M0 byte is the exponent of its F32: byte 0, 2**-127 by definition, becomes zero.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...problem.moe_problem import MoEProblem
-from ...problem.schemes import BF16, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
+from ...problem.schemes import BF16, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, FULL, int_format
 from ..canonical import gates_first, scale_dtype
 from ..recipe.chain import Chain
 from ..recipe.recipe import StoredOutput
 from ..steps.rescale import LayerMaximum
-from ..steps.transforms import Bits, DtypeView, Pad, Rearrange, Step, Widen
+from ..steps.transforms import Bits, DtypeView, Pad, Rearrange, Step, Widen, Xor
 from ..steps.value_steps import Shapes
 from .scaled_tensors import E4M3_WEIGHTS, FLOAT_DTYPES
 from .weight_layout import WeightLayout
@@ -52,6 +53,10 @@ def _as_float32(problem: MoEProblem) -> tuple[Step, ...]:
     return () if dtype == "F32" else (Widen(dtype),)
 
 
+_SIGNED: tuple[Step, ...] = (Xor(0x80),)
+"""Offset codes to two's complement."""
+
+
 def _build(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
     outputs: dict[str, StoredOutput] = {}
     for role in shapes:
@@ -60,6 +65,8 @@ def _build(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str
             outputs[role] = StoredOutput(role, (LayerMaximum(role),), per_layer=True)
         elif kind != "global":
             steps = _as_float32(problem) if kind == "scale" else ()
+            if not kind and problem.scheme.weight.number.grid.integer:
+                steps = _SIGNED
             outputs[role] = StoredOutput(role, chain=Chain((*gates_first(problem, role), *steps)))
     return outputs
 
@@ -73,5 +80,12 @@ ROWS: tuple[WeightLayout, ...] = (
         build=_build,
         logical_dtypes=E4M3_WEIGHTS,
         scale_dtypes=(*FLOAT_DTYPES, "U8"),
+    ),
+    WeightLayout(
+        name="moectl-int8",
+        version=1,
+        weights=(int_format(8, FULL),),
+        build=_build,
+        scale_dtypes=FLOAT_DTYPES,
     ),
 )

@@ -161,12 +161,17 @@ def _form(problem: MoEProblem) -> str:
     if not in_rows(problem):
         return ""
     tokens = "" if token_format(problem) or problem.scheme.weight.bits == 16 else "a16 "
-    return f"{problem.scheme.weight.name} {tokens}"
+    return f"{_multiplied(problem)} {tokens}"
+
+
+def _multiplied(problem: MoEProblem) -> str:
+    """What weights in rows are multiplied like: INT8 was not measured, and has as many bytes as FP8."""
+    return "fp8" if problem.scheme.weight.bits == 8 else problem.scheme.weight.name
 
 
 def _kernels(problem: MoEProblem, family: str) -> str:
     """The name of a launch's coefficients."""
-    return f"{family} {problem.scheme.weight.name}" if in_rows(problem) else family
+    return f"{family} {_multiplied(problem)}" if in_rows(problem) else family
 
 
 def _quantized(problem: MoEProblem) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from ...capabilities.own_kernels import token_format
+from ...capabilities.own_kernels import in_rows, token_format
 from ...dtypes import MODEL_DTYPES
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL
@@ -86,6 +86,8 @@ def column_refusal(problem: MoEProblem, formats: Sequence[str] = DECODED) -> str
     `formats` are names of the weight formats that the kernels decode.
     """
     weight, dims = problem.scheme.weight, problem.dims
+    if in_rows(problem) and weight.name in formats:
+        return f"it decodes tiles; {weight} weights with {problem.scheme.act} tokens are read in rows"
     if weight.name not in formats:
         return f"it decodes {', '.join(formats)}; the layer has {weight}"
     wide = weight.group > 0 and weight.group % 64 == 0

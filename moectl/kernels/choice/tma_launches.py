@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...capabilities.own_kernels import GATED, ROW_FORMATS, UNGATED, token_format
+from ...capabilities.own_kernels import GATED, UNGATED, in_rows, token_format
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL
 from .launch import tile_words
@@ -166,7 +166,7 @@ def is_promoted(problem: MoEProblem, tile: TmaTile) -> bool:
 
 def weight_scales(problem: MoEProblem) -> str:
     """What has a scale in the layer's weights: ``none``, a ``block``, a ``channel``, or the ``tensor``."""
-    if problem.scheme.weight.name != "fp8":
+    if problem.scheme.weight.bits == 16:
         return "none"
     rows, columns = problem.scheme.weight.block
     return "tensor" if rows == FULL else "channel" if columns == FULL else "block"
@@ -196,7 +196,7 @@ def refusal(problem: MoEProblem, tile: TmaTile) -> str:
         return f"{tile} is not a supported tile"
     if tile.stages < 2:
         return f"{tile} needs two stages: one to fill while another is read"
-    if tile.fast_sums and weight_scales(problem) not in ("channel", "tensor"):
+    if tile.fast_sums and (weight.name != "fp8" or weight_scales(problem) == "block"):
         return f"{tile} leaves sums in the tensor cores to the end; {problem.scheme} does not allow that"
     if tile.turned and weight_scales(problem) != "block":
         return f"{tile} is for weights with scales in blocks"
@@ -222,8 +222,10 @@ def refusal(problem: MoEProblem, tile: TmaTile) -> str:
     shared = tile.programs * shared_bytes(problem, tile)
     if shared > SHARED_MEMORY:
         return f"{tile} needs {shared} bytes of shared memory; SM90 has {SHARED_MEMORY}"
-    if weight.name not in ("bf16", "fp8"):
-        return f"it does not support {weight} weights"
+    if not in_rows(problem):
+        return f"it does not support {weight} weights and {problem.scheme.act} tokens"
+    if weight.name == "int8" and max(dims.hidden, dims.intermediate) > MOST_INT8_COLUMNS:
+        return f"sums of more than {MOST_INT8_COLUMNS} INT8 products may not fit in 32 bits"
     form = token_format(problem)
     if form is not None and (weight_scales(problem) == "block") != (FULL not in form.block):
         return (
@@ -287,6 +289,9 @@ DECODING: tuple[TmaTile, ...] = (
 MOST_DECODING = 64
 """Tokens of the widest of these tiles; ptxas spills registers of wider ones."""
 
+MOST_INT8_COLUMNS = (2**31 - 1) // (128 * 127)
+"""Columns of which the largest INT8 products, of -128 and 127, add up to no more than an int32 holds."""
+
 STAGES = (12, 10, 8, 7, 6, 5, 4, 3)
 
 
@@ -298,7 +303,7 @@ def _with_stages(problem: MoEProblem, tile: TmaTile) -> TmaTile | None:
 
 def candidates(problem: MoEProblem) -> Sequence[TmaTile]:
     """The tiles of `PROMISING` that fit a layer, with as many stages as fit."""
-    if problem.scheme.weight.name not in ROW_FORMATS:
+    if not in_rows(problem):
         return []
     tiles = (_with_stages(problem, tile) for tile in (DECODING if decodes(problem) else PROMISING))
     return [tile for tile in tiles if tile is not None]

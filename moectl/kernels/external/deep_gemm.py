@@ -27,7 +27,7 @@ from ..prepared_layer import PreparedMoE
 from ..runner import Runner, check_dtype
 from .cuda_compiler import cuda_toolkit
 from .gemm_glue import device_refusal, weighted_sum
-from .grouped_formats import accumulation, grouped_refusal, layout_for
+from .grouped_formats import accumulation, grouped_refusal
 from .grouped_rows import (
     GROUP,
     GroupedRows,
@@ -230,7 +230,7 @@ def tactic(prepared: PreparedMoE, tokens: int) -> str:
 
 
 def _layout(problem: MoEProblem) -> str:
-    return layout_for(DEEP_GEMM, problem)
+    return DEEP_GEMM.layout_of(problem.scheme)
 
 
 RUNNER = Runner(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..triton.sort_and_combine_kernels import _await_inputs
-from ..triton.token_codes_kernels import _scale_of, _to_e4m3
+from ..triton.token_codes_kernels import _scale_of, _to_codes
 from .gemm_glue_kernels import _activated
 
 
@@ -62,7 +62,7 @@ def _quantize_kernel(
                     scale = _scale_of(tl.max(tl.abs(v), 0), POWERS)
                     tl.store(S + row, scale)
                 v = tl.div_rn(v, tl.zeros_like(v) + scale)
-            tl.store(Q + row * N + at, _to_e4m3(v, Q), mask=at < N)
+            tl.store(Q + row * N + at, _to_codes(v, Q), mask=at < N)
 
 
 @triton.jit(do_not_specialize=["T"])

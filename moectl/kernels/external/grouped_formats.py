@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from ...capabilities.kernel_support import KernelSupport, WeightSupport
+from ...capabilities.kernel_support import KernelSupport
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL, ActFormat
 from ..tolerance import DECLARED
 from .gemm_glue import ACT_ORDER_REFUSAL, INPUT_WEIGHT_REFUSAL
 
 BIAS_REFUSAL = "its products add no bias; the layer has biases"
-
-
-def row_for(support: KernelSupport, problem: MoEProblem) -> WeightSupport | None:
-    """The row with a problem's weight and activation formats, or None."""
-    weight, act = problem.scheme.weight, problem.scheme.act
-    return next((row for row in support.weights if weight in row.formats and _takes(row, act)), None)
-
-
-def _takes(row: WeightSupport, act: ActFormat) -> bool:
-    return row.any_act or act in row.acts
-
-
-def layout_for(support: KernelSupport, problem: MoEProblem) -> str:
-    """The layout of a problem's weights; for unsupported formats, which are rejected later, any layout."""
-    row = row_for(support, problem) or support.row(problem.scheme.weight.name) or support.weights[0]
-    return row.layout
 
 
 def act_words(act: ActFormat) -> str:
@@ -44,7 +28,7 @@ def formats_refusal(support: KernelSupport, problem: MoEProblem) -> str:
     if not rows:
         known = dict.fromkeys(map(str, support.formats))
         return f"it supports {', '.join(known)} weights; the layer has {weight}"
-    row = row_for(support, problem)
+    row = support.row_for(problem.scheme)
     if row is None:
         words = dict.fromkeys(act_words(form) for it in rows for form in it.acts)
         return (

@@ -11,7 +11,7 @@ import triton.language as tl
 from ..triton.mtile64_kernels import _nearest
 from ..triton.portable_kernels import _gated, _ungated
 from ..triton.sort_and_combine_kernels import _await_inputs
-from ..triton.token_codes_kernels import _scale_of, _to_e4m3
+from ..triton.token_codes_kernels import _scale_of, _to_codes
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -46,7 +46,7 @@ def _place_rows_kernel(
 def _coded(x, OUT, POWERS: tl.constexpr):
     """E4M3 codes of the blocks of `x` ``[blocks, columns]`` as `OUT` holds them, and a scale for each."""
     scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
-    return _to_e4m3(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), OUT), scale
+    return _to_codes(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), OUT), scale
 
 
 @triton.jit

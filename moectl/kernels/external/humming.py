@@ -36,7 +36,6 @@ from .gemm_glue import (
     device_refusal,
     weighted_sum,
 )
-from .grouped_formats import row_for
 from .grouped_rows import WHOLE_ROWS, RowScales, activate_rows, place_rows, scatter_tokens
 from .humming_formats import (
     A_DTYPES,
@@ -143,7 +142,7 @@ def rows_for(rows: Sequence[Any], counts: Sequence[int]) -> list[Any]:
 
 def layout(problem: MoEProblem) -> str:
     """The layout in which it reads `problem`'s weights; canonical ones where Humming lays them out itself."""
-    weight, row = problem.scheme.weight, row_for(HUMMING, problem)
+    weight, row = problem.scheme.weight, HUMMING.row_for(problem.scheme)
     name = row.layout if row is not None else ""
     if not name or problem.dtype not in MODEL_DTYPES or (weight.name == "mxfp4" and _converts_natively()):
         return CANONICAL

@@ -15,7 +15,7 @@ from ...problem.schemes import A16, FP8_BLOCK, FULL, ActFormat
 from ...torch_dtypes import MODEL_TORCH_DTYPES
 from ..tolerance import DECLARED
 from .gemm_glue import ACT_ORDER_REFUSAL, INPUT_WEIGHT_REFUSAL, scale_refusal
-from .grouped_formats import formats_refusal, row_for
+from .grouped_formats import formats_refusal
 
 B_DTYPES: Mapping[str, str] = {
     "int4": "uint4",
@@ -43,7 +43,7 @@ SCALE_DTYPES: Mapping[str, tuple[str, torch.dtype]] = {
 
 def tokens_of(problem: MoEProblem) -> ActFormat:
     """The format in which tokens enter the GEMMs: the declared one if there are such kernels, else 16-bit."""
-    row = row_for(HUMMING, problem)
+    row = HUMMING.row_for(problem.scheme)
     return problem.scheme.act if row is not None and problem.scheme.act in row.acts else A16
 
 
@@ -139,7 +139,7 @@ BEFORE_SM100 = frozenset(("fp8", "mxfp8", "nvfp4"))
 
 def problem_refusal(problem: MoEProblem) -> str:
     """Why Humming does not support `problem` on any GPU, as a clause; empty if it does."""
-    weight, row = problem.scheme.weight, row_for(HUMMING, problem)
+    weight, row = problem.scheme.weight, HUMMING.row_for(problem.scheme)
     if not any(known.name == weight.name for known in HUMMING.formats):
         return f"it supports {', '.join(HUMMING.names)} weights; the layer has {weight}"
     if not HUMMING.reads(weight):
@@ -176,7 +176,7 @@ def grouped_refusal(problem: MoEProblem) -> str:
 
 def gpu_refusal(problem: MoEProblem, device: torch.device) -> str:
     """Why a GPU has no kernels for the formats here, as a clause; empty if it has."""
-    row = row_for(HUMMING, problem)
+    row = HUMMING.row_for(problem.scheme)
     major, minor = torch.cuda.get_device_capability(device)
     if (problem.scheme.weight.name in BEFORE_SM100 or tokens_of(problem).bits < 16) and major >= 10:
         return f"its layouts of {problem.scheme} are those of GPUs before SM100"

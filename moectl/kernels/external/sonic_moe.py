@@ -22,7 +22,7 @@ from ...problem.moe_problem import MoEProblem
 from ..prepared_layer import PreparedMoE
 from ..runner import Runner, check_dtype
 from .gemm_glue import device_refusal
-from .grouped_formats import accumulation, grouped_refusal, layout_for
+from .grouped_formats import accumulation, grouped_refusal
 from .import_library import failing_as, module, package, unavailable_reason
 
 NAME, PACKAGE = "sonic_moe", "sonicmoe"
@@ -109,7 +109,7 @@ def tactic(prepared: PreparedMoE, tokens: int) -> str:
 
 
 def _layout(problem: MoEProblem) -> str:
-    return layout_for(SONIC_MOE, problem)
+    return SONIC_MOE.layout_of(problem.scheme)
 
 
 RUNNER = Runner(

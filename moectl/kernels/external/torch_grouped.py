@@ -22,7 +22,7 @@ from ..activation import activate as activate_in_torch
 from ..prepared_layer import PreparedMoE
 from ..runner import Runner, check_dtype
 from .gemm_glue import device_refusal, weighted_sum
-from .grouped_formats import accumulation, grouped_refusal, layout_for, row_for
+from .grouped_formats import accumulation, grouped_refusal
 from .grouped_rows import WHOLE_ROWS, RowScales, activate_rows, place_rows, scatter_tokens
 from .import_library import failing_as, unavailable_reason
 
@@ -140,7 +140,7 @@ def problem_refusal(problem: MoEProblem) -> str:
 def refusal(problem: MoEProblem, device: torch.device) -> str:
     """Why torch's products cannot run `problem` on `device`, as a clause; empty if they can."""
     if device.type == "cpu":
-        row = row_for(TORCH_GROUPED, problem)
+        row = TORCH_GROUPED.row_for(problem.scheme)
         if row is not None and problem.scheme.act.bits < 16:
             return (
                 f"on a CPU torch multiplies 16-bit rows only; the layer has {problem.scheme.act.name} tokens"
@@ -155,7 +155,7 @@ def tactic(prepared: PreparedMoE, tokens: int) -> str:
 
 
 def _layout(problem: MoEProblem) -> str:
-    return layout_for(TORCH_GROUPED, problem)
+    return TORCH_GROUPED.layout_of(problem.scheme)
 
 
 RUNNER = Runner(

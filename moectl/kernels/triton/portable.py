@@ -35,7 +35,7 @@ def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:
     weight, act = problem.scheme.weight, token_format(problem)
     return {
         "E": problem.local_experts,
-        "FORMAT": "plain" if weight.name == "bf16" else weight.name,
+        "FORMAT": _format(problem),
         "GROUP": weight.group,
         "ZERO": weight.zero_point,
         "SCALE": _scale_kind(problem) if in_rows(problem) else scale_name(problem),
@@ -49,9 +49,15 @@ def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:
     }
 
 
+def _format(problem: MoEProblem) -> str:
+    """The kernels' name of the weights: ``plain`` for 16 bits, ``s8`` for INT8 in rows."""
+    name = problem.scheme.weight.name
+    return {"bf16": "plain", "int8": "s8" if in_rows(problem) else name}.get(name, name)
+
+
 def _scale_kind(problem: MoEProblem) -> str:
     """What has a scale in weights in rows: ``none``, a ``block``, a ``channel``, or the ``tensor``."""
-    if problem.scheme.weight.name != "fp8":
+    if problem.scheme.weight.bits == 16:
         return "none"
     rows, columns = problem.scheme.weight.block
     return "tensor" if rows == FULL else "channel" if columns == FULL else "block"
@@ -124,7 +130,8 @@ def _in_tiles(m: KernelMatrix) -> dict[str, Tensor]:
 
 
 def _in_rows(m: RowMatrix) -> dict[str, Tensor]:
-    weights = m.weights if m.scales is None else m.weights.view(code_dtype())
+    fp8 = m.weights.dtype == torch.float8_e4m3fn
+    weights = m.weights.view(code_dtype()) if fp8 else m.weights
     return {
         "W": weights,
         "S": weights if m.scales is None else m.scales,

@@ -3,7 +3,7 @@
 
 Names used throughout: `IDS` and `WEIGHTS` are flat, one entry per assignment (token, choice); a *slot* is
 an index into them. ``N, K`` are the stored (padded) sizes of a weight matrix, ``KX`` its logical columns
-and ``NX`` the logical columns of the output. `XS` are the scales of FP8 tokens (see `row_product_kernels`).
+and ``NX`` the logical columns of the output. `XS` are the scales of 8-bit tokens (see `row_product_kernels`).
 *Live* columns of a tile hold tokens, the others are padding.
 """
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .mtile64_kernels import _nearest
-from .portable_product_kernels import _factored, _product
+from .portable_product_kernels import _factored, _is_in_rows, _product
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _matrix_rows(pid_n, N, NX, GATED: tl.constexpr, FORMAT: tl.constexpr, BN: tl
     i = tl.arange(0, BN)
     rows = pid_n * BN + i
     inside = rows < N
-    if GATED and (FORMAT == "plain" or FORMAT == "fp8"):
+    if GATED and _is_in_rows(FORMAT):
         column = pid_n * (BN // 2) + (i // 16) * 8 + i % 8
         inside = column < NX
         rows = tl.where(i % 16 < 8, column, NX + column)

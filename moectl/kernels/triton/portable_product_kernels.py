@@ -29,6 +29,12 @@ def _scaled_at(FORMAT, GROUP, SCALE, half):
     return "weights" if half == (SCALE == "fp16") else "sums"
 
 
+@triton.constexpr_function
+def _is_in_rows(FORMAT):
+    """Whether weights are stored row by row (`row_product_kernels`), and not in tiles."""
+    return FORMAT in ("plain", "fp8", "s8")
+
+
 @triton.jit
 def _product(
     X, XS, W, S, Z, x_rows, live, expert, rows, inside, pid_n, pid_k, N, K, KX, NX,
@@ -38,7 +44,7 @@ def _product(
     INTERP: tl.constexpr,
 ):  # fmt: skip
     """[BN, BM] fp32: `rows` of the expert's matrix times the tokens `x_rows` of X, over one K split."""
-    if FORMAT == "plain" or FORMAT == "fp8":
+    if _is_in_rows(FORMAT):
         acc = _row_product(
             X, XS, W, S, x_rows, live, expert, rows, inside, pid_k, N, KX, NX,
             FORMAT, SCALE, TOKENS, BM, BN, DEPTH, SPLIT_K, STAGES, EVEN_K, INTERP,

@@ -1,4 +1,4 @@
-"""Layers whose weights are read in rows, as they are stored: BF16, FP16 and FP8."""
+"""Layers whose weights are read in rows, as they are stored: BF16, FP16, FP8 and INT8."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class RowMatrix:
     """One of the two expert matrices in rows; `w13` of gated experts has all gates, then all ups.
 
     Attributes:
-        weights: ``[experts, n, k]``, contiguous: 16-bit floats of the model's dtype, or float8_e4m3fn.
-        scales: fp32 ``[experts, rows, columns]`` of FP8 weights, None for others. Rows are `n` by channel;
+        weights: ``[experts, n, k]``, contiguous: 16-bit floats of the model's dtype, float8_e4m3fn or int8.
+        scales: fp32 ``[experts, rows, columns]`` of 8-bit weights, None for others. Rows are `n` by channel;
             by block those of gate, then those of up, ``ceil(n / 2 / 128)`` each (without a gate
             ``ceil(n / 128)``); per tensor one for each of gate and up. Columns are ``ceil(k / 128)`` by
             block, otherwise 1.
@@ -57,10 +57,10 @@ def row_matrix_of(prepared: PreparedMoE, role: str) -> RowMatrix:
     halves = 2 if first and problem.activation.gated else 1
     rows, k = (dims.intermediate, dims.hidden) if first else (dims.hidden, dims.intermediate)
     experts = problem.local_experts
-    fp8 = weight.bits == 8
-    dtype = torch.uint8 if fp8 else MODEL_TORCH_DTYPES[problem.dtype]
+    coded = weight.bits == 8
+    dtype = torch.uint8 if coded else MODEL_TORCH_DTYPES[problem.dtype]
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {role: (dtype, (experts, halves * rows, k))}
-    if fp8:
+    if coded:
         high, wide = weight.block
         scale_rows = 1 if high == FULL else -(-rows // high)
         columns = 1 if wide == FULL else -(-k // wide)
@@ -78,8 +78,8 @@ def row_matrix_of(prepared: PreparedMoE, role: str) -> RowMatrix:
             raise UsageError(f"{name} must be {kind} {list(shape)}, contiguous, got {got}")
     weights = stored[role]
     return RowMatrix(
-        weights.view(torch.float8_e4m3fn) if fp8 else weights,
-        stored[f"{role}_scale"] if fp8 else None,
+        weights.view(torch.int8 if weight.number.grid.integer else torch.float8_e4m3fn) if coded else weights,
+        stored[f"{role}_scale"] if coded else None,
         stored[f"{role}_input"].reshape(1) if static else None,
         stored.get(f"{role}_bias"),
         halves * rows,

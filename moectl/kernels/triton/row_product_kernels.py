@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of the product of weights in rows, 16-bit or FP8, and a tile of tokens.
+"""Device code of the product of weights in rows, of 16 bits, FP8 or INT8, and a tile of tokens.
 
 The product is computed transposed, ``acc[rows, tokens]``, as in `portable_product_kernels`. FP8 weights are
 E4M3 codes with fp32 scales: `SCALE` is ``block`` (128 x 128), ``channel`` or ``tensor``. Tokens have 16 bits
@@ -8,7 +8,8 @@ E4M3 codes with fp32 scales: `SCALE` is ``block`` (128 x 128), ``channel`` or ``
 
 Where both are codes, they are multiplied as FP8 if `X` and `W` are of that type, and otherwise, on GPUs
 without it, as fp16, in which codes are exact. Sums of such products are added up in fp32 after each step of
-at most 128 columns, since matrix units sum FP8 products with fewer bits.
+at most 128 columns, since matrix units sum FP8 products with fewer bits. INT8 weights (`FORMAT` is ``s8``,
+`SCALE` ``channel``) and INT8 tokens (``token``) are multiplied as they are, and summed exactly in int32.
 """
 
 import triton
@@ -17,11 +18,11 @@ import triton.language as tl
 
 @triton.jit
 def _dot(a, x, acc, INTERP: tl.constexpr):
-    """acc plus a [BN, k] times the transposed tokens x [BM, k], in fp32."""
+    """acc plus a [BN, k] times the transposed tokens x [BM, k], in fp32, or int32 of INT8."""
     if INTERP:
-        acc += tl.dot(a.to(tl.float32), tl.trans(x.to(tl.float32)))
+        acc += tl.dot(a.to(tl.float32), tl.trans(x.to(tl.float32))).to(acc.dtype)
     else:
-        acc = tl.dot(a, tl.trans(x), acc)
+        acc = tl.dot(a, tl.trans(x), acc, out_dtype=acc.dtype)
     return acc
 
 
@@ -82,7 +83,7 @@ def _row_product(
         s_base = S + (expert.to(tl.int64) * (high * (N // NX)) + scale_row) * blocks
     if TOKENS == "block":
         xs_base = XS + x_rows.to(tl.int64) * blocks
-    acc = tl.zeros((BN, BM), dtype=tl.float32)
+    acc = tl.zeros((BN, BM), dtype=tl.int32 if FORMAT == "s8" else tl.float32)
     steps = tl.cdiv(KX, BK)
     first = (steps * pid_k) // SPLIT_K
     last = (steps * (pid_k + 1)) // SPLIT_K
@@ -113,6 +114,7 @@ def _row_product(
             acc = _dot(w, x, acc, INTERP)
             if FORMAT == "fp8":
                 acc = _keep(acc, INTERP)
+    acc = acc.to(tl.float32)
     if SCALE == "channel":
         acc = acc * tl.load(S + expert.to(tl.int64) * N + rows)[:, None]
     elif SCALE == "tensor":

@@ -1,4 +1,5 @@
-"""Tokens quantized to E4M3 codes with fp32 scales, on the GPU: what enters the GEMMs of FP8 layers.
+"""Tokens quantized to E4M3 or INT8 codes with fp32 scales, on the GPU: what enters the GEMMs of FP8 and INT8
+layers.
 
 Codes and scales are those of `quantize_tokens`, bit for bit, but the last block of a row may have fewer than
 128 columns, and a NaN stays alone, where `quantize_tokens` spoils all that share its scale.
@@ -30,7 +31,7 @@ class TokenCodes:
     """Quantized rows.
 
     Attributes:
-        codes: ``[rows, columns]``, float8_e4m3fn, or uint8 for GPUs without it (`code_dtype`).
+        codes: ``[rows, columns]``, int8, or float8_e4m3fn, or uint8 for GPUs without that (`code_dtype`).
         scales: fp32 ``[rows, ceil(columns / 128)]``, ``[rows]`` or ``[1]``.
     """
 
@@ -106,11 +107,11 @@ def quantize_rows(
     *,
     beside: bool = False,
 ) -> TokenCodes:
-    """`x` ``[rows, columns]`` as E4M3 codes; one launch, for dynamic scales per tensor two.
+    """`x` ``[rows, columns]`` as codes; one launch, for dynamic scales per tensor two.
 
     Args:
         x: 16-bit or fp32, contiguous.
-        form: an FP8 format with scales by blocks of 128 columns, per token or per tensor.
+        form: an FP8 format with scales by blocks of 128 columns, per token or per tensor; or INT8 per token.
         scale: ``[1]`` fp32, the scale of a static format.
         live: the rows that are read; codes and scales of others are undefined.
         beside: the kernel that was launched before lets this one start once its own inputs are complete, and
@@ -134,7 +135,8 @@ def quantize_rows(
             x, made.codes, made.scales, ids, rows, columns, *which, int(beside), BLOCKS=RUN, **options
         )
         return made
-    codes = x.new_empty(rows, columns, dtype=torch.uint8).view(code_dtype())
+    dtype = torch.int8 if form.name == "int8" else code_dtype()
+    codes = x.new_empty(rows, columns, dtype=torch.uint8).view(dtype)
     if kind == "token":
         scales = x.new_empty(rows, dtype=torch.float32)
         ids, *which = _which(live, scales)

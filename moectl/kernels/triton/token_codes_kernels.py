@@ -1,12 +1,13 @@
 # mypy: ignore-errors
-"""Device code that quantizes tokens ``[ROWS, K]`` to E4M3 codes with fp32 scales, as `quantize_tokens` does.
+"""Device code that quantizes tokens ``[ROWS, K]`` to E4M3 or INT8 codes with fp32 scales (`quantize_tokens`).
 
-Scales are the largest magnitude / 448, codes the quotient, rounded to nearest, ties to even, and saturated;
-both divisions are rounded once. With `POWERS` scales are rounded up to powers of two. With `LIVE` other than
-`ALL` only rows that hold tokens are read and written: the first ``IDS[E]`` (`SORTED`, `IDS` being offsets of
-experts), or those with ids of experts (`SLOTS`). `LIVE`, `E`, `BESIDE` and the numbers of rows and columns
-are no constants: what a layer's calls differ in is not compiled, but whether columns are a multiple of 16.
-Programs take turns if there are fewer of them than it takes.
+Scales are the largest magnitude / 448, or of INT8 / 127, codes the quotient, rounded to nearest, ties to
+even, and saturated; both divisions are rounded once. INT8 has no code for NaN: the scale of a row with NaN is
+NaN. With `POWERS` scales are rounded up to powers of two. With `LIVE` other than `ALL` only rows that hold
+tokens are read and written: the first ``IDS[E]`` (`SORTED`, `IDS` being offsets of experts), or those with
+ids of experts (`SLOTS`). `LIVE`, `E`, `BESIDE` and the numbers of rows and columns are no constants: what a
+layer's calls differ in is not compiled, but whether columns are a multiple of 16. Programs take turns if
+there are fewer of them than it takes.
 """
 
 import triton
@@ -21,12 +22,13 @@ AT_ONCE, MIDDLE, NARROW = tl.constexpr(4096), tl.constexpr(2048), tl.constexpr(5
 
 
 @triton.jit
-def _to_e4m3(v, CODES):
-    """`v` in fp32 as `CODES` hold it: FP8 of GPUs that have it, whose conversion saturates, or uint8.
-
-    NaN stays NaN.
-    """
-    if CODES.dtype.element_ty == tl.uint8:
+def _to_codes(v, CODES):
+    """`v` in fp32 as `CODES` hold it: FP8 of GPUs that have it, whose conversion saturates, or uint8, where
+    NaN stays NaN; or int8, for magnitudes up to 127."""
+    if CODES.dtype.element_ty == tl.int8:
+        # The sum is rounded to an integer, which its last bits are.
+        codes = (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    elif CODES.dtype.element_ty == tl.uint8:
         v = tl.where(v > 448.0, 448.0, tl.where(v < -448.0, -448.0, v))
         u = v.to(tl.uint32, bitcast=True)
         size = u & 0x7FFFFFFF
@@ -42,10 +44,10 @@ def _to_e4m3(v, CODES):
 
 
 @triton.jit
-def _scale_of(largest, POWERS: tl.constexpr):
-    """The scale that maps `largest` to 448: at least the smallest normal number, and with `POWERS` rounded up
-    to a power of two."""
-    scale = tl.maximum(tl.div_rn(largest, 448.0), 1.1754943508222875e-38)
+def _scale_of(largest, POWERS: tl.constexpr, LARGEST: tl.constexpr = 448.0):
+    """The scale that maps `largest` to LARGEST: at least the smallest normal number, and with `POWERS`
+    rounded up to a power of two."""
+    scale = tl.maximum(tl.div_rn(largest, LARGEST), 1.1754943508222875e-38)
     if POWERS:
         # A mantissa other than zero carries into the exponent; infinity stays.
         scale = ((scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -165,7 +167,7 @@ def _block_codes_kernel(
         if _some(live, LIVE):
             x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
             scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
-            tl.store(CODES + place, _to_e4m3(_by_rows(x, scale, X, DIVIDE), CODES), mask=mask)
+            tl.store(CODES + place, _to_codes(_by_rows(x, scale, X, DIVIDE), CODES), mask=mask)
             tl.store(SCALES + at, scale, mask=live)
     _end(BESIDE, PDL)
 
@@ -176,14 +178,17 @@ def _token_codes(
     R: tl.constexpr, BK: tl.constexpr, POWERS: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
     """The codes and scales of R rows of at most BK columns."""
+    LARGEST: tl.constexpr = 127.0 if CODES.dtype.element_ty == tl.int8 else 448.0
     row = turn * R + tl.arange(0, R)
     live = _is_live(IDS, row, ROWS, LIVE, E)
     if _some(live, LIVE):
         columns = tl.arange(0, BK)[None, :]
         place, mask = (row.to(tl.int64) * K)[:, None] + columns, live[:, None] & (columns < K)
         x = tl.load(X + place, mask=mask, other=0).to(tl.float32)
-        scale = _scale_of(tl.max(tl.abs(x), 1), POWERS)
-        tl.store(CODES + place, _to_e4m3(_by_rows(x, scale, X, DIVIDE), CODES), mask=mask)
+        scale = _scale_of(tl.max(tl.abs(x), 1), POWERS, LARGEST)
+        tl.store(CODES + place, _to_codes(_by_rows(x, scale, X, DIVIDE), CODES), mask=mask)
+        if CODES.dtype.element_ty == tl.int8:
+            scale = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), scale)
         tl.store(SCALES + row, scale, mask=live)
 
 
@@ -192,19 +197,25 @@ def _wide_codes(
     X, CODES, SCALES, row, K, POWERS: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
     """Codes and the scale of a row of more columns than are read at once."""
+    LARGEST: tl.constexpr = 127.0 if CODES.dtype.element_ty == tl.int8 else 448.0
     columns = tl.arange(0, AT_ONCE)
     largest = tl.zeros((AT_ONCE,), dtype=tl.float32)
+    spoiled = tl.zeros((AT_ONCE,), dtype=tl.int32)
     first_at = row * K.to(tl.int64)
     for first in range(0, K, AT_ONCE):
         x = tl.load(X + first_at + first + columns, mask=first + columns < K, other=0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(x))
-    scale = _scale_of(tl.max(largest, 0), POWERS)
+        if CODES.dtype.element_ty == tl.int8:
+            spoiled |= (x != x).to(tl.int32)
+    scale = _scale_of(tl.max(largest, 0), POWERS, LARGEST)
     lift, lifted, reciprocal = _divisor(scale)
     for first in range(0, K, AT_ONCE):
         at = first_at + first + columns
         x = tl.load(X + at, mask=first + columns < K, other=0).to(tl.float32)
-        codes = _to_e4m3(_divided(x, scale, lift, lifted, reciprocal, X, DIVIDE), CODES)
+        codes = _to_codes(_divided(x, scale, lift, lifted, reciprocal, X, DIVIDE), CODES)
         tl.store(CODES + at, codes, mask=first + columns < K)
+    if CODES.dtype.element_ty == tl.int8:
+        scale = tl.where(tl.max(spoiled, 0) > 0, float("nan"), scale)
     tl.store(SCALES + row, scale)
 
 
@@ -283,5 +294,5 @@ def _tensor_codes_kernel(
                 # A given scale may be too small for x, 0 or infinite: what is not corrected then is right.
                 quotient = x * lift * reciprocal
                 codes = tl.where(tl.abs(quotient) < 1024.0, codes, quotient)
-            tl.store(CODES + place, _to_e4m3(codes, CODES), mask=mask)
+            tl.store(CODES + place, _to_codes(codes, CODES), mask=mask)
     _end(BESIDE, PDL)

@@ -237,7 +237,7 @@ def _refusal(problem: MoEProblem, device: torch.device) -> str:
     weight = problem.scheme.weight
     if reason := gpu_refusal(TRITON, device):
         return reason
-    row = TRITON.row(weight.name)
+    row = TRITON.row_for(problem.scheme) or TRITON.row(weight.name)
     if row is None:
         return f"it supports {', '.join(TRITON.names)} weights; the layer has {weight}"
     if not TRITON.reads(weight):
@@ -277,7 +277,7 @@ def _workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat) -> in
 
 
 def _layout(problem: MoEProblem) -> str:
-    return TRITON.layout_of(problem.scheme.weight)
+    return TRITON.layout_of(problem.scheme)
 
 
 def _accumulation(problem: MoEProblem) -> str:

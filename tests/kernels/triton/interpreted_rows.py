@@ -9,7 +9,7 @@ import torch
 
 from moectl.kernels.quantize_tokens import quantize
 from moectl.kernels.triton.token_codes import quantize_rows
-from moectl.problem.schemes import FP8_ACT_GROUP_128, FP8_ACT_TOKEN, ActFormat
+from moectl.problem.schemes import FP8_ACT_GROUP_128, FP8_ACT_TOKEN, INT8_ACT_TOKEN, ActFormat
 from support import row_cases as cases
 from support.kernel_cases import poison_new_memory
 from support.sampling import every_nth
@@ -29,7 +29,10 @@ def test_agrees_with_the_same_rounding(case: cases.RowCase) -> None:
     ("scheme", "value"),
     every_nth(
         product(
-            ["plain", "block", "block, UE8M0 tokens", "channel and token", "tensor, 16-bit tokens"],
+            [
+                *("plain", "block", "block, UE8M0 tokens", "channel and token", "tensor, 16-bit tokens"),
+                "channel and token, INT8",
+            ],
             [float("nan"), float("inf")],
         ),
         3,
@@ -39,7 +42,12 @@ def test_what_is_not_finite_stays_in_its_row(scheme: str, value: float) -> None:
     cases.stays_in_its_row(scheme, "grouped 16x64x128", value, "cpu")
 
 
-FORMS = {"block": FP8_ACT_GROUP_128, "token": FP8_ACT_TOKEN, "block, UE8M0": cases.UE8M0_TOKENS}
+FORMS = {
+    "block": FP8_ACT_GROUP_128,
+    "token": FP8_ACT_TOKEN,
+    "block, UE8M0": cases.UE8M0_TOKENS,
+    "INT8": INT8_ACT_TOKEN,
+}
 
 
 @pytest.mark.parametrize(

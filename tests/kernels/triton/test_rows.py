@@ -39,12 +39,13 @@ def test_a_layer_in_rows_has_matrices_in_rows(scheme: str) -> None:
     layer = layer_of(cases.layer_of(problem, "cpu").prepared("moectl", "cpu"))
     assert isinstance(layer, RowLayer)
     assert (layer.w13.n, layer.w13.k, layer.w2.n, layer.w2.k) == (400, 160, 160, 200)
-    fp8 = problem.scheme.weight.bits == 8
-    assert layer.w13.weights.dtype == (torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    coded = problem.scheme.weight.bits == 8
+    dtypes = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+    assert layer.w13.weights.dtype == dtypes[problem.scheme.weight.name]
     shapes = {"block": ((4, 2), (2, 2)), "channel": ((400, 1), (160, 1)), "tensor": ((2, 1), (1, 1))}
     kind = next((shape for name, shape in shapes.items() if scheme.startswith(name)), None)
     for m, shape in zip((layer.w13, layer.w2), kind or (None, None), strict=True):
-        assert (m.scales is None) == (shape is None) == (not fp8)
+        assert (m.scales is None) == (shape is None) == (not coded)
         assert m.scales is None or (m.scales.dtype, tuple(m.scales.shape[1:])) == (torch.float32, shape)
         assert (m.token_scale is not None) == ("static" in scheme) and m.bias is not None
     quantized = "16-bit" not in scheme and scheme != "plain"

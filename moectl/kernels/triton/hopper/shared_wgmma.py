@@ -12,11 +12,12 @@ from .mixed_width_wgmma import _wait_asm
 from .prefill_tiles import _mma
 
 KINDS = {
-    "bf16": ("k16.f32.bf16.bf16", ", 0, 0"),
-    "fp16": ("k16.f32.f16.f16", ", 0, 0"),
-    "fp8": ("k32.f32.e4m3.e4m3", ""),
+    "bf16": ("k16.f32.bf16.bf16", ", 1, 1, 0, 0"),
+    "fp16": ("k16.f32.f16.f16", ", 1, 1, 0, 0"),
+    "fp8": ("k32.f32.e4m3.e4m3", ", 1, 1"),
+    "int8": ("k32.s32.s8.s8", ""),
 }
-"""Operand types as wgmma spells them, and its arguments that transpose operands."""
+"""Operand types as wgmma spells them, and its arguments that negate and transpose operands, if they exist."""
 
 BLOCK_BYTES = 64 * 128
 """A row block's operand in a piece."""
@@ -52,7 +53,7 @@ def _step_asm(WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, FRESH, LEAD):
     count = BLOCKS * each
     offsets = count if FRESH else 2 * count
     per_unit = unit_of(WIDTH) // 2
-    types, transposed = KINDS[KIND]
+    types, more = KINDS[KIND]
     product = f"wgmma.mma_async.sync.aligned.m64n{WIDTH}{types}"
     lines = [
         "{ .reg .b32 low, rows, tokens; .reg .b64 a, b;",
@@ -74,7 +75,7 @@ def _step_asm(WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, FRESH, LEAD):
                     "mov.b64 a, {low, 0x40000040};",
                     f"add.u32 low, tokens, {(piece * TOKENS >> 4) + 2 * k};",
                     "mov.b64 b, {low, 0x40000040};",
-                    f"{product} {acc}, a, b, {first}, 1, 1{transposed};",
+                    f"{product} {acc}, a, b, {first}{more};",
                 ]
             if LEAD and piece == 0 and k == 0:
                 lines.append("wgmma.commit_group.sync.aligned;")
@@ -82,16 +83,29 @@ def _step_asm(WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, FRESH, LEAD):
 
 
 @gluon.constexpr_function
-def _step_registers(WIDTH, BLOCKS, FRESH):
-    count = BLOCKS * WIDTH // 2
-    tied = [] if FRESH else [str(i) for i in range(count)]
-    return ",".join(["=&f" if FRESH else "=f"] * count + tied + ["r"] * unit_of(WIDTH))
+def sum_type(KIND):
+    """The dtype of sums of products."""
+    return gl.int32 if KIND == "int8" else gl.float32
 
 
 @gluon.constexpr_function
-def _wait_registers(WIDTH, BLOCKS):
+def _register_of(KIND):
+    """The constraint of a register of sums."""
+    return "r" if KIND == "int8" else "f"
+
+
+@gluon.constexpr_function
+def _step_registers(WIDTH, BLOCKS, KIND, FRESH):
     count = BLOCKS * WIDTH // 2
-    return ",".join(["=f"] * count + [str(i) for i in range(count)])
+    tied = [] if FRESH else [str(i) for i in range(count)]
+    of_sums = ("=&" if FRESH else "=") + _register_of(KIND)
+    return ",".join([of_sums] * count + tied + ["r"] * unit_of(WIDTH))
+
+
+@gluon.constexpr_function
+def _wait_registers(WIDTH, BLOCKS, KIND):
+    count = BLOCKS * WIDTH // 2
+    return ",".join(["=" + _register_of(KIND)] * count + [str(i) for i in range(count)])
 
 
 @gluon.constexpr_function
@@ -99,13 +113,19 @@ def _floats(WIDTH, BLOCKS):
     return (gl.float32,) * (BLOCKS * units_of(WIDTH))
 
 
+@gluon.constexpr_function
+def _sums(WIDTH, BLOCKS, KIND):
+    """Types of accumulators: int32 of INT8 products, otherwise fp32."""
+    return (sum_type(KIND),) * (BLOCKS * units_of(WIDTH))
+
+
 @gluon.jit
-def step_zeros(WIDTH: gl.constexpr, BLOCKS: gl.constexpr):
+def step_zeros(WIDTH: gl.constexpr, BLOCKS: gl.constexpr, KIND: gl.constexpr):
     """Zeroed accumulators of BLOCKS row blocks, one after the other in a tuple."""
     UNIT: gl.constexpr = unit_of(WIDTH)
     acc = ()
     for _ in gl.static_range(BLOCKS * units_of(WIDTH)):
-        acc += (gl.full([64, UNIT], 0.0, gl.float32, _mma(UNIT)),)
+        acc += (gl.full([64, UNIT], 0, sum_type(KIND), _mma(UNIT)),)
     return acc
 
 
@@ -118,8 +138,8 @@ def step_issued(
     """Issues the products of a step, whose operands begin at byte offsets `rows` and `tokens`."""
     UNIT: gl.constexpr = unit_of(WIDTH)
     ASM: gl.constexpr = _step_asm(WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, FRESH, LEAD)
-    REGISTERS: gl.constexpr = _step_registers(WIDTH, BLOCKS, FRESH)
-    RESULTS: gl.constexpr = _floats(WIDTH, BLOCKS)
+    REGISTERS: gl.constexpr = _step_registers(WIDTH, BLOCKS, KIND, FRESH)
+    RESULTS: gl.constexpr = _sums(WIDTH, BLOCKS, KIND)
     a = gl.full([64, UNIT], rows, gl.int32, _mma(UNIT))
     b = gl.full([64, UNIT], tokens, gl.int32, _mma(UNIT))
     arguments = (a, b)
@@ -129,12 +149,14 @@ def step_issued(
 
 
 @gluon.jit
-def steps_finished(acc, LATER: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr):
+def steps_finished(
+    acc, LATER: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr, KIND: gl.constexpr
+):  # fmt: skip
     """The accumulators once at most LATER later steps' products are in flight."""
     ASM: gl.constexpr = _wait_asm(LATER)
     UNIT: gl.constexpr = unit_of(WIDTH)
-    REGISTERS: gl.constexpr = _wait_registers(WIDTH, BLOCKS)
-    RESULTS: gl.constexpr = _floats(WIDTH, BLOCKS)
+    REGISTERS: gl.constexpr = _wait_registers(WIDTH, BLOCKS, KIND)
+    RESULTS: gl.constexpr = _sums(WIDTH, BLOCKS, KIND)
     return gl.inline_asm_elementwise(ASM, REGISTERS, acc, RESULTS, False, UNIT // 2)
 
 

@@ -116,7 +116,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, x: Tensor, tile: Tma
     makes_codes = stage == 1 and tile.quantizes
     return TmaVariant(
         stage=stage,
-        kind=p.dtype if form is None else "fp8",
+        kind=p.dtype if form is None else form.name,
         scales=scales,
         token_scales="none" if form is None else scale_kind(form),
         bias=m.bias is not None,
@@ -202,7 +202,7 @@ def gemm(
     """Computes one GEMM into `y`: stage 1 activations by sorted position, stage 2 partial results by slot.
 
     Args:
-        x: the tokens, or the first GEMM's output; codes of them if products are of FP8.
+        x: the tokens, or the first GEMM's output; codes of them if products are of 8 bits.
         scales: scales of the codes.
         y_scales: where scales of `y` go, if `y` is for codes.
     """

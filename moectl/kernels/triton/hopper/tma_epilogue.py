@@ -207,5 +207,5 @@ def _scaled(part, notes, factors, AT: gl.constexpr, HOW: gl.constexpr):
         if tokens_scaled_at_end(HOW):
             of_tokens = notes[2].slice(AT, part.shape[1]).load(gl.SliceLayout(0, L))
             factor = factor * gl.expand_dims(of_tokens, 0)
-        part = part * factor
+        part = part.to(gl.float32) * factor
     return part

@@ -63,7 +63,7 @@ def _product(ring, stage, phase, steps, WIDTH: gl.constexpr, ME: gl.constexpr, H
     DEPTH: gl.constexpr = HOW.depth
     KIND: gl.constexpr = HOW.kind
     _rows, _tokens, _scales, full, empty = ring
-    acc = step_zeros(WIDTH, BLOCKS)
+    acc = step_zeros(WIDTH, BLOCKS, KIND)
     for step in range(steps):
         _await(full, stage, phase, HOW)
         rows = stage * (DEPTH * PIECE) + OWN
@@ -72,7 +72,7 @@ def _product(ring, stage, phase, steps, WIDTH: gl.constexpr, ME: gl.constexpr, H
         await_all_but_last()
         mbarrier.arrive(empty.index(_before(stage, HOW)), count=1, pred=step > 0)
         stage, phase = _next(stage, phase, HOW)
-    acc = steps_finished(acc, 0, WIDTH, BLOCKS)
+    acc = steps_finished(acc, 0, WIDTH, BLOCKS, KIND)
     mbarrier.arrive(empty.index(_before(stage, HOW)), count=1)
     return acc, stage, phase
 
@@ -260,8 +260,9 @@ def _promoted_product(
     # hold up the next turn. ptxas would spill registers of wider tiles for that, in some layers.
     EARLY: gl.constexpr = TURNS > 1 and not TWO and (HOW.turned or HOW.widths[-1] <= 96)
     LAG: gl.constexpr = _lag(HOW)
+    KIND: gl.constexpr = HOW.kind
     _rows, _tokens, scales, full, empty = ring
-    acc = step_zeros(COLUMNS, BLOCKS)
+    acc = step_zeros(COLUMNS, BLOCKS, KIND)
     if EARLY:
         _await(full, stage, phase, HOW)
     for step in range(steps):
@@ -280,14 +281,14 @@ def _promoted_product(
                 factor = _turned_scales(scales, stage, turn, WIDTH, ME, HOW)
             if TWO and turn + 1 < TURNS:
                 coming = _piece_issued(stage, turn + 1, False, WIDTH, ME, HOW)
-                part = steps_finished(part, 1, COLUMNS, 1)
+                part = steps_finished(part, 1, COLUMNS, 1, KIND)
             else:
                 if ALTERNATE:
                     await_all_but_last()
                     _turn_if(taken, "arrive", 1 - ME, HOW)
                 if EARLY and turn + 2 == TURNS:
                     _await(full, after, phase_after, HOW, step + 1 < steps)
-                part = steps_finished(part, 0, COLUMNS, 1)
+                part = steps_finished(part, 0, COLUMNS, 1, KIND)
             acc = _added(acc, part, factor, scales, stage, turn, WIDTH, ME, HOW)
             if turn + 1 < TURNS:
                 if ALTERNATE:
@@ -323,7 +324,7 @@ def _decoded_product(
     HALVES: gl.constexpr = 2 * HOW.depth * HOW.blocks_m
     _rows, _tokens, scales, full, empty = ring
     lane = lane_place()
-    acc = step_zeros(WIDTH, BLOCKS)
+    acc = step_zeros(WIDTH, BLOCKS, KIND)
     _await(full, stage, phase, HOW)
     a = decoded(lane, stage * (DEPTH * PIECE) + OWN, 0, WIDTH, KIND)
     for step in range(steps):

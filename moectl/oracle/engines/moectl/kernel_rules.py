@@ -50,8 +50,9 @@ def scales_by_weights(support: KernelSupport) -> BackendRule:
     """A rule for the dtype of scales, of kernels whose layouts convert those of some formats."""
 
     def holds(ask: SupportQuery) -> bool:
-        weight = ask.problem.scheme.weight
-        row, stored = support.row(weight.name), weight.scale_dtype
+        scheme = ask.problem.scheme
+        weight, stored = scheme.weight, scheme.weight.scale_dtype
+        row = support.row_for(scheme) or support.row(weight.name)
         own = row is not None and (row.own_scales or stored == weight.number.byte_scale)
         return own or support.scales is None or not stored or stored in support.scales
 

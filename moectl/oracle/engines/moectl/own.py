@@ -5,6 +5,7 @@ from functools import partial
 from ....capabilities import own_kernels
 from ....problem.padding import padding, size_rule
 from ...backend import (
+    ANY,
     Backend,
     BackendRule,
     Capability,
@@ -14,7 +15,7 @@ from ...backend import (
     WeightForm,
     only,
 )
-from ...format_keys import exact_key
+from ...format_keys import act_key, exact_key
 from ...gpu_archs import CPU, SM90, Arch
 from .kernel_rules import archs_of, formats_of, scales_by_weights, scales_of
 
@@ -58,7 +59,12 @@ TRITON = Backend(
         ),
     ),
     forms=tuple(
-        WeightForm(row.layout, partial(padding, row.layout), scaled=only(*map(exact_key, row.formats)))
+        WeightForm(
+            row.layout,
+            partial(padding, row.layout),
+            scaled=only(*map(exact_key, row.formats)),
+            declared=ANY if row.any_act else only(*map(act_key, row.acts)),
+        )
         for row in own_kernels.TRITON.weights
     ),
     runner="moectl",

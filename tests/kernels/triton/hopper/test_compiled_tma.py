@@ -23,7 +23,10 @@ from moectl.problem.schemes import (
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,
+    FULL,
+    INT8_ACT_TOKEN,
     Scheme,
+    int_format,
 )
 from support.ptx_places import BOXES, COPIES, Ptx, gemms
 from support.sampling import every_nth
@@ -38,6 +41,7 @@ LAYERS = {
     "fp8 channel": empty_layer(replace(QWEN.problem, scheme=Scheme(FP8_CHANNEL, FP8_ACT_TOKEN)), "moectl"),
     "fp8 block, 16-bit tokens": empty_layer(replace(BLOCKS.problem, scheme=Scheme(FP8_BLOCK)), "moectl"),
     "fp8 channel, 16-bit tokens": empty_layer(replace(QWEN.problem, scheme=Scheme(FP8_CHANNEL)), "moectl"),
+    "int8": empty_layer(replace(QWEN.problem, scheme=Scheme(int_format(8, FULL), INT8_ACT_TOKEN)), "moectl"),
     "fp8 tensor": empty_layer(replace(QWEN.problem, scheme=Scheme(FP8_TENSOR, FP8_ACT_TENSOR)), "moectl"),
 }
 
@@ -55,10 +59,10 @@ def compiled(layer: PreparedMoE, tile: TmaTile) -> list[str]:
 
 
 def products_have_all_widths(ptx: str, layer: PreparedMoE, tile: TmaTile) -> None:
-    """One for each number of columns, over 16 columns of 16 bits or 32 of 8, added in fp32."""
-    fp8 = layer.problem.scheme.weight.bits == 8
+    """One for each number of columns, over 16 columns of 16 bits or 32 of 8, added in fp32 or int32."""
     kind = {"bf16": "bf16", "fp16": "f16"}[layer.problem.dtype]
-    types = "k32.f32.e4m3.e4m3" if fp8 else f"k16.f32.{kind}.{kind}"
+    of_codes = {"fp8": "k32.f32.e4m3.e4m3", "int8": "k32.s32.s8.s8"}
+    types = of_codes.get(layer.problem.scheme.weight.name, f"k16.f32.{kind}.{kind}")
     found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(k\S+)", ptx))
     widths = {128} if tile.turned else tile.widths
     assert found == {(str(width), types) for width in widths}
@@ -110,6 +114,8 @@ SMALLEST, TWO_WORKERS = TmaTile(8, 1, 1, 4, 2, programs=2), TmaTile(16, 2, 2, 3)
         [
             ("bf16", SMALLEST),
             ("fp8 channel", SMALLEST),
+            ("int8", SMALLEST),
+            ("int8", TWO_WORKERS),
             ("fp8 block", TWO_WORKERS),
             ("fp16, bias, relu2", SMALLEST),
         ],

@@ -51,6 +51,7 @@ FAST_SUMS = "128x2x2 group_m 4 fast_sums 1"
 WIDE = "192x2x2 group_m 4"
 """Whose loaders have rows in shared memory."""
 TURNED = "128x2x2 group_m 4 turned 1"
+INT8 = "channel and token, INT8"
 W8A16 = ("block, 16-bit tokens", "channel, 16-bit tokens", "tensor, 16-bit tokens")
 DECODING = ("8x1x1 depth 2 programs 3", "16x1x2 programs 2", "32x1x2 programs 2", "64x2x1")
 """Tiles of layers whose weights are decoded."""
@@ -60,7 +61,11 @@ def few(scheme: str) -> tuple[str, ...]:
     """Tiles that differ most, of all kinds of sums."""
     if scheme in W8A16:
         return DECODING
-    others = {"plain": (WIDE,), **dict.fromkeys(SCALED_LAST, (FAST_SUMS, f"{WIDE} fast_sums 1"))}
+    others = {
+        "plain": (WIDE,),
+        INT8: ("128x2x2 group_m 4", WIDE),
+        **dict.fromkeys(SCALED_LAST, (FAST_SUMS, f"{WIDE} fast_sums 1")),
+    }
     return (*FP32_SUMS, *others.get(scheme, (TURNED,)))
 
 
@@ -119,26 +124,32 @@ EVERY = [
     *every("plain"),
     *every("block"),
     *every("channel and token"),
+    *every(INT8),
     *every("block, 16-bit tokens"),
     *every("channel, 16-bit tokens"),
 ]
 REPEATED = [
     *EVERY,
-    *((scheme, tile) for scheme in (*W8A8, *W8A16) if scheme not in dict(EVERY) for tile in few(scheme)),
+    *(
+        (scheme, tile)
+        for scheme in (*W8A8, INT8, *W8A16)
+        if scheme not in dict(EVERY)
+        for tile in few(scheme)
+    ),
 ]
 ODD = (
-    *(RowCase(scheme, "", (336, 208), SILU, (5, 2)) for scheme in ("plain", *W8A8, *W8A16)),
+    *(RowCase(scheme, "", (336, 208), SILU, (5, 2)) for scheme in ("plain", *W8A8, INT8, *W8A16)),
     *(
         RowCase(scheme, "", (352, 80), SWIGLU_OAI, (5, 3), True, rows="interleaved", dtype="bf16")
-        for scheme in ("plain", "block", "channel and token", "tensor, static", *W8A16)
+        for scheme in ("plain", "block", "channel and token", "tensor, static", INT8, *W8A16)
     ),
     *(
         RowCase(scheme, "", (208, 144), RELU2, (4, 1), True)
-        for scheme in ("plain", "block", "tensor, dynamic", *W8A16)
+        for scheme in ("plain", "block", "tensor, dynamic", INT8, *W8A16)
     ),
     *(
         RowCase(scheme, "", (256, 272), SILU, (3, 1), on_input=True)
-        for scheme in ("plain", "block", "channel and token", *W8A16)
+        for scheme in ("plain", "block", "channel and token", INT8, *W8A16)
     ),
 )
 
@@ -157,7 +168,7 @@ def test_every_tile_agrees(scheme: str, tile: str, tokens: int) -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "tile"),
-    [(it, tile) for it in ("plain", "block", "channel and token", *W8A16) for tile in few(it)],
+    [(it, tile) for it in ("plain", "block", "channel and token", INT8, *W8A16) for tile in few(it)],
 )
 def test_one_token_skips_experts_between_others(scheme: str, tile: str) -> None:
     """In the second GEMM programs have several tiles, some of which have no token."""
@@ -220,7 +231,7 @@ def test_a_hundred_repetitions_and_a_graph_with_other_routings(scheme: str, tile
     [
         *(
             (it, tile, (2304, 2304), (True, True))
-            for it in ("plain", "block", "channel and token", *W8A16)
+            for it in ("plain", "block", "channel and token", INT8, *W8A16)
             for tile in few(it)
         ),
         ("plain", "64x2x2", (576, 512), (True, False)),  # nine steps, and eight
@@ -291,7 +302,7 @@ def test_an_epilogue_that_quantizes_gives_the_bits_of_a_kernel_that_does(
     ("scheme", "tile"),
     [
         (it, tile)
-        for it in ("plain", "block", "channel and token", "tensor, static", *W8A16)
+        for it in ("plain", "block", "channel and token", "tensor, static", INT8, *W8A16)
         for tile in few(it)
     ],
 )
@@ -311,7 +322,8 @@ def test_what_is_not_finite_stays_in_its_row(scheme: str, tile: str, value: floa
 
 @pytest.mark.parametrize("hidden", [2048, 4096, 7168, 16384])
 @pytest.mark.parametrize(
-    ("scheme", "tile"), [(it, tile) for it in (*W8A8, *W8A16) for tile in few(it) if "fast_sums" not in tile]
+    ("scheme", "tile"),
+    [(it, tile) for it in (*W8A8, INT8, *W8A16) for tile in few(it) if "fast_sums" not in tile],
 )
 def test_long_sums_of_unlike_magnitudes_are_as_exact_as_in_fp32(scheme: str, tile: str, hidden: int) -> None:
     """Codes of very different sizes in one sum, which tensor cores add with fewer bits than fp32.
