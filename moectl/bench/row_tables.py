@@ -148,7 +148,7 @@ def footer(about: Facts, rows: Sequence[BenchRow]) -> list[str]:
     rates = about.get("rates")
     if isinstance(rates, Mapping):
         fp8 = rates.get("fp8_flops")
-        with_fp8 = f", {fp8 / 1e12:.4g} with FP8 tokens," if fp8 else ""
+        with_fp8 = f", {fp8 / 1e12:.4g} with 8-bit tokens," if fp8 else ""
         lines.append(
             f"roofline: {rates['bandwidth'] / 1e9:.4g} GB/s and {rates['flops'] / 1e12:.3g} TFLOP/s"
             f"{with_fp8} ({rates['source']})"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..capabilities.own_kernels import TRITON
 from ..convert.rank_slice import RankShard
 from ..environment import Packages
 from ..errors import MoectlError, NoBackend
@@ -14,7 +15,7 @@ from ..oracle.machine_packages import packages_from
 from ..oracle.registry import policy_named
 from ..oracle.select import select
 from ..problem.layer_ranges import ranges
-from ..problem.layouts import LAYOUTS
+from ..problem.layouts import LAYOUTS, OWN_LAYOUTS
 from ..problem.moe_problem import MoEProblem
 from ..run.run_plan import POLICY
 from .model_experts import BACKEND, OWN, ModelExperts, takes_over
@@ -90,14 +91,15 @@ def _backend(request: ServeRequest, problem: MoEProblem, packages: Packages, con
     return name if ours or not request.engine.own_only else ""
 
 
-def _relaid(engine: ServedEngine, layout: str, backend: str) -> bool:
-    """Whether the experts of a directory in `layout` are laid out again for `backend` of moectl."""
+def _relaid(engine: ServedEngine, layout: str, backend: str, problem: MoEProblem) -> bool:
+    """Whether layers of a directory in `layout` are laid out again for `backend` of moectl."""
     reading = [
         name
         for name, facts in LAYOUTS.items()
         if any(reader.engine == POLICY and backend in reader.backends for reader in facts.readers)
     ]
-    return engine.own_only and bool(layout and reading) and layout not in reading
+    other = layout not in reading or (layout in OWN_LAYOUTS and layout != TRITON.layout_of(problem.scheme))
+    return engine.own_only and bool(layout and reading) and other
 
 
 def findings_of_layers(
@@ -118,7 +120,7 @@ def findings_of_layers(
         elif kind.unmet:
             says = f"{which}: {BACKEND}={found.backend}: {kind.unmet}"
             yield ServeFinding("kernels", REFUSED, says, "unset it, or name another backend")
-        elif found.backend and _relaid(engine, stored, found.backend):
+        elif found.backend and _relaid(engine, stored, found.backend, kind.problem):
             says = f"{which}: moectl's backend {found.backend}, {RELAID} from {stored}"
             yield ServeFinding("kernels", WARNING, says, "convert for that backend, to start sooner")
         elif found.backend:

@@ -28,7 +28,8 @@ class LayoutFacts:
         readers: engines and backends that read it.
         acts: supported activation formats, the usual one first; ``-per-token`` if every token has its own
             global scale.
-        instead_of: the layout that engines use unless they are configured for other activations.
+        instead_of: the layout that is used unless an engine is configured for, or for moectl's own layouts a
+            checkpoint declares, other activations.
         by_values: True if engines choose it for some layers by the values of their weights.
         verified: False if it was implemented from source code and never compared with a recorded conversion.
     """
@@ -257,7 +258,10 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
 """Facts by layout name."""
 
 
-OWN_LAYOUTS = tuple(name for name, facts in LAYOUTS.items() if facts.target == "moectl")
+OWN_TARGET = "moectl"
+"""The target of moectl's own kernels."""
+
+OWN_LAYOUTS = tuple(name for name, facts in LAYOUTS.items() if facts.target == OWN_TARGET)
 """Layouts of moectl's own kernels, which run in engines too."""
 
 

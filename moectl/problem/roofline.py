@@ -54,7 +54,8 @@ class DeviceRates:
 class MeasuredRates(DeviceRates):
     """Rates measured on a device: `flops` of 16-bit matrices, and those of FP8, 0 if it has none.
 
-    Those of FP8 stand for INT8, too, which SM90 multiplies at the same published rate.
+    Those of FP8 stand for INT8, too, which SM90 multiplies at the same published rate; without FP8, those of
+    16 bits do.
     """
 
     fp8_flops: float = 0.0

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from ...convert.portable.options import PortableOptions, unsuitable
 from ...errors import UsageError
-from ...problem.layouts import ACTS, LAYOUTS, TARGETS
+from ...problem.layer_ranges import ranges
+from ...problem.layouts import ACTS, LAYOUTS, OWN_TARGET, TARGETS
 from ...problem.portable_formats import CONTAINERS, PORTABLE
 from ...problem.schemes import WeightFormat
 from ..options import option, pick
@@ -93,7 +94,9 @@ def planner(
     layers: dict[WeightFormat, list[int]] = {}
     for group in source.groups:
         layers.setdefault(group.problem.scheme.weight, []).extend(group.layers)
-    layout = layout_for_all(target.to, layers, target.arch, target.act or _usual_act(source, target.to))
+    layout = layout_for_all(target.to, layers, target.arch, target.act or _own_act(source, target.to))
+    if target.to == OWN_TARGET:
+        _read_in(layout.name, source)
     if portable.requantize:
         layout = layout.requantizing()
     return lambda shard: plan_conversion(
@@ -101,15 +104,29 @@ def planner(
     )
 
 
-def _usual_act(source: "Checkpoint", target: str) -> str | None:
-    """The activations of the layout of moectl's own kernels that all layers take; None for other targets."""
+def _own_act(source: "Checkpoint", target: str) -> str | None:
+    """The `--act` of the layout in which moectl's own kernels read the first layers; None for other
+    targets, or where the layout has no other activations."""
     from ...capabilities.own_kernels import TRITON
 
-    if target != "moectl":
-        return None
-    names = {TRITON.layout_of(group.problem.scheme) for group in source.groups}
-    instead = [name for name in names if LAYOUTS[name].instead_of]
-    return LAYOUTS[instead[0]].acts[0] if len(names) == 1 and instead else None
+    facts = LAYOUTS[TRITON.layout_of(source.groups[0].problem.scheme)]
+    return facts.acts[0] if target == OWN_TARGET and facts.instead_of else None
+
+
+def _read_in(layout: str, source: "Checkpoint") -> None:
+    """UsageError if moectl's own kernels read layers in another layout than `layout`, by the activations
+    that the checkpoint declares."""
+    from ...capabilities.own_kernels import TRITON
+
+    for group in source.groups:
+        wanted = TRITON.layout_of(group.problem.scheme)
+        if wanted != layout:
+            raise UsageError(
+                f"moectl's kernels read layers {ranges(group.layers)} ({group.problem.scheme}) in {wanted}, "
+                f"not in {layout}.",
+                hint="Leave out --act; if layers differ in their activations, use the checkpoint itself, "
+                "whose layers `moectl run` and `bench` repack as they load them.",
+            )
 
 
 def _portable(

@@ -1,4 +1,4 @@
-"""Launches of the kernel family `tma`: BF16, FP16 and FP8 weights on SM90, for any number of tokens."""
+"""Launches of the kernel family `tma`: weights in rows on SM90, BF16, FP16, FP8 or INT8, and any tokens."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 
 The product is computed transposed, ``acc[rows, tokens]``, as in `portable_product_kernels`. FP8 weights are
 E4M3 codes with fp32 scales: `SCALE` is ``block`` (128 x 128), ``channel`` or ``tensor``. Tokens have 16 bits
-(`TOKENS` is ``a16``), or are E4M3 codes with fp32 scales XS: ``block`` ``[tokens, ceil(KX / 128)]``,
+(`TOKENS` is ``a16``), or for FP8 are E4M3 codes with fp32 scales XS: ``block`` ``[tokens, ceil(KX / 128)]``,
 ``token`` ``[tokens]`` or ``tensor`` ``[1]``.
 
 Where both are codes, they are multiplied as FP8 if `X` and `W` are of that type, and otherwise, on GPUs

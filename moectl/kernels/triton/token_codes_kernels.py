@@ -2,12 +2,12 @@
 """Device code that quantizes tokens ``[ROWS, K]`` to E4M3 or INT8 codes with fp32 scales (`quantize_tokens`).
 
 Scales are the largest magnitude / 448, or of INT8 / 127, codes the quotient, rounded to nearest, ties to
-even, and saturated; both divisions are rounded once. INT8 has no code for NaN: the scale of a row with NaN is
-NaN. With `POWERS` scales are rounded up to powers of two. With `LIVE` other than `ALL` only rows that hold
-tokens are read and written: the first ``IDS[E]`` (`SORTED`, `IDS` being offsets of experts), or those with
-ids of experts (`SLOTS`). `LIVE`, `E`, `BESIDE` and the numbers of rows and columns are no constants: what a
-layer's calls differ in is not compiled, but whether columns are a multiple of 16. Programs take turns if
-there are fewer of them than it takes.
+even, and saturated; both divisions are rounded once. INT8 has no codes for NaN and infinity: the scale of a
+row with any of these is NaN. With `POWERS` scales are rounded up to powers of two. With `LIVE` other than
+`ALL` only rows that hold tokens are read and written: the first ``IDS[E]`` (`SORTED`, `IDS` being offsets of
+experts), or those with ids of experts (`SLOTS`). `LIVE`, `E`, `BESIDE` and the numbers of rows and columns
+are no constants: what a layer's calls differ in is not compiled, but whether columns are a multiple of 16.
+Programs take turns if there are fewer of them than it takes.
 """
 
 import triton
@@ -188,7 +188,8 @@ def _token_codes(
         scale = _scale_of(tl.max(tl.abs(x), 1), POWERS, LARGEST)
         tl.store(CODES + place, _to_codes(_by_rows(x, scale, X, DIVIDE), CODES), mask=mask)
         if CODES.dtype.element_ty == tl.int8:
-            scale = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), scale)
+            spoiled = tl.max((~(tl.abs(x) < float("inf"))).to(tl.int32), 1)
+            scale = tl.where(spoiled > 0, float("nan"), scale)
         tl.store(SCALES + row, scale, mask=live)
 
 
@@ -206,7 +207,7 @@ def _wide_codes(
         x = tl.load(X + first_at + first + columns, mask=first + columns < K, other=0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(x))
         if CODES.dtype.element_ty == tl.int8:
-            spoiled |= (x != x).to(tl.int32)
+            spoiled |= (~(tl.abs(x) < float("inf"))).to(tl.int32)
     scale = _scale_of(tl.max(largest, 0), POWERS, LARGEST)
     lift, lifted, reciprocal = _divisor(scale)
     for first in range(0, K, AT_ONCE):
