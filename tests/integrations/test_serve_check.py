@@ -18,9 +18,12 @@ from moectl.integrations import vllm as vllm_plugin
 from moectl.integrations.engine_names import ENGINE_NAMES
 from moectl.integrations.model_experts import open_experts
 from moectl.integrations.serve_check import check_serving
-from moectl.integrations.serve_layers import weight_bytes
+from moectl.integrations.serve_layers import _relaid, weight_bytes
 from moectl.integrations.serve_request import ServeRequest
 from moectl.integrations.served_engines import SERVED_ENGINES
+from moectl.problem.layouts import OWN_LAYOUTS
+from moectl.problem.moe_problem import Dims, MoEProblem
+from moectl.problem.schemes import A16, FULL, INT8_ACT_TOKEN, Scheme, int_format
 from moectl.synth import synthesize
 from support.invoking import moectl
 
@@ -492,3 +495,14 @@ def test_convert_says_how_to_serve(tiny_gpt_oss, tmp_path):
     ):
         said = moectl("convert", tiny_gpt_oss, tmp_path / name, *options).stderr
         assert "serve it with" not in said, name
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("act", [A16, INT8_ACT_TOKEN], ids=str)
+def test_own_layouts_are_laid_out_again_for_layers_that_are_read_in_another(bits, act):
+    weight = int_format(bits, FULL if bits == 8 else 128)
+    problem = MoEProblem(Dims(256, 256), 8, 2, Scheme(weight, act))
+    own = "moectl-int8" if bits == 8 and act == INT8_ACT_TOKEN else "moectl-mtile64"
+    for name in SERVING:
+        again = {it: _relaid(SERVED_ENGINES[name], it, "moectl", problem) for it in OWN_LAYOUTS}
+        assert [it for it, relaid in again.items() if not relaid] == [own]

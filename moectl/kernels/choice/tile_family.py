@@ -110,6 +110,14 @@ def scale_name(problem: MoEProblem) -> str:
     return _FLOATS.get(weight.scale_dtype, "") if weight.scale_dtype else problem.dtype
 
 
+def weight_scales(problem: MoEProblem) -> str:
+    """What has a scale in weights in rows: ``none``, a ``block``, a ``channel``, or the ``tensor``."""
+    if problem.scheme.weight.bits == 16:
+        return "none"
+    rows, columns = problem.scheme.weight.block
+    return "tensor" if rows == FULL else "channel" if columns == FULL else "block"
+
+
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 """Most KiB of shared memory of a program, by ten times the compute capability."""
 

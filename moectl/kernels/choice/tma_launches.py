@@ -18,6 +18,7 @@ from .tile_family import (
     TileFamily,
     next_power_of_2,
     quantizing_binaries,
+    weight_scales,
 )
 
 WIDTHS: dict[int, tuple[int, ...]] = {
@@ -162,14 +163,6 @@ def is_promoted(problem: MoEProblem, tile: TmaTile) -> bool:
     if decodes(problem):  # tensor cores add products of 16 bits like fp32; scales in blocks part sums
         return weight_scales(problem) == "block"
     return problem.scheme.weight.name == "fp8" and not tile.fast_sums
-
-
-def weight_scales(problem: MoEProblem) -> str:
-    """What has a scale in the layer's weights: ``none``, a ``block``, a ``channel``, or the ``tensor``."""
-    if problem.scheme.weight.bits == 16:
-        return "none"
-    rows, columns = problem.scheme.weight.block
-    return "tensor" if rows == FULL else "channel" if columns == FULL else "block"
 
 
 def shared_bytes(problem: MoEProblem, tile: TmaTile) -> int:

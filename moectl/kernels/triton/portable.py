@@ -18,10 +18,9 @@ from torch import Tensor
 from ...capabilities.own_kernels import in_rows, token_format
 from ...later import Later
 from ...problem.moe_problem import MoEProblem
-from ...problem.schemes import FULL
 from ..choice.launch import token_tiles
 from ..choice.portable_launches import DECODE_ASSIGNMENTS, DECODE_TILES, GROUPED_TILES, Tile
-from ..choice.tile_family import scale_name
+from ..choice.tile_family import scale_name, weight_scales
 from .kernel_family import AnyLayer, KernelCall, KernelFamily, KernelMatrix, activation_numbers
 from .row_matrix import RowMatrix
 from .sort_and_combine import INTERPRETED, combine, finish, order_of
@@ -38,7 +37,7 @@ def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:
         "FORMAT": _format(problem),
         "GROUP": weight.group,
         "ZERO": weight.zero_point,
-        "SCALE": _scale_kind(problem) if in_rows(problem) else scale_name(problem),
+        "SCALE": weight_scales(problem) if in_rows(problem) else scale_name(problem),
         "TOKENS": scale_kind(act) if in_rows(problem) and act else "a16",
         "BM": tile.tokens,
         "BN": tile.rows,
@@ -53,14 +52,6 @@ def _format(problem: MoEProblem) -> str:
     """The kernels' name of the weights: ``plain`` for 16 bits, ``s8`` for INT8 in rows."""
     name = problem.scheme.weight.name
     return {"bf16": "plain", "int8": "s8" if in_rows(problem) else name}.get(name, name)
-
-
-def _scale_kind(problem: MoEProblem) -> str:
-    """What has a scale in weights in rows: ``none``, a ``block``, a ``channel``, or the ``tensor``."""
-    if problem.scheme.weight.bits == 16:
-        return "none"
-    rows, columns = problem.scheme.weight.block
-    return "tensor" if rows == FULL else "channel" if columns == FULL else "block"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 layers.
 
 Codes and scales are those of `quantize_tokens`, bit for bit, but the last block of a row may have fewer than
-128 columns, and a NaN stays alone, where `quantize_tokens` spoils all that share its scale.
+128 columns. A NaN of E4M3 stays alone, where `quantize_tokens` spoils all that share its scale; an INT8 token
+with one, or with an infinity, has NaN for a scale.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from .mixed_width_wgmma import _wait_asm
 from .prefill_tiles import _mma
-from .shared_wgmma import _floats, _list, unit_of
+from .shared_wgmma import _list, sums_of, unit_of
 
 KINDS = {"bf16": "bf16", "fp16": "f16"}
 """Dtypes of tokens as wgmma spells them."""
@@ -139,7 +139,7 @@ def decoded_issued(a, tokens, acc, WIDTH: gl.constexpr, KIND: gl.constexpr, FRES
     UNIT: gl.constexpr = unit_of(WIDTH)
     ASM: gl.constexpr = _issue_asm(WIDTH, KIND, FRESH)
     REGISTERS: gl.constexpr = _issue_registers(WIDTH, FRESH)
-    RESULTS: gl.constexpr = _floats(WIDTH, 1)
+    RESULTS: gl.constexpr = sums_of(WIDTH, 1, KIND)
     arguments = a
     arguments += (gl.full([64, UNIT], tokens, gl.int32, _mma(UNIT)),)
     if not FRESH:
@@ -155,7 +155,7 @@ def _finish_registers(WIDTH):
 
 @gluon.constexpr_function
 def _finish_results(WIDTH):
-    return _floats(WIDTH, 1) + 2 * _operands(unit_of(WIDTH))
+    return sums_of(WIDTH, 1, "bf16") + 2 * _operands(unit_of(WIDTH))
 
 
 @gluon.jit

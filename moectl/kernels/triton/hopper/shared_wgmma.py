@@ -91,15 +91,15 @@ def sum_type(KIND):
 @gluon.constexpr_function
 def _register_of(KIND):
     """The constraint of a register of sums."""
-    return "r" if KIND == "int8" else "f"
+    return "r" if sum_type(KIND) == gl.int32 else "f"
 
 
 @gluon.constexpr_function
 def _step_registers(WIDTH, BLOCKS, KIND, FRESH):
     count = BLOCKS * WIDTH // 2
     tied = [] if FRESH else [str(i) for i in range(count)]
-    of_sums = ("=&" if FRESH else "=") + _register_of(KIND)
-    return ",".join([of_sums] * count + tied + ["r"] * unit_of(WIDTH))
+    kind = ("=&" if FRESH else "=") + _register_of(KIND)
+    return ",".join([kind] * count + tied + ["r"] * unit_of(WIDTH))
 
 
 @gluon.constexpr_function
@@ -109,12 +109,7 @@ def _wait_registers(WIDTH, BLOCKS, KIND):
 
 
 @gluon.constexpr_function
-def _floats(WIDTH, BLOCKS):
-    return (gl.float32,) * (BLOCKS * units_of(WIDTH))
-
-
-@gluon.constexpr_function
-def _sums(WIDTH, BLOCKS, KIND):
+def sums_of(WIDTH, BLOCKS, KIND):
     """Types of accumulators: int32 of INT8 products, otherwise fp32."""
     return (sum_type(KIND),) * (BLOCKS * units_of(WIDTH))
 
@@ -139,7 +134,7 @@ def step_issued(
     UNIT: gl.constexpr = unit_of(WIDTH)
     ASM: gl.constexpr = _step_asm(WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, FRESH, LEAD)
     REGISTERS: gl.constexpr = _step_registers(WIDTH, BLOCKS, KIND, FRESH)
-    RESULTS: gl.constexpr = _sums(WIDTH, BLOCKS, KIND)
+    RESULTS: gl.constexpr = sums_of(WIDTH, BLOCKS, KIND)
     a = gl.full([64, UNIT], rows, gl.int32, _mma(UNIT))
     b = gl.full([64, UNIT], tokens, gl.int32, _mma(UNIT))
     arguments = (a, b)
@@ -156,7 +151,7 @@ def steps_finished(
     ASM: gl.constexpr = _wait_asm(LATER)
     UNIT: gl.constexpr = unit_of(WIDTH)
     REGISTERS: gl.constexpr = _wait_registers(WIDTH, BLOCKS, KIND)
-    RESULTS: gl.constexpr = _sums(WIDTH, BLOCKS, KIND)
+    RESULTS: gl.constexpr = sums_of(WIDTH, BLOCKS, KIND)
     return gl.inline_asm_elementwise(ASM, REGISTERS, acc, RESULTS, False, UNIT // 2)
 
 

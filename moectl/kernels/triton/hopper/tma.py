@@ -15,6 +15,7 @@ from ....capabilities.own_kernels import token_format
 from ....later import Later
 from ....problem.moe_problem import MoEProblem
 from ...choice.launch_plan import MOST_TOKENS
+from ...choice.tile_family import weight_scales
 from ...choice.tma_launches import (
     LINE,
     TMA_TILES,
@@ -23,7 +24,6 @@ from ...choice.tma_launches import (
     is_promoted,
     launch_registers,
     registers,
-    weight_scales,
 )
 from ..kernel_family import KernelCall, KernelFamily, activation_numbers, multiprocessors
 from ..row_matrix import RowLayer, RowMatrix
