@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 from devtools.inspection.barriers import overwritten_barriers
-from devtools.inspection.handovers import early_handovers
+from devtools.inspection.handovers import early_handovers, late_reads
 from devtools.inspection.hazards import a_registers, hazards, result_registers
 from devtools.inspection.kernel_report import KernelReport, _serialized, report_of
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, LaunchedKernel, compiling_for
@@ -129,6 +129,52 @@ def test_what_is_handed_on_is_waited_for_by_all(guard: str, barrier: str, later:
     early = early_handovers(parse(text))
     assert [it.arrival.split(":")[0] for it in early] == ["0160"] * found
     assert all("0120" in str(it) or "0150" in str(it) for it in early)
+
+
+GIVES_BACK = """
+.L_x_1:
+        /*0100*/                   LDS R24, [R8] ;
+        /*0110*/                   LDSM.16.M88.2 R26, [R9] ;
+        /*0120*/              @!P2 BRA `(.L_x_2) ;
+        /*0130*/                   {use} ;
+.L_x_2:
+        /*0140*/                   {later} ;
+        /*0150*/                   BAR.SYNC.DEFER_BLOCKING 0x2, 0x80 ;
+        /*0160*/                   {after} ;
+        /*0170*/              @!P1 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x8], RZ ;
+        /*0180*/                   FADD R30, R24, R26 ;
+        /*0190*/              @!P3 BRA `(.L_x_1) ;
+        /*01a0*/                   EXIT ;
+"""
+USES_FIRST, USES_LAST = "FMUL R4, R24, R2", "FMUL R4, R27, R2"
+
+
+@pytest.mark.parametrize(
+    ("use", "later", "after", "late"),
+    [
+        ("NOP", "NOP", "NOP", ["0100", "0110"]),
+        ("NOP", USES_FIRST, "NOP", ["0110"]),
+        ("NOP", USES_LAST, "NOP", []),  # loads are done in order
+        ("NOP", "NOP", USES_LAST, ["0100", "0110"]),  # in the arriving thread alone
+        ("NOP", USES_LAST, "LDS R24, [R10]", ["0160"]),
+        (USES_LAST, "NOP", "NOP", ["0100", "0110"]),  # the jump goes round it
+        (USES_FIRST, USES_LAST, "NOP", []),
+        ("NOP", "NOP", WAITS, ["0100", "0110"]),
+        ("NOP", USES_FIRST, f"@P4 {WAITS}", ["0110"]),
+        (
+            "NOP",
+            "LDS R24, [R10]",
+            "NOP",
+            ["0110", "0140"],
+        ),  # it waits for the first to write the same register
+        ("NOP", "@!PT LDS R24, [R10]", "NOP", ["0110"]),
+    ],
+)
+def test_what_is_given_back_has_been_read(use: str, later: str, after: str, late: list[str]) -> None:
+    code = parse(GIVES_BACK.replace("{use}", use).replace("{later}", later).replace("{after}", after))
+    found = late_reads(code)
+    assert [f"{it.load.address:04x}" for it in found] == late
+    assert all(it.arrival.address == 0x170 and "may precede the end of" in str(it) for it in found)
 
 
 KEEPS_A_VALUE = """

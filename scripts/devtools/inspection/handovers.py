@@ -10,18 +10,25 @@ code.
 A wgmma reads shared memory on behalf of four warps, and a warp that has waited for it (``WARPGROUP.DEPBAR``)
 only knows that its own part is done. The wait therefore counts as an access.
 
+Nor may a thread go to that barrier with a load in flight (`late_reads`): it has been issued, but where other
+warps copy into shared memory by cp.async, it can wait behind those copies until the other side has written
+anew. A load is known to be done once its result is used, or that of a later one, as they are done in order.
+The arriving thread knows of other threads' loads if they were done before the barrier.
+
 Predicates count as true and every jump as possible, as in `hazards`. Accesses by a thread's asynchronous
 copies (``LDGSTS``) are ignored, as each thread signals their completion itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .sass import Instruction, SassCode
 
 ACCESSES = ("LDS", "LDSM", "STS", "STSM", "ATOMS")
 WGMMA_WAIT = "WARPGROUP.DEPBAR"
+LOADS = ("LDS", "LDSM")
 BARRIER, ARRIVAL = "BAR.SYNC", "SYNCS.ARRIVE"
 NEVER = "!PT"
 """Guard of instructions that never execute and only occupy a slot in the pipeline."""
@@ -71,3 +78,81 @@ def early_handovers(code: SassCode) -> tuple[Handover, ...]:
         for access in range(accesses.bit_length())
         if accesses >> access & 1
     )
+
+
+@dataclass(frozen=True)
+class LateRead:
+    """An arrival, and a shared load that may be in flight then."""
+
+    arrival: Instruction
+    load: Instruction
+
+    def __str__(self) -> str:
+        return f"{self.arrival} may precede the end of {self.load}"
+
+
+InFlight = Mapping[int, frozenset[int]]
+"""Loads in flight by index, each with later ones that are also in flight: it is done when one of them is."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Loads of a partition's threads: those in flight, those that are done since the last barrier, and those
+    that were in flight at a barrier."""
+
+    in_flight: InFlight
+    done: frozenset[int]
+    late: frozenset[int]
+
+
+def late_reads(code: SassCode) -> tuple[LateRead, ...]:
+    """Every pair of an arrival and a shared load that on some path is not known to be done in all threads."""
+    instructions = code.instructions
+    if not any(i.op.startswith(ARRIVAL) for i in instructions):
+        return ()
+    results = {
+        index: instruction.written
+        for index, instruction in enumerate(instructions)
+        if instruction.family in LOADS and instruction.guard != NEVER and instruction.written
+    }
+    before = {0: Reads({}, frozenset(), frozenset())}
+    pending = [0]
+    while pending:
+        index = pending.pop()
+        after = _issued(index, instructions[index], before[index], results)
+        for successor in code.following[index]:
+            previous = before.get(successor)
+            joined = after if previous is None else _of_either(previous, after)
+            if joined != previous:
+                before[successor] = joined
+                pending.append(successor)
+    return tuple(
+        LateRead(instructions[index], instructions[load])
+        for index, reads in sorted(before.items())
+        if instructions[index].op.startswith(ARRIVAL)
+        for load in sorted(reads.late | reads.done | reads.in_flight.keys())
+    )
+
+
+def _issued(
+    index: int, instruction: Instruction, reads: Reads, results: Mapping[int, frozenset[int]]
+) -> Reads:
+    """What is in flight or done after `instruction` was issued."""
+    if instruction.op.startswith(BARRIER) and not instruction.guard:
+        # What had been late is done by now, unless it is still in flight.
+        return Reads(reads.in_flight, frozenset(), frozenset(reads.in_flight))
+    used = {load for load in reads.in_flight if results[load] & instruction.named}
+    left = {load: later for load, later in reads.in_flight.items() if load not in used and not later & used}
+    done = reads.done | (reads.in_flight.keys() - left.keys())
+    late = reads.late
+    if index in results:
+        left = {load: later | {index} for load, later in left.items() if load != index}
+        left[index] = frozenset()
+        done, late = done - {index}, late - {index}
+    return Reads(left, done, late)
+
+
+def _of_either(a: Reads, b: Reads) -> Reads:
+    """What may be in flight or done where two paths join."""
+    both = {load: a.in_flight[load] & b.in_flight[load] for load in a.in_flight.keys() & b.in_flight.keys()}
+    return Reads({**a.in_flight, **b.in_flight, **both}, a.done | b.done, a.late | b.late)
