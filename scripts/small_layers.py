@@ -58,6 +58,7 @@ LAYERS: Mapping[str, MoEProblem] = {
     "int8-g128": _int(8, 128),
     "int8-channel": _int(8, FULL),
     "int8-channel-a8": _like("qwen3-30b", scheme=Scheme(int_format(8, FULL), INT8_ACT_TOKEN)),
+    "int4-g128-a8": _like("qwen3-30b", scheme=Scheme(int_format(4, 128), INT8_ACT_TOKEN)),
     "int8-g128-zeros": _int(8, 128, zeros=True),
     "bf16": _like("qwen3-30b", scheme=Scheme(BF16)),
     "fp16": _like("gpt-oss-20b", scheme=Scheme(BF16), dtype="fp16"),

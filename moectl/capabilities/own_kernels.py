@@ -35,6 +35,7 @@ ROW_FORMATS = ("bf16", "fp8")
 TRITON = KernelSupport(
     (
         WeightSupport((int_format(8, FULL),), "moectl-int8", acts=(INT8_ACT_TOKEN,), own_scales=True),
+        WeightSupport((int_format(4, 128),), "moectl-int4", acts=(INT8_ACT_TOKEN,), own_scales=True),
         WeightSupport((MXFP4, NVFP4, MXFP8, *integers(4), *integers(8)), TILES, any_act=True),
         WeightSupport((BF16,), "moectl-bf16"),
         WeightSupport(
@@ -51,9 +52,9 @@ TRITON = KernelSupport(
 
 
 def in_rows(problem: MoEProblem) -> bool:
-    """Whether the kernels of `TRITON` read a layer's weights in rows, as they are stored; else in tiles.
+    """Whether the kernels of `TRITON` read a layer's weights in rows; else in tiles.
 
-    INT8 weights are if tokens are INT8, too.
+    Integers are if tokens are INT8.
     """
     return problem.scheme.weight.name in ROW_FORMATS or token_format(problem) == INT8_ACT_TOKEN
 

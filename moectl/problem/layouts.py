@@ -253,6 +253,7 @@ LAYOUTS: Mapping[str, LayoutFacts] = {
     "moectl-mtile64": LayoutFacts("moectl", _SM80_UP, (_OWN,)),
     "moectl-bf16": LayoutFacts("moectl", _SM80_UP, (_OWN,)),
     "moectl-fp8": LayoutFacts("moectl", _SM80_UP, (_OWN,), ("fp8", "a16")),
+    "moectl-int4": LayoutFacts("moectl", _SM80_UP, (_OWN,), ("int8",), instead_of="moectl-mtile64"),
     "moectl-int8": LayoutFacts("moectl", _SM80_UP, (_OWN,), ("int8",), instead_of="moectl-mtile64"),
 }
 """Facts by layout name."""

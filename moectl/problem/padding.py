@@ -163,6 +163,7 @@ RULES: Mapping[str, SizeRule | Callable[[WeightFormat], SizeRule]] = {
     "moectl-mtile64": _mtile64,
     "moectl-bf16": SizeRule(),
     "moectl-fp8": SizeRule(),
+    "moectl-int4": SizeRule(),
     "moectl-int8": SizeRule(),
 }
 """Size rules by layout name."""

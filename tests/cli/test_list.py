@@ -57,7 +57,7 @@ def test_variables_are_listed_with_what_replaced_them():
 
 
 VLLM = {
-    *("moectl-mtile64", "moectl-bf16", "moectl-fp8", "moectl-int8"),
+    *("moectl-mtile64", "moectl-bf16", "moectl-fp8", "moectl-int8", "moectl-int4"),
     *("marlin-mxfp4", "marlin-int4", "marlin-int8"),
     *("triton-hopper", "triton-blackwell", "cutlass-sm90", "trtllm-mxfp4"),
     *("humming-int4", "humming-int4-e0m3", "humming-int8", "humming-int8-e0m7"),

@@ -502,7 +502,7 @@ def test_convert_says_how_to_serve(tiny_gpt_oss, tmp_path):
 def test_own_layouts_are_laid_out_again_for_layers_that_are_read_in_another(bits, act):
     weight = int_format(bits, FULL if bits == 8 else 128)
     problem = MoEProblem(Dims(256, 256), 8, 2, Scheme(weight, act))
-    own = "moectl-int8" if bits == 8 and act == INT8_ACT_TOKEN else "moectl-mtile64"
+    own = f"moectl-int{bits}" if act == INT8_ACT_TOKEN else "moectl-mtile64"
     for name in SERVING:
         again = {it: _relaid(SERVED_ENGINES[name], it, "moectl", problem) for it in OWN_LAYOUTS}
         assert [it for it, relaid in again.items() if not relaid] == [own]

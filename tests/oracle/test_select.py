@@ -316,7 +316,7 @@ def test_formats_and_platforms_without_rows_are_out_of_scope() -> None:
         ("a100", Scheme(int_format(4, 64)), "moectl"),
         ("b200", Scheme(int_format(8, FULL, "F16", zero_point=True)), "moectl"),
         ("h100", Scheme(MXFP4, ActFormat("mxfp4", 4, (1, 32))), "moectl"),
-        ("a100", Scheme(int_format(4, 128), ActFormat("int8", 8, (1, FULL))), "moectl"),
+        ("a100", Scheme(int_format(4, 32), ActFormat("int8", 8, (1, FULL))), "moectl"),
         ("t4", Scheme(int_format(4, 128)), "torch"),
         ("cpu", Scheme(MXFP4), "torch"),
         ("mi300x", Scheme(MXFP4), "torch"),
@@ -331,9 +331,13 @@ def test_the_tools_own_policy(gpu: str, scheme: Scheme, runner: str) -> None:
         assert winner.dims.padded_intermediate == 384
 
 
-def test_int8_weights_have_a_layout_for_each_kind_of_tokens() -> None:
-    for act, layout in ((INT8_ACT_TOKEN, "moectl-int8"), (A16, "moectl-mtile64")):
-        problem = replace(KIMI, scheme=Scheme(int_format(8, FULL, "F32" if act.bits == 8 else "BF16"), act))
+def test_integers_have_a_layout_for_each_kind_of_tokens() -> None:
+    for bits, act, layout in (
+        *((8, INT8_ACT_TOKEN, "moectl-int8"), (8, A16, "moectl-mtile64")),
+        *((4, INT8_ACT_TOKEN, "moectl-int4"), (4, A16, "moectl-mtile64")),
+    ):
+        weight = int_format(bits, FULL if bits == 8 else 128, "F32" if act.bits == 8 else "BF16")
+        problem = replace(KIMI, scheme=Scheme(weight, act))
         winner = select(problem, find_device("h100"), Packages(), OWN).require()
         assert (winner.backend.runner, winner.layout) == ("moectl", layout)
 

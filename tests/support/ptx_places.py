@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from devtools.inspection.kernel_report import report_of
-from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
+from devtools.inspection.offline_gpu import OFFLINE_GPUS, LaunchedKernel, compiling_for
 
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.prepared_layer import PreparedMoE
@@ -91,11 +91,8 @@ class Ptx:
         return known.get(word, 0)
 
 
-def gemms(layer: PreparedMoE, launch: Launch, tokens: int, name: str) -> list[dict[str, Any]]:
-    """What a call's two kernels called `name` were compiled to for SM90, by kind of code.
-
-    They multiply on tensor cores, spill nothing and have no register hazard.
-    """
+def launched_gemms(layer: PreparedMoE, launch: Launch, tokens: int, name: str) -> list[LaunchedKernel]:
+    """A call's two kernels called `name`, compiled for SM90."""
     problem = layer.problem
     dtype = torch.float16 if problem.dtype == "fp16" else torch.bfloat16
     with compiling_for(OFFLINE_GPUS[90]) as launched:
@@ -104,6 +101,15 @@ def gemms(layer: PreparedMoE, launch: Launch, tokens: int, name: str) -> list[di
         run_with(layer, x, ids, ids.float(), launch)
     found = [kernel for kernel in launched if kernel.name == name]
     assert len(found) == 2
+    return found
+
+
+def gemms(layer: PreparedMoE, launch: Launch, tokens: int, name: str) -> list[dict[str, Any]]:
+    """What a call's two kernels called `name` were compiled to for SM90, by kind of code.
+
+    They multiply on tensor cores, spill nothing and have no register hazard.
+    """
+    found = launched_gemms(layer, launch, tokens, name)
     for report in map(report_of, found):
         assert report.wgmma and not report.mma and not report.faults, report
     return [kernel.kernel.asm for kernel in found]

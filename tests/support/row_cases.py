@@ -63,6 +63,8 @@ SCHEMES: Mapping[str, Scheme] = {
     "channel, tokens in groups": Scheme(FP8_CHANNEL, FP8_ACT_GROUP_128),
     "channel and token, INT8": Scheme(int_format(8, FULL), INT8_ACT_TOKEN),
     "channel and token, INT8, F32 scales": Scheme(int_format(8, FULL, "F32"), INT8_ACT_TOKEN),
+    "group and token, INT4": Scheme(int_format(4, 128), INT8_ACT_TOKEN),
+    "group and token, INT4, F32 scales": Scheme(int_format(4, 128, "F32"), INT8_ACT_TOKEN),
 }
 
 LAUNCHES: Mapping[str, Launch] = {
@@ -140,6 +142,15 @@ CASES: tuple[RowCase, ...] = (
             ("channel and token, INT8", "decode 16x128x64", "crowded"),
             ("tensor, static", "decode 16x128x64", "crowded"),
         )
+    ),
+    RowCase("group and token, INT4", "grouped 64x128x64 tails", (384, 256), SWIGLU_OAI, (5, 3), True),
+    RowCase(
+        "group and token, INT4, F32 scales",
+        "decode 16x64x128 split 4",
+        (640, 128),
+        RELU2,
+        (6, 2),
+        routing="skipping",
     ),
     RowCase("plain", "decode 16x64x128 split 4", (128, 64), Activation("gelu_tanh"), (24, 22), tokens=2),
     RowCase("block", "grouped 16x64x128", (128, 128), Activation("silu", limit=0.75), (24, 22), tokens=2),

@@ -1,4 +1,4 @@
-"""moectl's own layouts of weights in rows, ``moectl-bf16``, ``moectl-fp8`` and ``moectl-int8``.
+"""moectl's own layouts of weights in rows: ``moectl-bf16``, ``-fp8``, ``-int8`` and ``-int4``.
 
 Stored for e experts of unpadded sizes; gated experts have all gates, then all ups (h = 2 halves, else 1):
 
@@ -14,8 +14,12 @@ biases                ``[e, h * rows]``                                    the m
 ====================  ===================================================  ===========
 
 Blocks of gate and up rows are their own, and gate and up may differ in their scale per tensor. Checkpoints in
-this order are read as they lie. ``moectl-int8`` has a scale by channel and no zero points. 16-bit scales are
-widened, and an E8M0 byte is the exponent of its F32: byte 0, 2**-127 by definition, becomes zero.
+this order are read as they lie. 16-bit scales are widened, and an E8M0 byte is the exponent of its F32: byte
+0, 2**-127 by definition, becomes zero.
+
+Integers have no zero points. ``moectl-int8`` has a scale by channel. ``moectl-int4`` has one for each 128
+columns, in the dtype of the checkpoint, stored as ``[e, columns / 128, h * rows]``, and two codes to a byte:
+of each 32 columns, which have 16 bytes, byte b has column b in its low half, column 16 + b in the other.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from ..canonical import gates_first, scale_dtype
 from ..recipe.chain import Chain
 from ..recipe.recipe import StoredOutput
 from ..steps.rescale import LayerMaximum
-from ..steps.transforms import Bits, DtypeView, Pad, Rearrange, Step, Widen, Xor
+from ..steps.transforms import Bits, DtypeView, PackedCodes, Pad, Rearrange, Step, Widen, Xor
 from ..steps.value_steps import Shapes
 from .scaled_tensors import E4M3_WEIGHTS, FLOAT_DTYPES
 from .weight_layout import WeightLayout
@@ -53,8 +57,18 @@ def _as_float32(problem: MoEProblem) -> tuple[Step, ...]:
     return () if dtype == "F32" else (Widen(dtype),)
 
 
-_SIGNED: tuple[Step, ...] = (Xor(0x80),)
-"""Offset codes to two's complement."""
+_SIGNED: dict[int, tuple[Step, ...]] = {
+    8: (Xor(0x80),),
+    4: (
+        Xor(0x88),
+        PackedCodes(4, unpack=True),
+        Rearrange("e n (k half b) -> e n (k b half)", {"half": 2, "b": 16}),
+        PackedCodes(4, unpack=False),
+    ),
+}
+"""Offset codes to two's complement, in the order of the layout, by their bits."""
+
+_GROUPS_FIRST = Rearrange("e n k -> e k n")
 
 
 def _build(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str, StoredOutput]:
@@ -64,9 +78,12 @@ def _build(problem: MoEProblem, shapes: Shapes, requantize: bool) -> Mapping[str
         if kind == "input":
             outputs[role] = StoredOutput(role, (LayerMaximum(role),), per_layer=True)
         elif kind != "global":
-            steps = _as_float32(problem) if kind == "scale" else ()
-            if not kind and problem.scheme.weight.number.grid.integer:
-                steps = _SIGNED
+            weight = problem.scheme.weight
+            steps: tuple[Step, ...] = ()
+            if kind == "scale":
+                steps = (_GROUPS_FIRST,) if weight.bits == 4 else _as_float32(problem)
+            elif not kind and weight.number.grid.integer:
+                steps = _SIGNED[weight.bits]
             outputs[role] = StoredOutput(role, chain=Chain((*gates_first(problem, role), *steps)))
     return outputs
 
@@ -80,6 +97,13 @@ ROWS: tuple[WeightLayout, ...] = (
         build=_build,
         logical_dtypes=E4M3_WEIGHTS,
         scale_dtypes=(*FLOAT_DTYPES, "U8"),
+    ),
+    WeightLayout(
+        name="moectl-int4",
+        version=1,
+        weights=(int_format(4, 128),),
+        build=_build,
+        scale_dtypes=FLOAT_DTYPES,
     ),
     WeightLayout(
         name="moectl-int8",

@@ -351,12 +351,13 @@ class Coefficients:
         """The format of a fitted family that stands for a layer's: itself, or its codes in other groups; else
         empty.
 
-        One scale for a tensor is as much work as one for each row, and codes of 8 bits are as many bytes.
+        One scale for a tensor is as much work as one for each row. FP8 stands for integers in rows where
+        portable kernels multiply these, which was not measured.
         """
         known = self.formats.get(fitted, {})
         if str(weight) in known:
             return str(weight)
-        if weight.name == "int8" and weight.block[1] == FULL and "fp8 per channel" in known:
+        if weight.number.grid.integer and fitted.endswith(" fp8") and "fp8 per channel" in known:
             return "fp8 per channel"
         if weight.block == (FULL, FULL):
             return next((name for name in known if name == f"{weight.name} per channel"), "")

@@ -89,8 +89,8 @@ FP8_GROUPED: tuple[Tile, ...] = (
     Tile(32, 64, 128, stages=4, warps=4),
     Tile(64, 128, 128, stages=3, warps=8, tails=2),
 )
-"""`GROUPED` for FP8 weights: sums of 128 columns take registers of their own. Those of INT8, which was not
-measured, do not."""
+"""`GROUPED` for FP8 weights, and for integers in rows, which were not measured. Sums of 128 columns take
+registers of their own, but not those of INT8."""
 
 FP8_GROUPED_A16: tuple[Tile, ...] = (
     *FP8_GROUPED[:2],
@@ -112,13 +112,19 @@ def _grouped_candidates(problem: MoEProblem) -> Sequence[Tile]:
     return GROUPED_TWO_SUMS if scales == "E8M0" and problem.dtype == "fp16" else GROUPED
 
 
+def _has_sums_of_steps(problem: MoEProblem) -> bool:
+    """Whether products of a step are summed by themselves, and then scaled or added in fp32."""
+    weight = problem.scheme.weight
+    return weight.name == "fp8" or (in_rows(problem) and weight.bits == 4)
+
+
 def _fits(problem: MoEProblem, tile: Tile) -> str:
     weight = problem.scheme.weight
     if weight.name not in FORMATS:
         return f"it supports {', '.join(FORMATS)}; the layer has {weight}"
     columns = FP8_BLOCK.block[1]
-    if weight.name == "fp8" and tile.depth > columns:
-        return f"{tile} adds up more than {columns} columns of FP8 products at once"
+    if _has_sums_of_steps(problem) and tile.depth > columns:
+        return f"{tile} adds up more than {columns} columns of {weight.name.upper()} products at once"
     whole_tiles = tile.rows % 64 == 0 and tile.depth % 64 == 0
     group = weight.group
     whole_groups = group == 0 or tile.depth % group == 0 or group % tile.depth == 0
@@ -135,14 +141,14 @@ MOST_REGISTERS = 255
 def _gemm(problem: MoEProblem, tile: Tile, family: str, split: int = 1) -> GemmShape:
     """One of the two GEMMs in the terms of the model of time.
 
-    A program holds its sums, a step's weights in 16 bits (of FP8, its sums), and some 40 other numbers in
+    A program holds its sums, a step's weights in 16 bits (or sums of steps), and some 40 other numbers in
     registers, and in shared memory as many steps of weights and tokens as there are stages. On SM90 most
     compiled kernels are within a fifth of that; elsewhere most take a stage less, and a few twice as much.
     """
     weight, threads = problem.scheme.weight, 32 * tile.warps
     sums = tile.rows * tile.tokens / threads
     decoded = 0.0 if in_rows(problem) else tile.rows * tile.depth / 2 / threads
-    if weight.name == "fp8":
+    if _has_sums_of_steps(problem):
         sums *= 4
     registers = min(MOST_REGISTERS, int(40 + sums + decoded))
     act_bits = 8 if token_format(problem) else 16
@@ -166,8 +172,8 @@ def _form(problem: MoEProblem) -> str:
 
 
 def _multiplied(problem: MoEProblem) -> str:
-    """What weights in rows are multiplied like: INT8 was not measured, and has as many bytes as FP8."""
-    return "fp8" if problem.scheme.weight.bits == 8 else problem.scheme.weight.name
+    """What weights in rows are multiplied like: integers were not measured."""
+    return problem.scheme.weight.name if problem.scheme.weight.bits == 16 else "fp8"
 
 
 def _kernels(problem: MoEProblem, family: str) -> str:

@@ -111,10 +111,14 @@ def scale_name(problem: MoEProblem) -> str:
 
 
 def weight_scales(problem: MoEProblem) -> str:
-    """What has a scale in weights in rows: ``none``, a ``block``, a ``channel``, or the ``tensor``."""
-    if problem.scheme.weight.bits == 16:
+    """What has a scale in weights in rows: ``none``, a ``block``, a ``group`` of columns of a row, a
+    ``channel``, or the ``tensor``."""
+    weight = problem.scheme.weight
+    if weight.bits == 16:
         return "none"
-    rows, columns = problem.scheme.weight.block
+    rows, columns = weight.block
+    if weight.bits == 4:
+        return "group"
     return "tensor" if rows == FULL else "channel" if columns == FULL else "block"
 
 

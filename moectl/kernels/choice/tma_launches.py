@@ -1,4 +1,4 @@
-"""Launches of the kernel family `tma`: weights in rows on SM90, BF16, FP16, FP8 or INT8, and any tokens."""
+"""Launches of the kernel family `tma`: weights in rows of 16, 8 or 4 bits on SM90, and any tokens."""
 
 from __future__ import annotations
 
@@ -93,12 +93,6 @@ class TmaTile:
         return bool(self.turned)
 
     @property
-    def shares_rows(self) -> bool:
-        """Whether loaders keep the rows of a tile's tokens in shared memory: workers with so many sums leave
-        them too few registers for addresses."""
-        return self.tokens * self.blocks_m > 256
-
-    @property
     def jobs(self) -> int:
         """Tiles that a program has been told of and has not finished yet, at most.
 
@@ -119,21 +113,27 @@ def launch_registers(tile: TmaTile) -> int:
     return min(168, REGISTERS // (128 * groups * tile.programs) // 8 * 8)
 
 
-def registers(
-    tile: TmaTile, promoted: bool = False, *, blocks: bool = False, stage: int = 1
-) -> tuple[int, int, int]:
+def shares_rows(problem: MoEProblem, tile: TmaTile) -> bool:
+    """Whether loaders keep the rows of a tile's tokens in shared memory: workers with so many sums, or with
+    int32 sums as well as those in fp32, leave them too few registers for addresses. Only where TMA copies
+    the second GEMM's tokens: `tma_loader` shares rows of the first GEMM alone."""
+    return tile.tokens > 32 if problem.scheme.weight.bits == 4 else tile.tokens * tile.blocks_m > 256
+
+
+def registers(problem: MoEProblem, tile: TmaTile, stage: int = 1) -> tuple[int, int, int]:
     """Registers per thread of a worker, of a token loader, and of the weight loader and the scheduler.
 
-    `promoted` sums of FP8 products, which are not added yet, take registers of a worker; scales in `blocks`
-    take those of a loader. The workers of turned tiles get fewer in the first GEMM: with more, ptxas keeps
+    Promoted sums, which are not added yet, take registers of a worker; scales in blocks take those of a
+    loader. The workers of turned tiles get fewer in the first GEMM: with more, ptxas keeps
     two sums at a time, for which there are not enough.
     """
     at_first, groups = launch_registers(tile), _loader_groups(tile)
+    promoted, blocks = is_promoted(problem, tile), weight_scales(problem) == "block"
     # Loaders have the addresses of tokens in registers; workers need the more of them, the wider sums are.
     if tile.turned:
         spare = 64 if stage == 1 else 56
-    elif tile.shares_rows:
-        spare = 40
+    elif shares_rows(problem, tile):
+        spare = 56 if tile.blocks_m == 2 else 96 if tile.tokens == 128 else 72
     elif promoted:
         spare = {112: 56, 128: 64 if blocks else 56}.get(tile.tokens, 72)
     else:
@@ -146,11 +146,13 @@ def registers(
 
 
 def decodes(problem: MoEProblem) -> bool:
-    """Whether FP8 weights are decoded to the dtype of the tokens, as those are not quantized (W8A16).
+    """Whether weights are decoded to the dtype of the tokens: FP8 for 16-bit tokens (W8A16), or INT4 for INT8
+    ones (W4A8).
 
-    They are where the layer asks for it: with FP8 tokens, quantizing them costs less than decoding weights.
+    FP8 weights are where the layer asks for it: with FP8 tokens, quantizing them costs less than decoding.
     """
-    return problem.scheme.weight.name == "fp8" and token_format(problem) is None
+    weight = problem.scheme.weight
+    return weight.bits == 4 or (weight.name == "fp8" and token_format(problem) is None)
 
 
 def token_lines(problem: MoEProblem) -> int:
@@ -160,8 +162,8 @@ def token_lines(problem: MoEProblem) -> int:
 
 def is_promoted(problem: MoEProblem, tile: TmaTile) -> bool:
     """Whether sums of 128 columns are added in fp32, outside of the tensor cores."""
-    if decodes(problem):  # tensor cores add products of 16 bits like fp32; scales in blocks part sums
-        return weight_scales(problem) == "block"
+    if decodes(problem):  # tensor cores add products of 16 bits like fp32; scales by columns part sums
+        return weight_scales(problem) in ("block", "group")
     return problem.scheme.weight.name == "fp8" and not tile.fast_sums
 
 
@@ -169,13 +171,14 @@ def shared_bytes(problem: MoEProblem, tile: TmaTile) -> int:
     """Shared memory of a program: the ring, what each job needs, and each worker's store staging."""
     notes = 4 * next_power_of_2(tile.tokens)
     scales = weight_scales(problem)
-    in_piece = 2 * notes if scales == "block" else 0
-    by_token = notes * (2 if scales in ("none", "block") or decodes(problem) else 3)
+    of_groups = 2 * tile.rows * (4 if problem.scheme.weight.scale_dtype == "F32" else 2)
+    in_piece = {"block": 2 * notes, "group": of_groups}.get(scales, 0)
+    by_token = notes * (2 if scales in ("none", "block") or token_format(problem) is None else 3)
     staging = 8192 if tile.turned else 2048
     stage = tile.depth * (LINE * (tile.rows + token_lines(problem) * tile.tokens) + in_piece) + 16
     job = by_token + 4 * 4 + 3 * 8  # its four words and three barriers
     # Only the first GEMM has rows of tokens there: mostly in place of router weights, which take more.
-    rows = notes if tile.shares_rows and problem.routing.weight_on_input else 0
+    rows = notes if shares_rows(problem, tile) and problem.routing.weight_on_input else 0
     # The last bytes are for what partitions capture, and for alignment.
     return int(tile.stages * stage + tile.jobs * job + rows + tile.workers * staging + 128)
 
@@ -198,19 +201,18 @@ def refusal(problem: MoEProblem, tile: TmaTile) -> str:
     if tile.turned and (problem.bias or problem.routing.weight_on_input or not act.gated):
         return f"{tile} is for gated layers without biases that multiply by the router's weights last"
     if decodes(problem) and (tile.turned or tile.fast_sums):
-        return f"{tile} is for FP8 tokens; the layer has 16-bit ones"
-    if decodes(problem) and tile.tokens * tile.blocks_m > MOST_DECODING:
+        return f"{tile} is for FP8 tokens; the layer has {problem.scheme}"
+    if decodes(problem) and tile.tokens * tile.blocks_m > most_decoding(problem):
         return f"{tile} needs more registers than there are; decoded weights take some"
     promoted = int(is_promoted(problem, tile))  # sums that are not added yet, and scales
-    blocks = weight_scales(problem) == "block"
     sums = (
         tile.tokens * (tile.blocks_m + promoted) // 2 + (4 if tile.turned else 12) * promoted * tile.blocks_m
     )
     if decodes(problem):
-        sums += 48  # the operand that is multiplied, and the next one
+        sums += 48 if tile.tokens < 64 or weight.bits == 8 else 32  # one operand, or also the next one
     elif not promoted:
         sums += 16
-    if sums > registers(tile, bool(promoted), blocks=blocks)[0]:
+    if sums > registers(problem, tile)[0]:
         return f"the accumulators of {tile} do not fit in the registers of its workers"
     shared = tile.programs * shared_bytes(problem, tile)
     if shared > SHARED_MEMORY:
@@ -279,8 +281,30 @@ DECODING: tuple[TmaTile, ...] = (
 )
 """The same for layers whose weights are decoded."""
 
-MOST_DECODING = 64
-"""Tokens of the widest of these tiles; ptxas spills registers of wider ones."""
+INT4: tuple[TmaTile, ...] = (
+    _tile(8, 1, 1, depth=2, programs=3),
+    _tile(8, 1, 1, depth=2, programs=2),
+    _tile(8, 1, 1, depth=4),
+    _tile(16, 1, 1, depth=2, programs=2),
+    _tile(16, 1, 2, programs=2),
+    _tile(32, 1, 1, programs=2),
+    _tile(32, 1, 2, programs=2),
+    _tile(64, 2, 1),
+    _tile(64, 2, 1, group_m=4),
+    _tile(64, 2, 2, group_m=4),
+    _tile(96, 2, 1, group_m=4),
+    _tile(128, 2, 1, group_m=4),
+)
+"""The same for INT4 weights and INT8 tokens."""
+
+
+def most_decoding(problem: MoEProblem) -> int:
+    """Tokens times row blocks of a worker, at most, of a tile that decodes; ptxas spills registers of larger
+    ones. Some epilogues need more of them."""
+    if problem.scheme.weight.bits == 8 or problem.bias or problem.routing.weight_on_input:
+        return 64
+    return 64 if problem.activation.name == "swigluoai" else 128
+
 
 MOST_INT8_COLUMNS = (2**31 - 1) // (128 * 127)
 """Columns of which the largest INT8 products, of -128 and 127, add up to no more than an int32 holds."""
@@ -295,10 +319,11 @@ def _with_stages(problem: MoEProblem, tile: TmaTile) -> TmaTile | None:
 
 
 def candidates(problem: MoEProblem) -> Sequence[TmaTile]:
-    """The tiles of `PROMISING` that fit a layer, with as many stages as fit."""
+    """The tiles of `PROMISING`, `DECODING` or `INT4` that fit a layer, with as many stages as fit."""
     if not in_rows(problem):
         return []
-    tiles = (_with_stages(problem, tile) for tile in (DECODING if decodes(problem) else PROMISING))
+    promising = INT4 if problem.scheme.weight.bits == 4 else DECODING if decodes(problem) else PROMISING
+    tiles = (_with_stages(problem, tile) for tile in promising)
     return [tile for tile in tiles if tile is not None]
 
 
@@ -311,7 +336,7 @@ FEW_FOR_TURNED = 48
 
 def suits(problem: MoEProblem, tile: TmaTile, tokens_per_expert: float) -> bool:
     """Neither do most experts need several tiles where one could do, nor are tiles mostly empty."""
-    widest = MOST_DECODING if decodes(problem) else 128
+    widest = most_decoding(problem) if decodes(problem) else 128
     if tile.fast_sums and tokens_per_expert <= FEW_FOR_FAST_SUMS:
         return False
     if tile.turned and tokens_per_expert <= FEW_FOR_TURNED:
@@ -326,7 +351,7 @@ def launch_shape(problem: MoEProblem, tile: TmaTile) -> LaunchShape:
     """
     weight = problem.scheme.weight
     words = [word for word in tile_words(tile).split() if not word.startswith("stages=")]
-    name = "tma fp8 a16" if decodes(problem) else f"tma {weight.name}"
+    name = "tma fp8 a16" if weight.name == "fp8" and decodes(problem) else f"tma {weight.name}"
     kind = " ".join([name, *(word for word in words if not word.startswith("group_m="))])
     step = tile.depth * 16 // weight.bits
     first, second = (GemmShape(f"{kind} {stage}", tile.rows, step) for stage in ("first", "second"))

@@ -49,9 +49,9 @@ def _shared_constants(problem: MoEProblem, tile: Tile) -> dict[str, Any]:
 
 
 def _format(problem: MoEProblem) -> str:
-    """The kernels' name of the weights: ``plain`` for 16 bits, ``s8`` for INT8 in rows."""
+    """The kernels' name of the weights: ``plain`` for 16 bits, ``s8`` and ``s4`` for integers in rows."""
     name = problem.scheme.weight.name
-    return {"bf16": "plain", "int8": "s8" if in_rows(problem) else name}.get(name, name)
+    return {"bf16": "plain", "int8": "s8", "int4": "s4"}.get(name, name) if in_rows(problem) else name
 
 
 @dataclass(frozen=True)

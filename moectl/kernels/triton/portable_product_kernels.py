@@ -32,7 +32,7 @@ def _scaled_at(FORMAT, GROUP, SCALE, half):
 @triton.constexpr_function
 def _is_in_rows(FORMAT):
     """Whether weights are stored row by row (`row_product_kernels`), and not in tiles."""
-    return FORMAT in ("plain", "fp8", "s8")
+    return FORMAT in ("plain", "fp8", "s8", "s4")
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Layers whose weights are read in rows, as they are stored: BF16, FP16, FP8 and INT8."""
+"""Layers whose weights are read in rows: BF16, FP16, FP8, and with INT8 tokens INT8 and INT4."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ...capabilities.own_kernels import token_format
+from ...dtypes import MODEL_DTYPES
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from ...problem.schemes import FULL
-from ...torch_dtypes import MODEL_TORCH_DTYPES
+from ...torch_dtypes import MODEL_TORCH_DTYPES, TORCH_DTYPES
 from ..prepared_layer import PreparedMoE
 
 BLOCK = 128
@@ -23,11 +24,12 @@ class RowMatrix:
     """One of the two expert matrices in rows; `w13` of gated experts has all gates, then all ups.
 
     Attributes:
-        weights: ``[experts, n, k]``, contiguous: 16-bit floats of the model's dtype, float8_e4m3fn or int8.
+        weights: ``[experts, n, k]``, contiguous: 16-bit floats of the model's dtype, float8_e4m3fn or int8;
+            of INT4 ``[experts, n, k / 2]`` int8, two codes each (`convert.layouts.rows`).
         scales: fp32 ``[experts, rows, columns]`` of 8-bit weights, None for others. Rows are `n` by channel;
             by block those of gate, then those of up, ``ceil(n / 2 / 128)`` each (without a gate
             ``ceil(n / 128)``); per tensor one for each of gate and up. Columns are ``ceil(k / 128)`` by
-            block, otherwise 1.
+            block, otherwise 1. Of INT4 ``[experts, k / 128, n]``, of any float dtype.
         token_scale: ``[1]`` fp32, the layer's static scale of the tokens that it multiplies, or None.
         bias: ``[experts, n]`` in the order of the rows, or None.
         n, k: rows and columns.
@@ -57,10 +59,16 @@ def row_matrix_of(prepared: PreparedMoE, role: str) -> RowMatrix:
     halves = 2 if first and problem.activation.gated else 1
     rows, k = (dims.intermediate, dims.hidden) if first else (dims.hidden, dims.intermediate)
     experts = problem.local_experts
-    coded = weight.bits == 8
+    coded = weight.bits < 16
     dtype = torch.uint8 if coded else MODEL_TORCH_DTYPES[problem.dtype]
-    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {role: (dtype, (experts, halves * rows, k))}
-    if coded:
+    stored_columns = k * min(weight.bits, 8) // 8
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        role: (dtype, (experts, halves * rows, stored_columns))
+    }
+    if weight.bits == 4:
+        scale_kind = TORCH_DTYPES[weight.scale_dtype or MODEL_DTYPES[problem.dtype]]
+        shapes[f"{role}_scale"] = scale_kind, (experts, k // weight.group, halves * rows)
+    elif coded:
         high, wide = weight.block
         scale_rows = 1 if high == FULL else -(-rows // high)
         columns = 1 if wide == FULL else -(-k // wide)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of the product of weights in rows, of 16 bits, FP8 or INT8, and a tile of tokens.
+"""Device code of the product of weights in rows, of 16 bits, FP8, INT8 or INT4, and a tile of tokens.
 
 The product is computed transposed, ``acc[rows, tokens]``, as in `portable_product_kernels`. FP8 weights are
 E4M3 codes with fp32 scales: `SCALE` is ``block`` (128 x 128), ``channel`` or ``tensor``. Tokens have 16 bits
@@ -9,7 +9,9 @@ E4M3 codes with fp32 scales: `SCALE` is ``block`` (128 x 128), ``channel`` or ``
 Where both are codes, they are multiplied as FP8 if `X` and `W` are of that type, and otherwise, on GPUs
 without it, as fp16, in which codes are exact. Sums of such products are added up in fp32 after each step of
 at most 128 columns, since matrix units sum FP8 products with fewer bits. INT8 weights (`FORMAT` is ``s8``,
-`SCALE` ``channel``) and INT8 tokens (``token``) are multiplied as they are, and summed exactly in int32.
+`SCALE` ``channel``) and INT8 tokens (``token``) are multiplied as they are, and summed exactly in int32. So
+are INT4 weights (``s4``, two to a byte, with a scale for each ``group`` of 128 columns), 16 times as large as
+they mean, and the sums of a step are added in fp32.
 """
 
 import triton
@@ -46,6 +48,24 @@ def _tokens(x_base, live, column, KX, BK: tl.constexpr, EVEN_K: tl.constexpr):
 
 
 @triton.jit
+def _half_tokens(x_base, live, column, KX, BYTES: tl.constexpr, AT: tl.constexpr, EVEN_K: tl.constexpr):
+    """[BM, BYTES] of the tokens: of each 32 columns from `column` on, the 16 from AT on."""
+    byte = tl.arange(0, BYTES)
+    columns = column + byte // 16 * 32 + byte % 16 + AT
+    inside = live[:, None]
+    if not EVEN_K:
+        inside = inside & (columns < KX)[None, :]
+    return tl.load(x_base + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _halves_of_bytes(w):
+    """The codes in the low and in the high halves of bytes (int8), 16 times as large."""
+    byte = w.to(tl.int32)
+    return (byte << 4).to(tl.int8), (byte & 0xF0).to(tl.int8)
+
+
+@triton.jit
 def _from_e4m3(codes, DTYPE: tl.constexpr):
     """E4M3 codes (uint8, or FP8 on GPUs that have it) in `DTYPE`, exactly."""
     if codes.dtype == tl.uint8:
@@ -70,11 +90,14 @@ def _row_product(
     If N is more than NX, rows from NX on are the ups of gated experts, with scales of their own.
     """
     CODED: tl.constexpr = FORMAT == "fp8" and TOKENS != "a16"
+    PAIRS: tl.constexpr = FORMAT == "s4"
+    BYTES: tl.constexpr = BK // 2 if PAIRS else BK
     STEPWISE: tl.constexpr = CODED or SCALE == "block"
     HALF: tl.constexpr = X.dtype.element_ty if TOKENS == "a16" else tl.float16
     rows = tl.where(inside, rows, 0)  # surplus rows read the first; the store masks them
     up = (rows >= NX).to(tl.int32)
-    w_rows = W + expert.to(tl.int64) * N * KX + rows.to(tl.int64)[:, None] * KX
+    row_size = KX // 2 if PAIRS else KX
+    w_rows = W + expert.to(tl.int64) * N * row_size + rows.to(tl.int64)[:, None] * row_size
     x_base = X + x_rows.to(tl.int64)[:, None] * KX
     blocks = tl.cdiv(KX, 128)
     if SCALE == "block":
@@ -89,21 +112,30 @@ def _row_product(
     last = (steps * (pid_k + 1)) // SPLIT_K
     for step in tl.range(first, last, num_stages=STAGES):
         column = step * BK
-        offs_k = column + tl.arange(0, BK)
+        offs_k = step * BYTES + tl.arange(0, BYTES)
         if EVEN_K:
             w = tl.load(w_rows + offs_k[None, :])
         else:
             w = tl.load(
-                w_rows + offs_k[None, :], mask=(offs_k < KX)[None, :] & (rows >= 0)[:, None], other=0.0
+                w_rows + offs_k[None, :], mask=(offs_k < row_size)[None, :] & (rows >= 0)[:, None], other=0.0
             )
-        x = _tokens(x_base, live, column, KX, BK, EVEN_K)
+        if not PAIRS:
+            x = _tokens(x_base, live, column, KX, BK, EVEN_K)
         if CODED:
             if w.dtype == tl.uint8:
                 w = _from_e4m3(w, HALF)
                 x = _from_e4m3(x, HALF)
         elif FORMAT == "fp8":
             w = _from_e4m3(w, HALF)
-        if STEPWISE:
+        if PAIRS:
+            low, high = _halves_of_bytes(w)
+            x = _half_tokens(x_base, live, column, KX, BYTES, 0, EVEN_K)
+            part = _dot(low, x, tl.zeros((BN, BM), dtype=tl.int32), INTERP)
+            x = _half_tokens(x_base, live, column, KX, BYTES, 16, EVEN_K)
+            part = _dot(high, x, part, INTERP)
+            group = expert.to(tl.int64) * (KX // 128) + column // 128
+            acc += part.to(tl.float32) * tl.load(S + group * N + rows).to(tl.float32)[:, None]
+        elif STEPWISE:
             part = _dot(w, x, tl.zeros((BN, BM), dtype=tl.float32), INTERP)
             if SCALE == "block":
                 part = part * tl.load(s_base + column // 128)[:, None]
@@ -114,7 +146,7 @@ def _row_product(
             acc = _dot(w, x, acc, INTERP)
             if FORMAT == "fp8":
                 acc = _keep(acc, INTERP)
-    acc = acc.to(tl.float32)
+    acc = acc * 0.0625 if PAIRS else acc.to(tl.float32)
     if SCALE == "channel":
         acc = acc * tl.load(S + expert.to(tl.int64) * N + rows)[:, None]
     elif SCALE == "tensor":

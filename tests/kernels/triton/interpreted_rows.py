@@ -31,7 +31,7 @@ def test_agrees_with_the_same_rounding(case: cases.RowCase) -> None:
         product(
             [
                 *("plain", "block", "block, UE8M0 tokens", "channel and token", "tensor, 16-bit tokens"),
-                "channel and token, INT8",
+                *("channel and token, INT8", "group and token, INT4"),
             ],
             [float("nan"), float("inf")],
         ),

@@ -91,6 +91,7 @@ BOUNDED = {
     "deepseek-v3 tp8 fp8-block-a16": rank(model_problem("deepseek-v3", "fp8-block-a16"), tp=8),
     "qwen3-30b mxfp8": model_problem("qwen3-30b", "mxfp8"),
     "qwen3-235b int8-channel-a8": model_problem("qwen3-235b", "int8-channel-a8"),
+    "qwen3-30b int4-g128-a8": model_problem("qwen3-30b", "int4-g128-a8"),
     "kimi-k2 tp8 int8-channel": rank(model_problem("kimi-k2", "int8-channel"), tp=8),
 }
 """Layers with launches of their own in the table, and without."""
@@ -117,6 +118,7 @@ def test_a_layer_has_few_binaries_for_all_numbers_of_tokens(name: str) -> None:
         "fp8-channel": ["_token_codes_kernel"],
         "fp8-tensor": ["_largest_kernel", "_tensor_codes_kernel"],
         "int8-channel-a8": ["_token_codes_kernel"],
+        "int4-g128-a8": ["_token_codes_kernel"],
     }
     codes = quantizing.get(name.rpartition(" ")[2], [])
     lists_and_sums = (["_combine_kernel"] * sums + ["_list_kernel"] for sums in (1, 2))

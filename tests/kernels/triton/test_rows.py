@@ -35,18 +35,23 @@ def problem_of(scheme: str) -> MoEProblem:
 
 @pytest.mark.parametrize("scheme", cases.SCHEMES)
 def test_a_layer_in_rows_has_matrices_in_rows(scheme: str) -> None:
-    problem = replace(problem_of(scheme), dims=Dims(160, 200), experts=3, local_experts=3, top_k=1, bias=True)
+    groups = cases.SCHEMES[scheme].weight.bits == 4
+    hidden, columns = (256, 384) if groups else (160, 200)
+    dims = Dims(hidden, columns)
+    problem = replace(problem_of(scheme), dims=dims, experts=3, local_experts=3, top_k=1, bias=True)
     layer = layer_of(cases.layer_of(problem, "cpu").prepared("moectl", "cpu"))
     assert isinstance(layer, RowLayer)
-    assert (layer.w13.n, layer.w13.k, layer.w2.n, layer.w2.k) == (400, 160, 160, 200)
-    coded = problem.scheme.weight.bits == 8
-    dtypes = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+    assert (layer.w13.n, layer.w13.k, layer.w2.n, layer.w2.k) == (2 * columns, hidden, hidden, columns)
+    coded = problem.scheme.weight.bits < 16
+    dtypes = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.int8}
     assert layer.w13.weights.dtype == dtypes[problem.scheme.weight.name]
     shapes = {"block": ((4, 2), (2, 2)), "channel": ((400, 1), (160, 1)), "tensor": ((2, 1), (1, 1))}
+    shapes["group"] = ((2, 768), (3, 256))
     kind = next((shape for name, shape in shapes.items() if scheme.startswith(name)), None)
+    of_scales = torch.bfloat16 if scheme == "group and token, INT4" else torch.float32
     for m, shape in zip((layer.w13, layer.w2), kind or (None, None), strict=True):
         assert (m.scales is None) == (shape is None) == (not coded)
-        assert m.scales is None or (m.scales.dtype, tuple(m.scales.shape[1:])) == (torch.float32, shape)
+        assert m.scales is None or (m.scales.dtype, tuple(m.scales.shape[1:])) == (of_scales, shape)
         assert (m.token_scale is not None) == ("static" in scheme) and m.bias is not None
     quantized = "16-bit" not in scheme and scheme != "plain"
     assert (token_format(problem) is not None) == quantized
@@ -85,9 +90,13 @@ def test_only_families_that_read_rows_take_them(scheme: str) -> None:
         assert not FAMILIES[launch.family].fits(problem, launch.tile)
 
 
-def test_steps_of_fp8_products_are_never_longer_than_a_block() -> None:
-    why = FAMILIES["grouped"].fits(problem_of("block"), Tile(16, 64, 256, stages=2, warps=4))
-    assert "adds up more than 128 columns of FP8 products at once" in why
+@pytest.mark.parametrize(("scheme", "name"), [("block", "FP8"), ("group and token, INT4", "INT4")])
+def test_steps_whose_products_are_summed_by_themselves_are_never_longer_than_a_block(
+    scheme: str, name: str
+) -> None:
+    for family in ("decode", "grouped"):
+        why = FAMILIES[family].fits(problem_of(scheme), Tile(16, 64, 256, stages=2, warps=4))
+        assert f"adds up more than 128 columns of {name} products at once" in why
 
 
 @pytest.fixture

@@ -85,11 +85,11 @@ def _step_asm(WIDTH, BLOCKS, DEPTH, PIECE, TOKENS, KIND, FRESH, LEAD):
 @gluon.constexpr_function
 def sum_type(KIND):
     """The dtype of sums of products."""
-    return gl.int32 if KIND == "int8" else gl.float32
+    return gl.int32 if KIND in ("int8", "int4") else gl.float32
 
 
 @gluon.constexpr_function
-def _register_of(KIND):
+def register_of(KIND):
     """The constraint of a register of sums."""
     return "r" if sum_type(KIND) == gl.int32 else "f"
 
@@ -98,14 +98,14 @@ def _register_of(KIND):
 def _step_registers(WIDTH, BLOCKS, KIND, FRESH):
     count = BLOCKS * WIDTH // 2
     tied = [] if FRESH else [str(i) for i in range(count)]
-    kind = ("=&" if FRESH else "=") + _register_of(KIND)
-    return ",".join([kind] * count + tied + ["r"] * unit_of(WIDTH))
+    of_sums = ("=&" if FRESH else "=") + register_of(KIND)
+    return ",".join([of_sums] * count + tied + ["r"] * unit_of(WIDTH))
 
 
 @gluon.constexpr_function
 def _wait_registers(WIDTH, BLOCKS, KIND):
     count = BLOCKS * WIDTH // 2
-    return ",".join(["=" + _register_of(KIND)] * count + [str(i) for i in range(count)])
+    return ",".join(["=" + register_of(KIND)] * count + [str(i) for i in range(count)])
 
 
 @gluon.constexpr_function

@@ -43,8 +43,8 @@ def notes_of(HOW):
 
 @gluon.constexpr_function
 def scaled_at_end(HOW):
-    """Whether sums are multiplied by scales of rows, and of tokens if they have any."""
-    return HOW.scales in ("channel", "tensor")
+    """Whether sums are multiplied by scales of rows, or a constant, and of tokens if they have any."""
+    return HOW.scales in ("channel", "tensor", "group")
 
 
 @gluon.constexpr_function
@@ -118,8 +118,15 @@ def tile_told(board, job, WARPS: gl.constexpr, HOW: gl.constexpr):
 
     After the last tile there are -1 tokens.
     """
-    jobs, _notes, told, _noted, _near, _spent, _met = board
+    _jobs, _notes, told, _noted, _near, _spent, _met = board
     mbarrier.wait(told.index(job % HOW.jobs), (job // HOW.jobs) & 1)
+    return tile_again(board, job, WARPS, HOW)
+
+
+@gluon.jit
+def tile_again(board, job, WARPS: gl.constexpr, HOW: gl.constexpr):
+    """`tile_told` of a tile that is on the board."""
+    jobs, _notes, _told, _noted, _near, _spent, _met = board
     expert, first = _field(jobs, job, 0, WARPS, HOW), _field(jobs, job, 1, WARPS, HOW)
     tokens, nt = _field(jobs, job, 2, WARPS, HOW), _field(jobs, job, 3, WARPS, HOW)
     return expert, first, tokens - 1, nt

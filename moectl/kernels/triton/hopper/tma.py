@@ -24,6 +24,7 @@ from ...choice.tma_launches import (
     is_promoted,
     launch_registers,
     registers,
+    shares_rows,
 )
 from ..kernel_family import KernelCall, KernelFamily, activation_numbers, multiprocessors
 from ..row_matrix import RowLayer, RowMatrix
@@ -42,8 +43,9 @@ class TmaVariant:
 
     Attributes:
         stage: 1 or 2, the first or the second GEMM.
-        kind: operand type, a key of `shared_wgmma.KINDS`; if `decodes`, that of the tokens.
-        scales: what has a scale in the weights: ``none``, a ``block``, a ``channel``, or the ``tensor``.
+        kind: operand type, a key of `shared_wgmma.KINDS`; if `decodes`, one of `decoded_wgmma.KINDS`.
+        scales: what has a scale in the weights: ``none``, a ``block``, a ``group`` of 128 columns of a row, a
+            ``channel``, or the ``tensor``.
         token_scales: what has one in the tokens: ``none``, a ``block``, a ``token``, or the ``tensor``.
         weighted: whether the router's weights are applied in this GEMM.
         experts: the number of experts if tiles are a single token's ids, otherwise 0.
@@ -52,7 +54,7 @@ class TmaVariant:
             need more than 32 bits, at up to `MOST_TOKENS` tokens.
         copied: whether TMA copies the tokens, which lie one after the other; otherwise they are gathered.
         shares_rows: whether the rows of a tile's tokens are in shared memory while they are gathered.
-        decodes: whether FP8 weights are decoded to the dtype of the tokens.
+        decodes: whether FP8 or INT4 weights are decoded to the dtype of the tokens.
         promoted: whether sums of 128 columns are added outside of the tensor cores.
         turned: whether tokens are the rows of products.
         codes: the dtype to which activations are rounded before they are stored as E4M3 codes with scales;
@@ -116,7 +118,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, x: Tensor, tile: Tma
     makes_codes = stage == 1 and tile.quantizes
     return TmaVariant(
         stage=stage,
-        kind=p.dtype if form is None else form.name,
+        kind=p.dtype if form is None else p.scheme.weight.name,
         scales=scales,
         token_scales="none" if form is None else scale_kind(form),
         bias=m.bias is not None,
@@ -134,14 +136,14 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, x: Tensor, tile: Tma
         depth=tile.depth,
         loaders=tile.loaders,
         copied=_copied(stage, tile),
-        shares_rows=tile.shares_rows and not _copied(stage, tile),
+        shares_rows=shares_rows(p, tile) and not _copied(stage, tile),
         decodes=decodes(p),
         promoted=promoted,
         turned=bool(tile.turned),
         codes=p.dtype if makes_codes else "none",
         powers=form is not None and form.rounds_scales and makes_codes,
         jobs=tile.jobs,
-        registers=registers(tile, promoted, blocks=scales == "block", stage=stage),
+        registers=registers(p, tile, stage),
     )
 
 
@@ -152,7 +154,7 @@ def _copied(stage: int, tile: TmaTile) -> bool:
 
 
 def _row_bytes(m: RowMatrix) -> int:
-    return m.k * m.weights.element_size()
+    return m.weights.shape[2] * m.weights.element_size()
 
 
 def rows_descriptor(m: RowMatrix, gated: bool, blocks: int) -> TensorDescriptor:
@@ -167,6 +169,17 @@ def rows_descriptor(m: RowMatrix, gated: bool, blocks: int) -> TensorDescriptor:
     strides = [n * k, group * k, half * k, k, 1]
     shape = [experts, n // 16, 2, 8, k]
     return TensorDescriptor(weights, shape, strides, [1, 4 * blocks, 2, 8, LINE], _ROWS)
+
+
+def scales_descriptor(m: RowMatrix, gated: bool, tile: TmaTile) -> TensorDescriptor:
+    """Scales by groups: experts, groups of columns, gates and ups if `gated`, and rows."""
+    assert m.scales is not None
+    experts, groups, n = m.scales.shape
+    halves = 2 if gated else 1
+    shape = [experts, groups, halves, n // halves]
+    box = [1, 2 * tile.depth, halves, tile.rows // halves]
+    layout = gl.NVMMASharedLayout(0, 8 * m.scales.element_size(), 4)
+    return TensorDescriptor(m.scales, shape, [groups * n, n, n // halves, 1], box, layout)
 
 
 def tokens_descriptor(x: Tensor, tile: TmaTile) -> TensorDescriptor:
@@ -209,12 +222,15 @@ def gemm(
     p, m = layer.problem, layer.w13 if stage == 1 else layer.w2
     row_tiles = triton.cdiv(m.n, tile.rows)
     grid = min(tile.programs * multiprocessors(x.device), plan.bound * row_tiles)
-    rows = rows_descriptor(m, stage == 1 and p.activation.gated, tile.workers * tile.blocks_m)
+    gated = stage == 1 and p.activation.gated
+    rows = rows_descriptor(m, gated, tile.workers * tile.blocks_m)
+    in_groups = weight_scales(p) == "group"
     kernels._rows_gemm_kernel[(grid,)](
         X=x.view(torch.uint8),
         COPIES=tokens_descriptor(x, tile) if _copied(stage, tile) else rows,
         XS=x if scales is None else scales,
         ROWS=rows,
+        SCALES=scales_descriptor(m, gated, tile) if in_groups else rows,
         S=x if m.scales is None else m.scales,
         B=x if m.bias is None else m.bias,
         Y=y if y_scales is None else y.view(torch.int16),

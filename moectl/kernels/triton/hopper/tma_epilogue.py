@@ -12,7 +12,7 @@ from .mixed_width_wgmma import joined, side_by_side
 from .prefill_tiles import _mma
 from .shared_wgmma import unit_of, units_of
 from .tile_board import scaled_at_end, tokens_scaled_at_end
-from .tma_loader import scale_count, scale_rows, stored_rows
+from .tma_loader import in_groups, scale_count, scale_rows, stored_rows
 
 
 @gluon.jit
@@ -29,10 +29,13 @@ def _biases(B, expert, block, N, HOW: gl.constexpr):
 
 @gluon.jit
 def _row_scales(S, expert, block, N, HOW: gl.constexpr):
-    """Scales of the weights of a row block, by channel or tensor; otherwise a placeholder."""
+    """Scales of the weights of a row block, by channel or tensor; 1/16 for INT4, which is decoded to 16 times
+    its value; otherwise a placeholder."""
     row = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _mma(16)))
     scale = row
-    if scaled_at_end(HOW):
+    if in_groups(HOW):
+        scale = gl.full([64], 0.0625, gl.float32, gl.SliceLayout(1, _mma(16)))
+    elif scaled_at_end(HOW):
         at, there = scale_rows(row, N, HOW)
         scale = gl.load(S + expert.to(gl.int64) * scale_count(N, HOW) + at, mask=there, other=0.0)
     return scale

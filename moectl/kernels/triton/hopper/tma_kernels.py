@@ -31,6 +31,7 @@ from .tile_board import (
     begin_board,
     noted_of,
     notes_of,
+    tile_again,
     tile_scheduler,
     tile_told,
     tokens_scaled_at_end,
@@ -40,12 +41,15 @@ from .tma_loader import (
     arrivals,
     batch_rows,
     in_blocks,
+    in_groups,
     piece_bytes,
+    scale_halves,
     token_bytes,
     token_lines,
     token_loader,
     two_scales,
     weight_loader,
+    zero_of_lanes,
 )
 
 
@@ -305,13 +309,46 @@ def _takes_turns(HOW):
     return HOW.promoted and HOW.workers == 2 and not HOW.decodes
 
 
+@gluon.constexpr_function
+def decodes_early(HOW):
+    """Whether the next operand is decoded while the last one is multiplied. Tiles with many sums of two kinds
+    lack the registers, and have two workers: one decodes and adds while the other multiplies."""
+    return not (in_groups(HOW) and HOW.widths[-1] >= 64)
+
+
+@gluon.jit
+def _group_scale(scales, stage, HALF: gl.constexpr, ME: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr):
+    """The scales of a row block for half number HALF of a stage's columns, 128 of them."""
+    PIECE: gl.constexpr = HALF // 2 // HOW.blocks_m
+    ROW: gl.constexpr = first_row(HALF // 2 % HOW.blocks_m, WIDTH, ME, HOW)
+    HALVES: gl.constexpr = scale_halves(HOW)
+    ROWS: gl.constexpr = 64 * HOW.workers * HOW.blocks_m
+    GROUPS: gl.constexpr = 2 * HOW.depth
+    made = scales.index(stage)
+    if HALVES == 2:
+        made = made.reshape([GROUPS, 2, ROWS // 16, 8]).permute([0, 2, 1, 3])
+    made = made.reshape([GROUPS * ROWS]).slice((2 * PIECE + HALF % 2) * ROWS + ROW, 64)
+    return made.load(gl.SliceLayout(1, _mma(unit_of(WIDTH)))).to(gl.float32)
+
+
+@gluon.jit
+def _added_group(acc, part, scale, BLOCK: gl.constexpr, WIDTH: gl.constexpr):
+    """The accumulators plus the int32 sums of row block BLOCK, times a scale of each row."""
+    UNITS: gl.constexpr = units_of(WIDTH)
+    made = ()
+    for i in gl.static_range(UNITS):
+        made += (acc[BLOCK * UNITS + i] + part[i].to(gl.float32) * gl.expand_dims(scale, 1),)
+    return acc[: BLOCK * UNITS] + made + acc[(BLOCK + 1) * UNITS :]
+
+
 @gluon.jit
 def _decoded_product(
     ring, stage, phase, steps, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
-    """`_product` of FP8 weights that are decoded to the dtype of the tokens, 64 columns of a row block at a
-    time: the next ones while those before are multiplied. With scales in blocks, sums of 128 columns are
-    multiplied by them and added up outside of the tensor cores.
+    """`_product` of weights that are decoded to the dtype of the tokens, half a piece of a row block at a
+    time: the next ones while those before are multiplied. With scales in blocks or groups, sums of 128
+    columns, a piece of FP8 or half a piece of INT4, are multiplied by them and added up outside of the tensor
+    cores.
     """
     PIECE: gl.constexpr = piece_bytes(HOW)
     TOKENS: gl.constexpr = token_bytes(HOW)
@@ -322,24 +359,46 @@ def _decoded_product(
     KIND: gl.constexpr = HOW.kind
     UNITS: gl.constexpr = units_of(WIDTH)
     HALVES: gl.constexpr = 2 * HOW.depth * HOW.blocks_m
+    IN_GROUPS: gl.constexpr = in_groups(HOW)
+    EARLY: gl.constexpr = decodes_early(HOW)
     _rows, _tokens, scales, full, empty = ring
-    lane = lane_place()
-    acc = step_zeros(WIDTH, BLOCKS, KIND)
-    _await(full, stage, phase, HOW)
-    a = decoded(lane, stage * (DEPTH * PIECE) + OWN, 0, WIDTH, KIND)
+    lane = lane_place(KIND)
+    zero = zero_of_lanes(steps)
+    acc = step_zeros(WIDTH, BLOCKS, "fp8")
+    part = step_zeros(WIDTH, 1, KIND)
+    if EARLY:
+        _await(full, stage, phase, HOW)
+        a = decoded(lane, stage * (DEPTH * PIECE) + OWN, 0, WIDTH, KIND)
     for step in range(steps):
         after, phase_after = _next(stage, phase, HOW)
+        if not EARLY:
+            _await(full, stage, phase, HOW)
         for half in gl.static_range(HALVES):
+            if IN_GROUPS:
+                scale = _group_scale(scales, stage, half, ME, WIDTH, HOW)
+            if not EARLY:
+                rows = stage * (DEPTH * PIECE) + OWN
+                rows += half // 2 // BLOCKS * PIECE + half // 2 % BLOCKS * (64 * 128)
+                a = decoded(lane, rows, half % 2, WIDTH, KIND)
             tokens = stage * (DEPTH * TOKENS) + FIRST
             tokens += half // 2 // BLOCKS * TOKENS + half % 2 * (TOKENS // 2)
+            if IN_GROUPS:
+                # Products wait for the scales: a load in flight when the stage is given back may be queued
+                # behind the loaders' cp.async until the next scales have come.
+                tokens += gl.expand_dims(scale.to(gl.int32, bitcast=True) & zero, 1)
             if not HOW.promoted:
                 sums = acc[half // 2 % BLOCKS * UNITS : (half // 2 % BLOCKS + 1) * UNITS]
                 part = decoded_issued(a, tokens, sums, WIDTH, KIND, False)
-            elif half % 2 == 0:
+            elif IN_GROUPS and BLOCKS == 2:
+                part = decoded_issued(a, tokens, part, WIDTH, KIND, True)
+            elif half % 2 == 0 or IN_GROUPS:
                 part = decoded_issued(a, tokens, (), WIDTH, KIND, True)
             else:
                 part = decoded_issued(a, tokens, part, WIDTH, KIND, False)
-            if half + 1 < HALVES:
+            coming = ()
+            if not EARLY:
+                pass
+            elif half + 1 < HALVES:
                 rows = stage * (DEPTH * PIECE) + OWN
                 rows += (half + 1) // 2 // BLOCKS * PIECE + (half + 1) // 2 % BLOCKS * (64 * 128)
                 coming = decoded(lane, rows, (half + 1) % 2, WIDTH, KIND)
@@ -348,9 +407,13 @@ def _decoded_product(
                 # After the last step this stage again, as nothing else may be read.
                 rows = gl.where(step + 1 < steps, after, stage) * (DEPTH * PIECE) + OWN
                 coming = decoded(lane, rows, 0, WIDTH, KIND)
-            part, a = decoded_finished(part, a, coming, WIDTH)
+            part, ready = decoded_finished(part, a, coming, EARLY, WIDTH, KIND)
+            if EARLY:
+                a = ready
             if not HOW.promoted:
                 acc = acc[: half // 2 % BLOCKS * UNITS] + part + acc[(half // 2 % BLOCKS + 1) * UNITS :]
+            elif IN_GROUPS:
+                acc = _added_group(acc, part, scale, half // 2 % BLOCKS, WIDTH)
             elif half % 2 == 1:
                 acc = _added(acc, part, 1.0, scales, stage, half // 2, WIDTH, ME, HOW)
         mbarrier.arrive(empty.index(stage), count=1)
@@ -358,12 +421,29 @@ def _decoded_product(
     return acc, stage, phase
 
 
+@gluon.constexpr_function
+def _reads_again(HOW):
+    """Whether a worker reads what its epilogue needs of a tile after the products, which need registers."""
+    return in_groups(HOW) and HOW.widths[-1] * HOW.blocks_m == 128
+
+
+@gluon.jit
+def _of_rows(S, B, expert, block, N, HOW: gl.constexpr):
+    """The biases and the scales of a worker's row blocks, from number `block` on."""
+    BLOCKS: gl.constexpr = HOW.blocks_m
+    biases = ()
+    factors = ()
+    for b in gl.static_range(BLOCKS):
+        biases += (_biases(B, expert, block + b, N, HOW),)
+        factors += (_row_scales(S, expert, block + b, N, HOW),)
+    return biases, factors
+
+
 @gluon.jit
 def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
     """The products and the epilogue of a worker's row blocks of each of the program's tiles."""
     ring, board, Y, YS, B, S, N, steps, NX, alpha, limit = work
     WIDTHS: gl.constexpr = len(HOW.widths)
-    BLOCKS: gl.constexpr = HOW.blocks_m
     _jobs, notes, _told, noted, _near, spent, met = board
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -376,12 +456,9 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
         at = job % HOW.jobs
         own = (notes[0].index(at), notes[1].index(at), notes[2].index(at))
         block = (nt * HOW.workers + ME) * HOW.blocks_m
-        biases = ()
-        factors = ()
-        if not HOW.turned:
-            for b in gl.static_range(BLOCKS):
-                biases += (_biases(B, expert, block + b, N, HOW),)
-                factors += (_row_scales(S, expert, block + b, N, HOW),)
+        biases, factors = (), ()
+        if not HOW.turned and not _reads_again(HOW):
+            biases, factors = _of_rows(S, B, expert, block, N, HOW)
         for i in gl.static_range(WIDTHS):
             if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
                 if HOW.decodes:
@@ -390,6 +467,11 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                     acc, stage, phase = _promoted_product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
                 else:
                     acc, stage, phase = _product(ring, stage, phase, steps, _width(i, HOW), ME, HOW)
+                of_rows = (biases, factors)
+                if _reads_again(HOW):
+                    expert, first, tokens, nt = tile_again(board, job, 4, HOW)
+                    block = (nt * HOW.workers + ME) * HOW.blocks_m
+                    of_rows = _of_rows(S, B, expert, block, N, HOW)
                 if noted_of(HOW):
                     mbarrier.wait(noted.index(at), (job // HOW.jobs) & 1)
                 if HOW.codes != "none":
@@ -408,7 +490,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
                                 )  # fmt: skip
                         elif (block + b) * 64 < N:
                             _store_block(
-                                acc, own, Y, factors[b], biases[b], block + b, first, tokens, NX,
+                                acc, own, Y, of_rows[1][b], of_rows[0][b], block + b, first, tokens, NX,
                                 alpha, limit, b, _width(i, HOW), HOW,
                             )  # fmt: skip
         mbarrier.arrive(spent.index(at), count=1)
@@ -420,7 +502,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["row_tiles", "group_m", "steps", "bound"])
 def _rows_gemm_kernel(
-    X, COPIES, XS, ROWS, S, B, Y, YS, SORTED, TILES, COUNT, COUNTER, WEIGHTS,
+    X, COPIES, XS, ROWS, SCALES, S, B, Y, YS, SORTED, TILES, COUNT, COUNTER, WEIGHTS,
     N, steps, KX, NX, row_tiles, group_m, bound, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
@@ -460,6 +542,11 @@ def _rows_gemm_kernel(
     scales = weights
     if in_blocks(HOW):
         scales = gl.allocate_shared_memory(gl.float32, [2 * PIECES, NOTES], LINE)
+    if in_groups(HOW):
+        HALVES: gl.constexpr = scale_halves(HOW)
+        BOX: gl.constexpr = gl.NVMMASharedLayout(0, SCALES.dtype.primitive_bitwidth, 4)
+        SHAPE: gl.constexpr = [HOW.stages, 1, 2 * HOW.depth, HALVES, 64 * BLOCKS // HALVES]
+        scales = gl.allocate_shared_memory(SCALES.dtype, SHAPE, BOX)
     places = slots
     if HOW.shares_rows:
         places = gl.allocate_shared_memory(gl.int32, [NOTES], LINE)
@@ -483,7 +570,7 @@ def _rows_gemm_kernel(
     board = (jobs, (slots, weights, token_scales), told, noted, near, spent, met)
     work = (ring, board, Y, YS, B, S, N, steps, NX, alpha, limit)
     gather = (ring, board, places, X, COPIES, XS, S, SORTED, N, steps, KX)
-    stream = (ring, board, ROWS, steps)
+    stream = (ring, board, ROWS, SCALES, steps)
     order = (board, SORTED, WEIGHTS, XS, TILES, COUNTER, count, steps, row_tiles, group_m)
     if HOW.workers == 1:
         gl.warp_specialize(

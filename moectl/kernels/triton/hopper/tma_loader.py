@@ -39,7 +39,8 @@ def piece_bytes(HOW):
 
 @gluon.constexpr_function
 def token_lines(HOW):
-    """Lines of 128 bytes of each token in a piece: tokens of 16 bits have two for 128 FP8 weights."""
+    """Lines of 128 bytes of each token in a piece: tokens of 16 bits have two for 128 FP8 weights, those of 8
+    bits for 256 INT4 ones."""
     return 2 if HOW.decodes else 1
 
 
@@ -66,6 +67,18 @@ def arrivals(HOW):
 def in_blocks(HOW):
     """Whether weights have scales by blocks, and tokens of 8 bits by 128 columns, which are in the ring."""
     return HOW.scales == "block"
+
+
+@gluon.constexpr_function
+def in_groups(HOW):
+    """Whether weights have a scale for each row and 128 columns, which are in the ring."""
+    return HOW.scales == "group"
+
+
+@gluon.constexpr_function
+def scale_halves(HOW):
+    """2 if gate and up rows have scales one after the other, as two copies bring them; else 1."""
+    return 2 if HOW.stage == 1 and HOW.gated else 1
 
 
 @gluon.constexpr_function
@@ -118,12 +131,15 @@ def scale_count(N, HOW: gl.constexpr):
 
 @gluon.jit
 def weight_loader(work, HOW: gl.constexpr):
-    """Producer of weight rows."""
-    ring, board, ROWS, steps = work
+    """Producer of weight rows, and of their scales by groups."""
+    ring, board, ROWS, SCALES, steps = work
     DEPTH: gl.constexpr = HOW.depth
     GROUPS: gl.constexpr = HOW.workers * HOW.blocks_m * 4
-    BYTES: gl.constexpr = HOW.depth * piece_bytes(HOW)
-    rows, _tokens, _scales, full, empty = ring
+    SCALED: gl.constexpr = HOW.workers * HOW.blocks_m * 64 // scale_halves(HOW)
+    rows, _tokens, scales, full, empty = ring
+    # An INT4 row has two scales for 128 bytes.
+    SCALES_OF: gl.constexpr = piece_bytes(HOW) // 64 * scales.dtype.primitive_bitwidth // 8 * in_groups(HOW)
+    BYTES: gl.constexpr = HOW.depth * (piece_bytes(HOW) + SCALES_OF)
     _jobs, _notes, _told, _noted, near, spent, _met = board
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
@@ -138,6 +154,9 @@ def weight_loader(work, HOW: gl.constexpr):
             for d in gl.static_range(DEPTH):
                 at = [expert, nt * GROUPS, 0, 0, (k * DEPTH + d) * 128]
                 tma_load(ROWS, at, full.index(stage), rows.index(stage * DEPTH + d))
+            if in_groups(HOW):
+                at = [expert, k * (2 * DEPTH), 0, nt * SCALED]
+                tma_load(SCALES, at, full.index(stage), scales.index(stage))
             mbarrier.arrive(near.index(0), count=1, pred=k + AHEAD == steps)
             stage, phase = _next(stage, phase, HOW)
         job += 1
@@ -213,7 +232,7 @@ def _zero_asm():
 
 
 @gluon.jit
-def _zero_of_lanes(number):
+def zero_of_lanes(number):
     """Zero, for a `number` that is not negative, which ptxas takes for something of each lane's own.
 
     A scale that it knows to be one for all lanes it moves to a uniform register, and waits for it at once.
@@ -232,7 +251,7 @@ def _scale_places(expert, first, nt, N, blocks, HOW: gl.constexpr):
     other = row + 8 if two_scales(HOW) else row + 64 * HOW.blocks_m * (HOW.workers - 1)
     at, there = scale_rows(row, N, HOW)
     other_at, other_there = scale_rows(other, N, HOW)
-    base = expert * (scale_count(N, HOW) * blocks) + _zero_of_lanes(first)
+    base = expert * (scale_count(N, HOW) * blocks) + zero_of_lanes(first)
     return base + at * blocks, there, base + other_at * blocks, other_there
 
 

@@ -7,6 +7,9 @@ from collections import Counter
 from dataclasses import astuple, replace
 
 import pytest
+from devtools.inspection.handovers import LOADS, NEVER, late_reads
+from devtools.inspection.hazards import WGMMA
+from devtools.inspection.kernel_report import disassembled
 from devtools.inspection.offline_gpu import OFFLINE_GPUS
 from devtools.inspection.published_kernels import IN_ROWS, layer_without_weights
 from devtools.inspection.shipped_kernels import inspect
@@ -16,7 +19,7 @@ from moectl.kernels.choice.tma_launches import TmaTile, shared_bytes
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.triton.hopper.tma import TMA_FAMILY
 from moectl.layer.experts import empty_layer
-from moectl.problem.moe_problem import Activation, Routing
+from moectl.problem.moe_problem import SWIGLU_OAI, Activation, Routing
 from moectl.problem.schemes import (
     FP8_ACT_TENSOR,
     FP8_ACT_TOKEN,
@@ -28,7 +31,7 @@ from moectl.problem.schemes import (
     Scheme,
     int_format,
 )
-from support.ptx_places import BOXES, COPIES, Ptx, gemms
+from support.ptx_places import BOXES, COPIES, Ptx, gemms, launched_gemms
 from support.sampling import every_nth
 
 QWEN, BLOCKS = map(layer_without_weights, IN_ROWS)
@@ -42,10 +45,29 @@ LAYERS = {
     "fp8 block, 16-bit tokens": empty_layer(replace(BLOCKS.problem, scheme=Scheme(FP8_BLOCK)), "moectl"),
     "fp8 channel, 16-bit tokens": empty_layer(replace(QWEN.problem, scheme=Scheme(FP8_CHANNEL)), "moectl"),
     "int8": empty_layer(replace(QWEN.problem, scheme=Scheme(int_format(8, FULL), INT8_ACT_TOKEN)), "moectl"),
+    "int4": empty_layer(replace(QWEN.problem, scheme=Scheme(int_format(4, 128), INT8_ACT_TOKEN)), "moectl"),
+    "int4, fp32 scales": empty_layer(
+        replace(QWEN.problem, scheme=Scheme(int_format(4, 128, "F32"), INT8_ACT_TOKEN)), "moectl"
+    ),
+    "int4, bias": empty_layer(
+        replace(
+            QWEN.problem,
+            scheme=Scheme(int_format(4, 128), INT8_ACT_TOKEN),
+            bias=True,
+            activation=SWIGLU_OAI,
+        ),
+        "moectl",
+    ),
     "fp8 tensor": empty_layer(replace(QWEN.problem, scheme=Scheme(FP8_TENSOR, FP8_ACT_TENSOR)), "moectl"),
 }
 
-DECODED = ("fp8 block, 16-bit tokens", "fp8 channel, 16-bit tokens")
+DECODED = (
+    "fp8 block, 16-bit tokens",
+    "fp8 channel, 16-bit tokens",
+    "int4",
+    "int4, fp32 scales",
+    "int4, bias",
+)
 """Those whose weights products read from registers."""
 
 ROWS = re.compile(r"add\.u32 rows, low, (%r\d+);")
@@ -154,6 +176,8 @@ def test_the_weight_loader_knows_which_tiles_have_a_token() -> None:
         pytest.param("fp8 channel", TmaTile(192, 2, 2, 3, fast_sums=1), marks=pytest.mark.slow),
         pytest.param("weighted on input", TmaTile(192, 2, 2, 3), marks=pytest.mark.slow),
         pytest.param("fp8 block", TmaTile(128, 2, 2, 4, turned=1), marks=pytest.mark.slow),
+        ("int4", TmaTile(96, 2, 1, 5, group_m=4)),
+        pytest.param("int4, fp32 scales", TmaTile(96, 2, 1, 4, group_m=4), marks=pytest.mark.slow),
     ],
 )
 def test_shared_memory_is_what_was_counted(name: str, tile: TmaTile) -> None:
@@ -165,10 +189,39 @@ def test_shared_memory_is_what_was_counted(name: str, tile: TmaTile) -> None:
     assert counted - 128 < max(used) <= counted
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8 block", "fp8 channel", "fp8 block, 16-bit tokens"])
+@pytest.mark.parametrize("name", ["bf16", "fp8 block", "fp8 channel", "fp8 block, 16-bit tokens", "int4"])
 def test_stages_are_released_once_read_and_barriers_have_memory_of_their_own(name: str) -> None:
     for kernel in inspect(LAYERS[name], 64, Launch("tma", TWO_WORKERS), OFFLINE_GPUS[90]):
         assert not kernel.handovers and not kernel.overwritten
+
+
+CODES = re.compile(r"\[R\d+(\+0x400)?\]")
+"""Where codes of INT4 are read: in a row, or in the one that is eight further on."""
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    every_nth(
+        [
+            (it, tile)
+            for it in ("int4", "int4, fp32 scales")
+            for tile in TMA_FAMILY.candidates(LAYERS[it].problem)
+        ],
+        6,
+    ),
+)
+def test_scales_of_groups_have_been_read_when_their_stage_is_given_back(name: str, tile: TmaTile) -> None:
+    """A tile of few tokens has codes of the next stage in flight then, which lie in other places."""
+    for launched in launched_gemms(LAYERS[name], Launch("tma", tile), 64, "_rows_gemm_kernel"):
+        _, code = disassembled(launched.kernel.asm["cubin"])
+        inside = [i for loop in code.loops if loop.count(*WGMMA) for i in loop.instructions]
+        loads = [i for i in inside if i.family in LOADS and i.guard != NEVER]
+        scales = {i.address for i in loads if not CODES.fullmatch(i.operands[1])}
+        assert scales and len(scales) < len(loads)
+        products = {i.address for i in inside}
+        late = {it.load.address for it in late_reads(code) if it.arrival.address in products}
+        assert not late & scales
+        assert tile.tokens < 64 or not late
 
 
 @pytest.mark.slow
@@ -194,7 +247,7 @@ def test_they_do_in_every_tile(name: str, tile: TmaTile) -> None:
     ("name", "tile"),
     every_nth([(name, tile) for name in DECODED for tile in TMA_FAMILY.candidates(LAYERS[name].problem)], 4),
 )
-def test_weights_for_16_bit_tokens_are_decoded_into_registers(name: str, tile: TmaTile) -> None:
+def test_weights_are_decoded_into_registers(name: str, tile: TmaTile) -> None:
     made = [it for it in inspect(LAYERS[name], 64, Launch("tma", tile), OFFLINE_GPUS[90]) if it.wgmma]
     assert len(made) == 2
     for it in made:

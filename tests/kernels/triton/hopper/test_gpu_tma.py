@@ -51,9 +51,11 @@ FAST_SUMS = "128x2x2 group_m 4 fast_sums 1"
 WIDE = "192x2x2 group_m 4"
 """Whose loaders have rows in shared memory."""
 TURNED = "128x2x2 group_m 4 turned 1"
-INT8 = "channel and token, INT8"
+INT8, INT4 = "channel and token, INT8", "group and token, INT4"
+INT4_FP32_SCALES = f"{INT4}, F32 scales"
 W8A16 = ("block, 16-bit tokens", "channel, 16-bit tokens", "tensor, 16-bit tokens")
 DECODING = ("8x1x1 depth 2 programs 3", "16x1x2 programs 2", "32x1x2 programs 2", "64x2x1")
+INT4_TILES = (*DECODING, "8x1x1 depth 4", "64x2x2 group_m 4", "96x2x1 group_m 4", "128x2x1 group_m 4")
 """Tiles of layers whose weights are decoded."""
 
 
@@ -61,6 +63,8 @@ def few(scheme: str) -> tuple[str, ...]:
     """Tiles that differ most, of all kinds of sums."""
     if scheme in W8A16:
         return DECODING
+    if scheme in (INT4, INT4_FP32_SCALES):
+        return INT4_TILES
     others = {
         "plain": (WIDE,),
         INT8: ("128x2x2 group_m 4", WIDE),
@@ -125,6 +129,8 @@ EVERY = [
     *every("block"),
     *every("channel and token"),
     *every(INT8),
+    *every(INT4),
+    *every(INT4_FP32_SCALES),
     *every("block, 16-bit tokens"),
     *every("channel, 16-bit tokens"),
 ]
@@ -168,7 +174,7 @@ def test_every_tile_agrees(scheme: str, tile: str, tokens: int) -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "tile"),
-    [(it, tile) for it in ("plain", "block", "channel and token", INT8, *W8A16) for tile in few(it)],
+    [(it, tile) for it in ("plain", "block", "channel and token", INT8, INT4, *W8A16) for tile in few(it)],
 )
 def test_one_token_skips_experts_between_others(scheme: str, tile: str) -> None:
     """In the second GEMM programs have several tiles, some of which have no token."""
@@ -234,6 +240,7 @@ def test_a_hundred_repetitions_and_a_graph_with_other_routings(scheme: str, tile
             for it in ("plain", "block", "channel and token", INT8, *W8A16)
             for tile in few(it)
         ),
+        *((INT4, tile, (4608, 4608), (True, True)) for tile in INT4_TILES if "depth 4" not in tile),
         ("plain", "64x2x2", (576, 512), (True, False)),  # nine steps, and eight
     ],
 )
@@ -302,7 +309,7 @@ def test_an_epilogue_that_quantizes_gives_the_bits_of_a_kernel_that_does(
     ("scheme", "tile"),
     [
         (it, tile)
-        for it in ("plain", "block", "channel and token", "tensor, static", INT8, *W8A16)
+        for it in ("plain", "block", "channel and token", "tensor, static", INT8, INT4, *W8A16)
         for tile in few(it)
     ],
 )
@@ -323,7 +330,7 @@ def test_what_is_not_finite_stays_in_its_row(scheme: str, tile: str, value: floa
 @pytest.mark.parametrize("hidden", [2048, 4096, 7168, 16384])
 @pytest.mark.parametrize(
     ("scheme", "tile"),
-    [(it, tile) for it in (*W8A8, INT8, *W8A16) for tile in few(it) if "fast_sums" not in tile],
+    [(it, tile) for it in (*W8A8, INT8, INT4, *W8A16) for tile in few(it) if "fast_sums" not in tile],
 )
 def test_long_sums_of_unlike_magnitudes_are_as_exact_as_in_fp32(scheme: str, tile: str, hidden: int) -> None:
     """Codes of very different sizes in one sum, which tensor cores add with fewer bits than fp32.

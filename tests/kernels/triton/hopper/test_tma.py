@@ -10,7 +10,6 @@ from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from devtools.inspection.published_kernels import IN_ROWS, layer_without_weights
 
 from moectl.kernels.choice.tma_launches import (
-    PROMISING,
     TmaTile,
     launch_registers,
     registers,
@@ -55,16 +54,24 @@ def test_few_tokens_take_narrow_tiles_and_many_wide_ones(problem: MoEProblem) ->
     assert chosen[0].tile.tokens == 8 and chosen[1].tile.tokens >= 96
 
 
-@pytest.mark.parametrize(("promoted", "blocks"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("tile", PROMISING, ids=str)
-def test_threads_of_a_multiprocessor_share_its_registers(tile: TmaTile, promoted: bool, blocks: bool) -> None:
-    working, loading, copying = registers(tile, promoted, blocks=blocks)
-    at_first = launch_registers(tile)
-    apart = tile.loaders == 4  # then the weight loader is in a warpgroup of its own
-    groups = tile.workers + (2 if apart else 1)
-    assert tile.programs * 128 * groups * at_first <= 65536
-    assert working * tile.workers + loading + (copying if apart else 0) <= at_first * groups
-    assert working % 8 == loading % 8 == copying % 8 == 0 and (apart or loading == copying)
+OF_ALL_SUMS = ("plain", "block", "channel and token", "block, 16-bit tokens", "group and token, INT4")
+TILES = [
+    (scheme, tile)
+    for scheme in OF_ALL_SUMS
+    for tile in TMA_FAMILY.candidates(replace(QWEN, scheme=SCHEMES[scheme]))
+]
+
+
+@pytest.mark.parametrize(("scheme", "tile"), TILES, ids=str)
+def test_threads_of_a_multiprocessor_share_its_registers(scheme: str, tile: TmaTile) -> None:
+    for stage in (1, 2):
+        working, loading, copying = registers(replace(QWEN, scheme=SCHEMES[scheme]), tile, stage)
+        at_first = launch_registers(tile)
+        apart = tile.loaders == 4  # then the weight loader is in a warpgroup of its own
+        groups = tile.workers + (2 if apart else 1)
+        assert tile.programs * 128 * groups * at_first <= 65536
+        assert working * tile.workers + loading + (copying if apart else 0) <= at_first * groups
+        assert working % 8 == loading % 8 == copying % 8 == 0 and (apart or loading == copying)
 
 
 def test_tokens_in_a_row_are_copied_in_the_batches_of_a_tile() -> None:
