@@ -1,4 +1,4 @@
-"""`convert --to moectl` of INT8 weights: the layout follows from the declared activations."""
+"""`convert --to moectl` of integer weights: the layout follows from the declared activations."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from support.invoking import moectl
 TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 
 
-@pytest.fixture(scope="module")
-def in_int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers with INT8 weights, a scale per channel, and 16-bit activations."""
-    folder = tmp_path_factory.mktemp("int8")
-    small = {"layers": 2, "experts": 4, "hidden": 128, "intermediate": 128}
+def quantized(folder: Path, to: str) -> Path:
+    """Two layers with integer weights and 16-bit activations."""
+    small = {"layers": 2, "experts": 4, "hidden": 128, "intermediate": 384}
     source = synthesize("Qwen/Qwen3-30B-A3B", folder / "bf16", **small)
-    done = moectl("convert", source, folder / "a16", "--to", "int8", "--container", "compressed-tensors")
+    done = moectl("convert", source, folder / "a16", "--to", to, "--container", "compressed-tensors")
     assert done.code == 0, done.stderr
     return folder / "a16"
+
+
+@pytest.fixture(scope="module")
+def in_int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a scale per channel."""
+    return quantized(tmp_path_factory.mktemp("int8"), "int8")
 
 
 def declaring(source: Path, out: Path, *layers: int) -> Path:
@@ -42,16 +46,21 @@ def declaring(source: Path, out: Path, *layers: int) -> Path:
     return out
 
 
-def test_the_layout_follows_from_what_is_declared(in_int8: Path, tmp_path: Path) -> None:
-    declared = declaring(in_int8, tmp_path / "declared")
-    for source, layout in ((in_int8, "moectl-mtile64"), (declared, "moectl-int8")):
-        out = tmp_path / layout
+@pytest.mark.parametrize(
+    ("to", "own"),
+    [("int8", "moectl-int8"), ("int4-g128", "moectl-int4"), ("int4-g32", "moectl-mtile64")],
+)
+def test_the_layout_follows_from_what_is_declared(to: str, own: str, tmp_path: Path) -> None:
+    plain = quantized(tmp_path, to)
+    declared = declaring(plain, tmp_path / "declared")
+    for source, layout in ((plain, "moectl-mtile64"), (declared, own)):
+        out, back = (tmp_path / f"{source.name} {there}" for there in ("out", "back"))
         done = moectl("convert", source, out, "--to", "moectl")
         assert done.code == 0 and layout in done.stdout, done.stderr
         assert moectl("verify", out, "--source", source).code == 0
-        assert moectl("unconvert", out, tmp_path / f"{layout} back").code == 0
+        assert moectl("unconvert", out, back).code == 0
         for path in source.glob("*.safetensors"):
-            assert (tmp_path / f"{layout} back" / path.name).read_bytes() == path.read_bytes()
+            assert (back / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize(
