@@ -132,8 +132,10 @@ def registers(problem: MoEProblem, tile: TmaTile, stage: int = 1) -> tuple[int, 
     # Loaders have the addresses of tokens in registers; workers need the more of them, the wider sums are.
     if tile.turned:
         spare = 64 if stage == 1 else 56
-    elif shares_rows(problem, tile):
+    elif problem.scheme.weight.bits == 4 and tile.tokens > 32:
         spare = 56 if tile.blocks_m == 2 else 96 if tile.tokens == 128 else 72
+    elif shares_rows(problem, tile):
+        spare = 40
     elif promoted:
         spare = {112: 56, 128: 64 if blocks else 56}.get(tile.tokens, 72)
     else:

@@ -119,17 +119,20 @@ def _issue_asm(WIDTH, KIND, FRESH, TIED):
     """PTX of the products of an operand and a line of the tokens.
 
     Operands: the accumulators, if TIED to the results; the operand's registers; the tokens' byte offset from
-    the start of shared memory, of either row.
+    the start of shared memory, of INT4 from both rows of a thread.
     """
     count = WIDTH // 2
     first = 2 * count if TIED else count
+    offset = first + OPERAND
     acc = _list([f"${i}" for i in range(count)])
     types, more = KINDS[KIND]
+    other = "{ .reg .b32 other; mov.u32 other, global_smem; add.u32 other, other, "
+    waits = [f"{other}${offset + 2}; or.b32 low, low, other; }}"] if KIND == "int4" else []
     lines = [
-        "{ .reg .b32 low, at; .reg .b64 d;",
+        "{ .reg .b32 low; .reg .b64 d;",
         "mov.u32 low, global_smem;",
-        f"or.b32 at, ${first + OPERAND}, ${first + OPERAND + 2};",
-        "add.u32 low, low, at;",
+        f"add.u32 low, low, ${offset};",
+        *waits,
         "shr.u32 low, low, 4;",
         "mov.b64 d, {low, 0x40000040};",
         "wgmma.fence.sync.aligned;",

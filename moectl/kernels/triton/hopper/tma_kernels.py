@@ -502,7 +502,7 @@ def _worker(work, ME: gl.constexpr, HOW: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["row_tiles", "group_m", "steps", "bound"])
 def _rows_gemm_kernel(
-    X, COPIES, XS, ROWS, SCALES, S, B, Y, YS, SORTED, TILES, COUNT, COUNTER, WEIGHTS,
+    X, COPIES, XS, ROWS, S, B, Y, YS, SORTED, TILES, COUNT, COUNTER, WEIGHTS,
     N, steps, KX, NX, row_tiles, group_m, bound, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
@@ -544,9 +544,9 @@ def _rows_gemm_kernel(
         scales = gl.allocate_shared_memory(gl.float32, [2 * PIECES, NOTES], LINE)
     if in_groups(HOW):
         HALVES: gl.constexpr = scale_halves(HOW)
-        BOX: gl.constexpr = gl.NVMMASharedLayout(0, SCALES.dtype.primitive_bitwidth, 4)
+        BOX: gl.constexpr = gl.NVMMASharedLayout(0, S.dtype.primitive_bitwidth, 4)
         SHAPE: gl.constexpr = [HOW.stages, 1, 2 * HOW.depth, HALVES, 64 * BLOCKS // HALVES]
-        scales = gl.allocate_shared_memory(SCALES.dtype, SHAPE, BOX)
+        scales = gl.allocate_shared_memory(S.dtype, SHAPE, BOX)
     places = slots
     if HOW.shares_rows:
         places = gl.allocate_shared_memory(gl.int32, [NOTES], LINE)
@@ -570,7 +570,9 @@ def _rows_gemm_kernel(
     board = (jobs, (slots, weights, token_scales), told, noted, near, spent, met)
     work = (ring, board, Y, YS, B, S, N, steps, NX, alpha, limit)
     gather = (ring, board, places, X, COPIES, XS, S, SORTED, N, steps, KX)
-    stream = (ring, board, ROWS, SCALES, steps)
+    stream = (ring, board, ROWS, steps)
+    if in_groups(HOW):
+        stream += (S,)
     order = (board, SORTED, WEIGHTS, XS, TILES, COUNTER, count, steps, row_tiles, group_m)
     if HOW.workers == 1:
         gl.warp_specialize(

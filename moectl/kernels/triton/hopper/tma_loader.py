@@ -132,7 +132,7 @@ def scale_count(N, HOW: gl.constexpr):
 @gluon.jit
 def weight_loader(work, HOW: gl.constexpr):
     """Producer of weight rows, and of their scales by groups."""
-    ring, board, ROWS, SCALES, steps = work
+    ring, board, ROWS, steps = work[:4]
     DEPTH: gl.constexpr = HOW.depth
     GROUPS: gl.constexpr = HOW.workers * HOW.blocks_m * 4
     SCALED: gl.constexpr = HOW.workers * HOW.blocks_m * 64 // scale_halves(HOW)
@@ -156,7 +156,7 @@ def weight_loader(work, HOW: gl.constexpr):
                 tma_load(ROWS, at, full.index(stage), rows.index(stage * DEPTH + d))
             if in_groups(HOW):
                 at = [expert, k * (2 * DEPTH), 0, nt * SCALED]
-                tma_load(SCALES, at, full.index(stage), scales.index(stage))
+                tma_load(work[4], at, full.index(stage), scales.index(stage))
             mbarrier.arrive(near.index(0), count=1, pred=k + AHEAD == steps)
             stage, phase = _next(stage, phase, HOW)
         job += 1
