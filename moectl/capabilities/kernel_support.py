@@ -22,7 +22,7 @@ class WeightSupport:
         dtypes: supported model dtypes.
         any_act: computed with 16-bit activations, whatever the checkpoint declares.
         acts: declared activation formats that it is computed with, unless `any_act`.
-        own_scales: the layout converts scales of any dtype.
+        own_scales: the layout takes scales of any dtype, which it keeps or converts.
         lowest: the first compute capability with these kernels; None for that of the backend.
         untried: these kernels have not been run on a GPU and their results compared yet.
     """

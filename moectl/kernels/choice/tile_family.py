@@ -116,10 +116,10 @@ def weight_scales(problem: MoEProblem) -> str:
     weight = problem.scheme.weight
     if weight.bits == 16:
         return "none"
-    rows, columns = weight.block
-    if weight.bits == 4:
-        return "group"
-    return "tensor" if rows == FULL else "channel" if columns == FULL else "block"
+    rows, _ = weight.block
+    if FULL in weight.block:
+        return "tensor" if rows == FULL else "channel"
+    return "group" if rows == 1 else "block"
 
 
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import or_
 
-from .sass import Instruction, SassCode
+from .sass import Instruction, SassCode, flow
 
 ACCESSES = ("LDS", "LDSM", "STS", "STSM", "ATOMS")
 WGMMA_WAIT = "WARPGROUP.DEPBAR"
@@ -56,21 +57,15 @@ def early_handovers(code: SassCode) -> tuple[Handover, ...]:
     instructions = code.instructions
     if not any(i.op.startswith(ARRIVAL) for i in instructions):
         return ()
-    # For each instruction the accesses that may precede it without a barrier, as a bit mask of indices.
-    before = {0: 0}
-    pending = [0]
-    while pending:
-        index = pending.pop()
-        instruction, after = instructions[index], before[index]
+
+    def accesses_after(index: int, before: int) -> int:
+        """The accesses that may precede the next instruction without a barrier, as a bit mask of indices."""
+        instruction = instructions[index]
         if instruction.op.startswith(BARRIER) and not instruction.guard:
-            after = 0
-        elif is_access(instruction):
-            after |= 1 << index
-        for successor in code.following[index]:
-            previous = before.get(successor)
-            if previous is None or after & ~previous:
-                before[successor] = after | (previous or 0)
-                pending.append(successor)
+            return 0
+        return before | 1 << index if is_access(instruction) else before
+
+    before = flow(code, 0, accesses_after, or_)
     return tuple(
         Handover(str(instructions[index]), str(instructions[access]))
         for index, accesses in sorted(before.items())
@@ -115,17 +110,10 @@ def late_reads(code: SassCode) -> tuple[LateRead, ...]:
         for index, instruction in enumerate(instructions)
         if instruction.family in LOADS and instruction.guard != NEVER and instruction.written
     }
-    before = {0: Reads({}, frozenset(), frozenset())}
-    pending = [0]
-    while pending:
-        index = pending.pop()
-        after = _issued(index, instructions[index], before[index], results)
-        for successor in code.following[index]:
-            previous = before.get(successor)
-            joined = after if previous is None else _of_either(previous, after)
-            if joined != previous:
-                before[successor] = joined
-                pending.append(successor)
+    nothing = Reads({}, frozenset(), frozenset())
+    before = flow(
+        code, nothing, lambda index, reads: _issued(index, instructions[index], reads, results), _of_either
+    )
     return tuple(
         LateRead(instructions[index], instructions[load])
         for index, reads in sorted(before.items())

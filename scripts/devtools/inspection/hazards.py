@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .sass import Instruction, SassCode
+from .sass import Instruction, SassCode, flow
 
 WGMMA = ("HGMMA", "QGMMA", "IGMMA")
 A_REGISTERS = 4
@@ -85,18 +85,12 @@ def hazards(code: SassCode) -> tuple[Hazard, ...]:
 
 def _reached(code: SassCode, wgmmas: set[int]) -> dict[int, InFlight]:
     """The wgmmas that may be in flight before each reachable instruction, by index."""
-    before: dict[int, InFlight] = {0: NOTHING}
-    todo = [0]
-    while todo:
-        index = todo.pop()
-        after = _after(code.instructions[index], index in wgmmas, index, before[index])
-        for successor in code.following[index]:
-            previous = before.get(successor)
-            joined = after if previous is None else _joined(previous, after)
-            if joined != previous:
-                before[successor] = joined
-                todo.append(successor)
-    return before
+    return flow(
+        code,
+        NOTHING,
+        lambda index, in_flight: _after(code.instructions[index], index in wgmmas, index, in_flight),
+        _joined,
+    )
 
 
 def _after(instruction: Instruction, is_wgmma: bool, index: int, in_flight: InFlight) -> InFlight:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 _LABEL = re.compile(r"^\s*(\.L_\w+):")
 _INSTRUCTION = re.compile(
@@ -168,6 +170,30 @@ class SassCode:
             seen |= successors
             todo += successors
         return last in seen
+
+
+State = TypeVar("State")
+
+
+def flow(
+    code: SassCode,
+    first: State,
+    after: Callable[[int, State], State],
+    joined: Callable[[State, State], State],
+) -> dict[int, State]:
+    """What is known before each reachable instruction, by index: `first` at the start, `after` an instruction
+    that of its index and what was known before it, and `joined` where two paths meet."""
+    before = {0: first}
+    pending = [0]
+    while pending:
+        index = pending.pop()
+        known = after(index, before[index])
+        for successor in code.following[index]:
+            now = joined(before[successor], known) if successor in before else known
+            if successor not in before or now != before[successor]:
+                before[successor] = now
+                pending.append(successor)
+    return before
 
 
 def parse(text: str) -> SassCode:
