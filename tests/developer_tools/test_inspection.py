@@ -177,6 +177,38 @@ def test_what_is_given_back_has_been_read(use: str, later: str, after: str, late
     assert all(it.arrival.address == 0x170 and "may precede the end of" in str(it) for it in found)
 
 
+READS_AHEAD = """
+        /*0100*/                   LDS R24, [R8] ;
+.L_x_1:
+        /*0110*/                   {first} ;
+        /*0120*/                   FADD R30, R24, R30 ;
+        /*0130*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR7+0x1b4a0], R10 ;
+        /*0140*/                   {then} ;
+        /*0150*/                   LDS R24, [R8] ;
+        /*0160*/                   BAR.SYNC.DEFER_BLOCKING 0x2, 0x80 ;
+        /*0170*/              @!P1 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x8], RZ ;
+        /*0180*/              @!P3 BRA `(.L_x_1) ;
+        /*0190*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "late"),
+    [
+        ("NOP", "NOP", {0x150: True}),
+        ("LDS R26, [R9]", "NOP", {0x110: False, 0x150: True}),
+        ("LDS R26, [R9]", "FADD R31, R26, R31", {0x150: True}),
+        ("NOP", "LDS R26, [R9]", {0x140: True, 0x150: True}),
+        ("NOP", "@P2 BRA `(.L_x_1)", {0x150: True}),
+    ],
+)
+def test_what_is_read_ahead_is_told_from_what_is_given_back(
+    first: str, then: str, late: dict[int, bool]
+) -> None:
+    found = late_reads(parse(READS_AHEAD.replace("{first}", first).replace("{then}", then)))
+    assert {it.load.address: it.ahead for it in found} == late
+
+
 KEEPS_A_VALUE = """
         /*0100*/              @!UP4 SYNCS.EXCH.64 URZ, [UR7+0x1b4a0], UR38 ;
         /*0110*/              @!UP4 SYNCS.EXCH.64 URZ, [UR7+0x1b000], UR40 ;

@@ -30,7 +30,7 @@ from .sass import Instruction, SassCode, flow
 ACCESSES = ("LDS", "LDSM", "STS", "STSM", "ATOMS")
 WGMMA_WAIT = "WARPGROUP.DEPBAR"
 LOADS = ("LDS", "LDSM")
-BARRIER, ARRIVAL = "BAR.SYNC", "SYNCS.ARRIVE"
+BARRIER, ARRIVAL, AWAIT = "BAR.SYNC", "SYNCS.ARRIVE", "SYNCS.PHASECHK"
 NEVER = "!PT"
 """Guard of instructions that never execute and only occupy a slot in the pipeline."""
 
@@ -77,10 +77,16 @@ def early_handovers(code: SassCode) -> tuple[Handover, ...]:
 
 @dataclass(frozen=True)
 class LateRead:
-    """An arrival, and a shared load that may be in flight then."""
+    """An arrival, and a shared load that may be in flight then.
+
+    Attributes:
+        ahead: whether nothing is awaited on any path from the load to the arrival. Of a ring whose next stage
+            is awaited and read before the last one is given back, such a load reads the next stage.
+    """
 
     arrival: Instruction
     load: Instruction
+    ahead: bool
 
     def __str__(self) -> str:
         return f"{self.arrival} may precede the end of {self.load}"
@@ -114,8 +120,14 @@ def late_reads(code: SassCode) -> tuple[LateRead, ...]:
     before = flow(
         code, nothing, lambda index, reads: _issued(index, instructions[index], reads, results), _of_either
     )
+    awaited = flow(
+        code,
+        (frozenset[int](), frozenset[int]()),
+        lambda index, loads: _since_wait(index, instructions[index], *loads, results),
+        lambda a, b: (a[0] | b[0], a[1] | b[1]),
+    )
     return tuple(
-        LateRead(instructions[index], instructions[load])
+        LateRead(instructions[index], instructions[load], load not in awaited[index][1])
         for index, reads in sorted(before.items())
         if instructions[index].op.startswith(ARRIVAL)
         for load in sorted(reads.late | reads.done | reads.in_flight.keys())
@@ -138,6 +150,21 @@ def _issued(
         left[index] = frozenset()
         done, late = done - {index}, late - {index}
     return Reads(left, done, late)
+
+
+def _since_wait(
+    index: int,
+    instruction: Instruction,
+    since: frozenset[int],
+    earlier: frozenset[int],
+    results: Mapping[int, frozenset[int]],
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Loads since the last wait for an mbarrier, and those before it, after `instruction` was issued."""
+    if instruction.op.startswith(AWAIT):
+        return frozenset(), since | earlier
+    if index in results:
+        return since | {index}, earlier - {index}
+    return since, earlier
 
 
 def _of_either(a: Reads, b: Reads) -> Reads:

@@ -63,8 +63,10 @@ def _decode_asm(HALF, KIND, UNIT):
     """PTX of an operand: rows g and g + 8, each with columns 2t, 2t + 1 and those 8 further on, or of INT4
     four columns from 4t on and those 16 further on.
 
-    Operands: the registers; the thread's place; the row block's byte offset from the start of shared memory.
+    Operands: the registers; the thread's place; the row block's byte offset from the start of shared memory;
+    of INT4 a zero of each row.
     """
+    zeros = OPERAND + UNIT
     lines = [
         "{ .reg .b32 at, chunk, both; .reg .b16 p, low, high; .reg .f32 x, y;",
         "mov.u32 at, global_smem;",
@@ -78,6 +80,8 @@ def _decode_asm(HALF, KIND, UNIT):
                 lines.append(f"ld.shared.b32 both, [chunk+{further}];")
                 lines.append(f"and.b32 ${4 * k + 2 + i}, both, 0xf0f0f0f0;")
                 lines.append(f"shl.b32 both, both, 4; and.b32 ${4 * k + i}, both, 0xf0f0f0f0;")
+                if k == 0:
+                    lines.append(f"or.b32 ${i}, ${i}, ${zeros + 2 * i};")
             continue
         for i, further in enumerate((0, 8 * 128, 8, 8 * 128 + 8)):
             lines.append(f"ld.shared.u16 p, [chunk+{further}];")
@@ -86,8 +90,8 @@ def _decode_asm(HALF, KIND, UNIT):
 
 
 @gluon.constexpr_function
-def _decode_registers(UNIT):
-    return ",".join(["=&r"] * OPERAND + ["r"] * UNIT)
+def _decode_registers(KIND, UNIT):
+    return ",".join(["=&r"] * OPERAND + ["r"] * (UNIT // 2 * (3 if KIND == "int4" else 2)))
 
 
 @gluon.constexpr_function
@@ -103,15 +107,22 @@ def _operands(UNIT):
 
 
 @gluon.jit
-def decoded(lane, rows, HALF: gl.constexpr, WIDTH: gl.constexpr, KIND: gl.constexpr):
-    """The operand of the first or second half of the columns of the row block at byte offset `rows`."""
+def decoded(lane, rows, zeros, HALF: gl.constexpr, WIDTH: gl.constexpr, KIND: gl.constexpr):
+    """The operand of the first or second half of the columns of the row block at byte offset `rows`.
+
+    Of INT4 it is there only once `zeros` are: one tensor of them, a zero of each row that depends on what
+    products are to wait for.
+    """
     UNIT: gl.constexpr = unit_of(WIDTH)
     ASM: gl.constexpr = _decode_asm(HALF, KIND, UNIT)
-    REGISTERS: gl.constexpr = _decode_registers(UNIT)
+    REGISTERS: gl.constexpr = _decode_registers(KIND, UNIT)
     RESULTS: gl.constexpr = _operands(UNIT)
     place = gl.full([64, UNIT], lane, gl.int32, _mma(UNIT))
     block = gl.full([64, UNIT], rows, gl.int32, _mma(UNIT))
-    return gl.inline_asm_elementwise(ASM, REGISTERS, (place, block), RESULTS, False, UNIT // 2)
+    arguments = (place, block)
+    if len(zeros) > 0:
+        arguments += (gl.zeros([64, UNIT], gl.int32, _mma(UNIT)) + gl.expand_dims(zeros[0], 1),)
+    return gl.inline_asm_elementwise(ASM, REGISTERS, arguments, RESULTS, False, UNIT // 2)
 
 
 @gluon.constexpr_function
@@ -119,20 +130,16 @@ def _issue_asm(WIDTH, KIND, FRESH, TIED):
     """PTX of the products of an operand and a line of the tokens.
 
     Operands: the accumulators, if TIED to the results; the operand's registers; the tokens' byte offset from
-    the start of shared memory, of INT4 from both rows of a thread.
+    the start of shared memory.
     """
     count = WIDTH // 2
     first = 2 * count if TIED else count
-    offset = first + OPERAND
     acc = _list([f"${i}" for i in range(count)])
     types, more = KINDS[KIND]
-    other = "{ .reg .b32 other; mov.u32 other, global_smem; add.u32 other, other, "
-    waits = [f"{other}${offset + 2}; or.b32 low, low, other; }}"] if KIND == "int4" else []
     lines = [
         "{ .reg .b32 low; .reg .b64 d;",
         "mov.u32 low, global_smem;",
-        f"add.u32 low, low, ${offset};",
-        *waits,
+        f"add.u32 low, low, ${first + OPERAND};",
         "shr.u32 low, low, 4;",
         "mov.b64 d, {low, 0x40000040};",
         "wgmma.fence.sync.aligned;",
@@ -158,7 +165,6 @@ def _issue_registers(WIDTH, KIND, TIED):
 def decoded_issued(a, tokens, acc, WIDTH: gl.constexpr, KIND: gl.constexpr, FRESH: gl.constexpr):
     """Issues the products of operand `a` and the tokens at byte offset `tokens`; the sums are pending.
 
-    The offset is one number, or the same one for each row, if it depends on what products are to wait for.
     They are in the registers of `acc`, if it isn't empty. With FRESH they do not begin with its numbers.
     """
     UNIT: gl.constexpr = unit_of(WIDTH)
@@ -167,7 +173,7 @@ def decoded_issued(a, tokens, acc, WIDTH: gl.constexpr, KIND: gl.constexpr, FRES
     REGISTERS: gl.constexpr = _issue_registers(WIDTH, KIND, TIED)
     RESULTS: gl.constexpr = sums_of(WIDTH, 1, KIND)
     arguments = acc + a
-    arguments += (gl.zeros([64, UNIT], gl.int32, _mma(UNIT)) + tokens,)
+    arguments += (gl.full([64, UNIT], tokens, gl.int32, _mma(UNIT)),)
     return gl.inline_asm_elementwise(ASM, REGISTERS, arguments, RESULTS, False, UNIT // 2)
 
 

@@ -332,6 +332,32 @@ def _group_scale(scales, stage, HALF: gl.constexpr, ME: gl.constexpr, WIDTH: gl.
 
 
 @gluon.jit
+def _half_decoded(
+    lane, scales, stage, zero, HALF: gl.constexpr, ME: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr
+):  # fmt: skip
+    """The operand of half number HALF of a stage's pieces, and if there are scales of groups, those of its
+    sums, else `zero`.
+
+    Codes wait for scales in groups: a load in flight when the stage is given back may be queued behind the
+    loaders' cp.async until the next scales have come.
+    """
+    BLOCKS: gl.constexpr = HOW.blocks_m
+    KIND: gl.constexpr = HOW.kind
+    PIECE: gl.constexpr = piece_bytes(HOW)
+    OWN: gl.constexpr = ME * BLOCKS * 64 * 128
+    PLACE: gl.constexpr = HALF // 2 // BLOCKS * PIECE + HALF // 2 % BLOCKS * (64 * 128)
+    rows = stage * (HOW.depth * PIECE) + OWN
+    rows += PLACE
+    if in_groups(HOW):
+        scale = _group_scale(scales, stage, HALF, ME, WIDTH, HOW)
+        zeros = (scale.to(gl.int32, bitcast=True) & zero,)
+    else:
+        scale = zero
+        zeros = ()
+    return decoded(lane, rows, zeros, HALF % 2, WIDTH, KIND), scale
+
+
+@gluon.jit
 def _added_group(acc, part, scale, BLOCK: gl.constexpr, WIDTH: gl.constexpr):
     """The accumulators plus the int32 sums of row block BLOCK, times a scale of each row."""
     UNITS: gl.constexpr = units_of(WIDTH)
@@ -350,10 +376,8 @@ def _decoded_product(
     columns, a piece of FP8 or half a piece of INT4, are multiplied by them and added up outside of the tensor
     cores.
     """
-    PIECE: gl.constexpr = piece_bytes(HOW)
     TOKENS: gl.constexpr = token_bytes(HOW)
-    OWN: gl.constexpr = ME * HOW.blocks_m * 64 * 128
-    FIRST: gl.constexpr = HOW.stages * HOW.depth * PIECE
+    FIRST: gl.constexpr = HOW.stages * HOW.depth * piece_bytes(HOW)
     BLOCKS: gl.constexpr = HOW.blocks_m
     DEPTH: gl.constexpr = HOW.depth
     KIND: gl.constexpr = HOW.kind
@@ -368,24 +392,16 @@ def _decoded_product(
     part = step_zeros(WIDTH, 1, KIND)
     if EARLY:
         _await(full, stage, phase, HOW)
-        a = decoded(lane, stage * (DEPTH * PIECE) + OWN, 0, WIDTH, KIND)
+        a, scale = _half_decoded(lane, scales, stage, zero, 0, ME, WIDTH, HOW)
     for step in range(steps):
         after, phase_after = _next(stage, phase, HOW)
         if not EARLY:
             _await(full, stage, phase, HOW)
         for half in gl.static_range(HALVES):
-            if IN_GROUPS:
-                scale = _group_scale(scales, stage, half, ME, WIDTH, HOW)
             if not EARLY:
-                rows = stage * (DEPTH * PIECE) + OWN
-                rows += half // 2 // BLOCKS * PIECE + half // 2 % BLOCKS * (64 * 128)
-                a = decoded(lane, rows, half % 2, WIDTH, KIND)
+                a, scale = _half_decoded(lane, scales, stage, zero, half, ME, WIDTH, HOW)
             tokens = stage * (DEPTH * TOKENS) + FIRST
             tokens += half // 2 // BLOCKS * TOKENS + half % 2 * (TOKENS // 2)
-            if IN_GROUPS:
-                # Products wait for the scales: a load in flight when the stage is given back may be queued
-                # behind the loaders' cp.async until the next scales have come.
-                tokens += gl.expand_dims(scale.to(gl.int32, bitcast=True) & zero, 1)
             if not HOW.promoted:
                 sums = acc[half // 2 % BLOCKS * UNITS : (half // 2 % BLOCKS + 1) * UNITS]
                 part = decoded_issued(a, tokens, sums, WIDTH, KIND, False)
@@ -395,25 +411,24 @@ def _decoded_product(
                 part = decoded_issued(a, tokens, (), WIDTH, KIND, True)
             else:
                 part = decoded_issued(a, tokens, part, WIDTH, KIND, False)
+            scale_now = scale
             coming = ()
             if not EARLY:
                 pass
             elif half + 1 < HALVES:
-                rows = stage * (DEPTH * PIECE) + OWN
-                rows += (half + 1) // 2 // BLOCKS * PIECE + (half + 1) // 2 % BLOCKS * (64 * 128)
-                coming = decoded(lane, rows, (half + 1) % 2, WIDTH, KIND)
+                coming, scale = _half_decoded(lane, scales, stage, zero, half + 1, ME, WIDTH, HOW)
             else:
                 _await(full, after, phase_after, HOW, step + 1 < steps)
                 # After the last step this stage again, as nothing else may be read.
-                rows = gl.where(step + 1 < steps, after, stage) * (DEPTH * PIECE) + OWN
-                coming = decoded(lane, rows, 0, WIDTH, KIND)
+                there = gl.where(step + 1 < steps, after, stage)
+                coming, scale = _half_decoded(lane, scales, there, zero, 0, ME, WIDTH, HOW)
             part, ready = decoded_finished(part, a, coming, EARLY, WIDTH, KIND)
             if EARLY:
                 a = ready
             if not HOW.promoted:
                 acc = acc[: half // 2 % BLOCKS * UNITS] + part + acc[(half // 2 % BLOCKS + 1) * UNITS :]
             elif IN_GROUPS:
-                acc = _added_group(acc, part, scale, half // 2 % BLOCKS, WIDTH)
+                acc = _added_group(acc, part, scale_now, half // 2 % BLOCKS, WIDTH)
             elif half % 2 == 1:
                 acc = _added(acc, part, 1.0, scales, stage, half // 2, WIDTH, ME, HOW)
         mbarrier.arrive(empty.index(stage), count=1)
