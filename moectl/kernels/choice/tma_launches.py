@@ -122,7 +122,7 @@ def shares_rows(problem: MoEProblem, tile: TmaTile) -> bool:
 
 def _sums_twice(problem: MoEProblem, tile: TmaTile) -> bool:
     """Whether int32 sums of INT4 products, and those in fp32, take most registers of a worker. Its codes are
-    not decoded ahead then (`tma_kernels.decodes_early`)."""
+    not decoded ahead then (`tma_products.decodes_early`)."""
     return problem.scheme.weight.bits == 4 and tile.tokens > 32
 
 
