@@ -18,6 +18,7 @@ from support import python_forks
 ROOT = Path(__file__).parents[2]
 BENCHES = ("docs/bench_sm90_h100.jsonl", "docs/bench_sm90_h200.jsonl")
 FOUR_BITS = (
+    "docs/launches_chosen_h200.jsonl",
     "docs/bench_4_bits_h200_28_november.jsonl",
     "docs/bench_4_bits_h100.jsonl",
     "docs/bench_rows_h200_28_november.jsonl",
@@ -49,6 +50,8 @@ def test_the_page_counts_the_rows_as_they_are() -> None:
     )
     assert said in page
     assert f"({sum(launches)} on an H200" in page
+    chosen = (ROOT / "docs/launches_chosen_h200.jsonl").read_text().splitlines()
+    assert f"{len(chosen)} such launches were timed" in page
     assert (
         f"to all {sum(len(entry.rows) for entry in entries())} rows of the shipped table (`--table`)" in page
     )
