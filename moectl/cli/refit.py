@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import CheckpointError, UsageError
-from ..problem.layer_ranges import ranges
+from ..problem.layer_ranges import layers_of
 from .options import Offline, framed, option
 from .output import Output, count, size
 
@@ -72,11 +72,7 @@ def refit(
         verb = "would rewrite" if dry_run else "rewrote"
         for row in rows:
             layers, files, kept = row["layers"], row["files"], row["unchanged_layers"]
-            parts = (
-                [f"layer{'s' if len(layers) > 1 else ''} {ranges(layers)} ({size(row['bytes_out'])})"]
-                if layers
-                else []
-            )
+            parts = [f"{layers_of(layers)} ({size(row['bytes_out'])})"] if layers else []
             parts += [count(len(files), "other file")] if files else []
             unchanged = f"; {count(len(kept), 'layer')} unchanged" if layers or kept else ""
             console.print(f"{row['folder']}: {verb} {', '.join(parts) or 'the manifest'}{unchanged}")

@@ -14,7 +14,7 @@ from ..layer.layer_source import CheckpointLayers
 from ..oracle.machine_packages import packages_from
 from ..oracle.registry import policy_named
 from ..oracle.select import select
-from ..problem.layer_ranges import ranges
+from ..problem.layer_ranges import layers_of
 from ..problem.layouts import LAYOUTS, OWN_LAYOUTS
 from ..problem.moe_problem import MoEProblem
 from ..run.run_plan import POLICY
@@ -110,7 +110,7 @@ def findings_of_layers(
     stored = experts.layout_of(shard)
     for kind in kinds:
         found = kind.layers
-        which = f"layers {ranges(found.layers)} ({found.scheme})"
+        which = f"{layers_of(found.layers)} ({found.scheme})"
         own = own or bool(found.backend)
         left = "" if found.backend else layout
         if why := engine.refuses(kind.problem, left):

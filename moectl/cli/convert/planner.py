@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ...convert.portable.options import PortableOptions, unsuitable
 from ...errors import UsageError
-from ...problem.layer_ranges import ranges
+from ...problem.layer_ranges import layers_of
 from ...problem.layouts import ACTS, LAYOUTS, OWN_TARGET, TARGETS
 from ...problem.portable_formats import CONTAINERS, PORTABLE
 from ...problem.schemes import WeightFormat
@@ -122,7 +122,7 @@ def _read_in(layout: str, source: "Checkpoint") -> None:
         wanted = TRITON.layout_of(group.problem.scheme)
         if wanted != layout:
             raise UsageError(
-                f"moectl's kernels read layers {ranges(group.layers)} ({group.problem.scheme}) in {wanted}, "
+                f"moectl's kernels read {layers_of(group.layers)} ({group.problem.scheme}) in {wanted}, "
                 f"not in {layout}.",
                 hint="Leave out --act; if layers differ in their activations, use the checkpoint itself, "
                 "whose layers `moectl run` and `bench` repack as they load them.",

@@ -10,7 +10,7 @@ from ...explain.decision_matrix import DecisionMatrix, MatrixCell
 from ...explain.decision_words import because, fallback_words, remark
 from ...oracle.decision import FROM_SOURCE
 from ...oracle.registry import engine_named
-from ...problem.layer_ranges import ranges
+from ...problem.layer_ranges import layers_of
 from ..text_blocks import Block, Heading, LabelledValues
 from .summary import backend_title, deployment_words
 from .text import lacking, next_higher
@@ -75,10 +75,7 @@ def _answer(answer: DecisionMatrix) -> str:
         alike.setdefault((_name(cell, titled=True), _reason(cell)), []).extend(cell.layers)
     if len(alike) == 1:
         return ": ".join(next(iter(alike)))
-    return "; ".join(
-        f"layer{'s' if len(layers) > 1 else ''} {ranges(tuple(sorted(layers)))} {name}: {reason}"
-        for (name, reason), layers in alike.items()
-    )
+    return "; ".join(f"{layers_of(layers)} {name}: {reason}" for (name, reason), layers in alike.items())
 
 
 def _backends(answer: DecisionMatrix) -> str:

@@ -14,7 +14,7 @@ from ...files.records import to_json
 from ...oracle.decision import Decision
 from ...oracle.registry import engine_named, known_packages
 from ...oracle.tuned_files import TunedFiles, TunedStatus, tuned_status
-from ...problem.layer_ranges import ranges
+from ...problem.layer_ranges import layers_of
 from ..text_blocks import Block, Heading, LabelledValues
 
 
@@ -101,7 +101,7 @@ def tuned_sentences(explanation: Explanation) -> Iterator[str]:
         if group.decision.chosen is not None:
             layers_by_sentence.setdefault(tuned_sentence(status, files), []).extend(group.layers)
     for sentence, layers in layers_by_sentence.items():
-        prefix = f"layers {ranges(tuple(sorted(layers)))}: " if len(layers_by_sentence) > 1 else ""
+        prefix = f"{layers_of(layers)}: " if len(layers_by_sentence) > 1 else ""
         yield prefix + sentence
 
 

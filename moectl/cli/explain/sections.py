@@ -15,7 +15,7 @@ from ...oracle.backend import GROUPS
 from ...oracle.decision import Decision
 from ...oracle.registry import policy_named, versioned
 from ...oracle.verdict_sentences import sentence
-from ...problem.layer_ranges import ranges
+from ...problem.layer_ranges import layers_of
 from ...problem.layouts import LAYOUTS, loads_folder
 from ...problem.moe_problem import MoEProblem, Parallel
 from ...problem.schemes import scheme_words
@@ -111,7 +111,7 @@ def _stages(explanation: Explanation) -> str:
     if explanation.parallel.pp == 1:
         return ""
     stages = stages_of(explanation.groups)
-    return ", ".join(f"layers {ranges(tuple(stage))}" if stage else "no layers" for stage in stages)
+    return ", ".join(layers_of(stage) if stage else "no layers" for stage in stages)
 
 
 def _loading(explanation: Explanation) -> str:

@@ -28,7 +28,7 @@ from ...oracle.format_keys import act_key
 from ...oracle.policy import Policy
 from ...oracle.registry import engine_named, policy_named, versioned
 from ...oracle.verdict_sentences import INVARIANCE
-from ...problem.layer_ranges import ranges
+from ...problem.layer_ranges import layers_of
 from ...problem.moe_problem import Parallel
 from ...problem.schemes import A16, Scheme
 from ...run.run_plan import POLICY
@@ -59,7 +59,7 @@ def summary_blocks(explanation: Explanation, alone: bool = True) -> Iterator[Blo
     total = sum(len(group.layers) for group in explanation.groups)
     for groups in by_answer.values():
         layers = tuple(sorted(number for group in groups for number in group.layers))
-        yield _choice(groups, f"all {total} MoE layers" if len(layers) == total else _numbered(layers))
+        yield _choice(groups, f"all {total} MoE layers" if len(layers) == total else layers_of(layers))
     memory = explanation.memory
     rows = [("memory", memory_words(memory, explanation.parallel.tp, engine.memory_option))]
     rows += _other_experts(explanation)
@@ -122,6 +122,7 @@ def _choice(groups: Sequence[GroupExplanation], which: str) -> LabelledValues:
     return LabelledValues(
         (
             ("backend", ", ".join(filter(None, (title, verification_words(decision, chosen))))),
+            ("tokens", _tokens(decision)),
             ("because", reason_words(decision)),
             ("fallback", fallback_words(group)),
             ("not", f"{rejected.backend.name}: {lacking(rejected)}" if rejected else ""),
@@ -139,6 +140,16 @@ def format_words(scheme: Scheme) -> str:
     return f"{scheme.weight} weights, {act} activations"
 
 
+def _tokens(decision: Decision) -> str:
+    """That moectl's own kernels, if they are chosen, do not use what the checkpoint declares of tokens."""
+    found = predicted_of(decision) if decision.chosen and decision.chosen.backend.runner == RUNNER else None
+    declared = decision.problem.scheme.act
+    if found is None or found.act == str(declared):
+        return ""
+    kept = "stay in 16 bits" if found.act == str(A16) else f"are {found.act}"
+    return f"{kept}; these kernels do not use the declared {declared} activations"
+
+
 def _predicted(groups: Sequence[GroupExplanation]) -> str:
     """What moectl's own kernels should take for each kind of layer; empty if they are no answer."""
     by_words: dict[str, list[int]] = {}
@@ -147,12 +158,7 @@ def _predicted(groups: Sequence[GroupExplanation]) -> str:
             by_words.setdefault(words, []).extend(group.layers)
     if len(by_words) < 2:
         return next(iter(by_words), "")
-    return "; ".join(f"{_numbered(sorted(it))}: {words}" for words, it in by_words.items())
-
-
-def _numbered(layers: Sequence[int]) -> str:
-    """``layers 1-39``, or ``layer 0``."""
-    return f"layer{'s' if len(layers) > 1 else ''} {ranges(tuple(layers))}"
+    return "; ".join(f"{layers_of(it)}: {words}" for words, it in by_words.items())
 
 
 def predicted_words(decision: Decision) -> str:

@@ -16,7 +16,7 @@ from ...files.output_folder import create_folder, refuse_small_disk
 from ...files.records import to_json
 from ...files.safe_reading import range_sha256
 from ...files.sizes import size
-from ...problem.layer_ranges import ranges
+from ...problem.layer_ranges import layers_of
 from ..manifest.manifest import load_manifest, load_rank_record
 from ..manifest.manifest_records import (
     LayerRecord,
@@ -183,7 +183,7 @@ def complete(plan: ConversionPlan, out: Path) -> ConversionSummary:
                 if layer.layer not in log.layers or not matches_plan(layer, log.layers[layer.layer])
             ]
             files = [item.name for item in worker_plan.passthrough if item.name not in log.passthrough]
-            missing += [f"part {partition} lacks layers {ranges(layers)}"] if layers else []
+            missing += [f"part {partition} lacks {layers_of(layers)}"] if layers else []
             missing += [f"part {partition} lacks {', '.join(files)}"] if files else []
         if missing:
             raise UsageError(

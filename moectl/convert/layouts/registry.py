@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ...errors import CheckpointError, UsageError
 from ...problem import layouts
-from ...problem.layer_ranges import ranges
+from ...problem.layer_ranges import layers_of
 from ...problem.layouts import TARGETS
 from ...problem.schemes import WeightFormat
 from ..recipe.chain import BLOCK_BYTES, Chain
@@ -124,10 +124,7 @@ def layout_for_all(
 
     fitting = tuple(dict.fromkeys(layout.target for layout in LAYOUTS if holds_all(layout)))
     if len(layers) > 1 and target in TARGETS and target not in fitting:
-        formats = ", ".join(
-            f"layer{'s' if len(numbers) > 1 else ''} {ranges(tuple(numbers))} in {weight}"
-            for weight, numbers in layers.items()
-        )
+        formats = ", ".join(f"{layers_of(numbers)} in {weight}" for weight, numbers in layers.items())
         raise UsageError(
             f"no layout of target {target} holds all layers, which differ in format: {formats}.",
             hint=f"For these weights use one of: {', '.join(fitting)}."

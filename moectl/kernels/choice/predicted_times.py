@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...capabilities.own_kernels import TRITON
+from ...capabilities.own_kernels import TRITON, token_format
 from ...environment import Device
 from ...problem.moe_problem import MoEProblem
 from ...problem.roofline import uniform_work
+from ...problem.schemes import A16
 from .launch_model import GpuRates, coefficients, fitted_family, predicted_us
 from .launch_plan import TILE_FAMILIES, planned
 
@@ -33,6 +34,8 @@ class PredictedTimes:
     """Predicted times of a layer on a GPU.
 
     Attributes:
+        act: the format to which tokens are quantized, ``a16`` if they stay in 16 bits, whatever the
+            checkpoint declares.
         times: by number of tokens, in ascending order.
         median_error: median relative error of predictions on this GPU, of layers that the model was not
             fitted to, the largest of the families among the times; None if one of the launches was not
@@ -40,6 +43,7 @@ class PredictedTimes:
         reason: why there are none, as a clause; empty if there are.
     """
 
+    act: str
     times: tuple[PredictedTime, ...]
     median_error: float | None
     reason: str = ""
@@ -58,13 +62,14 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
         >>> [time.family for time in times]
         ['stream', 'mid']
     """
+    act = str(token_format(problem) or A16)
     if reason := _unpredicted(device):
-        return PredictedTimes((), None, reason)
+        return PredictedTimes(act, (), None, reason)
     major, minor = divmod(device.capability, 10)
     rates = GpuRates.of_gpu(device.name, device.sms, device.bandwidth, (major, minor))
     plan = planned(problem, rates, (major, minor))
     if plan is None:
-        return PredictedTimes((), None, f"nothing was measured of {problem.scheme.weight} weights")
+        return PredictedTimes(act, (), None, f"nothing was measured of {problem.scheme.weight} weights")
     times: list[PredictedTime] = []
     errors: list[float | None] = []
     for m in sorted(tokens):
@@ -78,7 +83,7 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
             measured = all(gemm.name in coefficients().shapes for gemm in shape.gemms)
             errors += [error if measured else None]
     known = [error for error in errors if error is not None]
-    return PredictedTimes(tuple(times), max(known) if len(known) == len(errors) > 0 else None)
+    return PredictedTimes(act, tuple(times), max(known) if len(known) == len(errors) > 0 else None)
 
 
 def _busiest(problem: MoEProblem, tokens: int) -> tuple[float, float] | None:

@@ -80,7 +80,5 @@ def test_layers_that_declare_different_activations_are_refused(in_int8: Path, tm
     mixed = declaring(in_int8, tmp_path / "mixed", 0)
     done = moectl("convert", mixed, tmp_path / "out", "--to", "moectl", code=2)
     said = " ".join(done.stderr.split())
-    assert (
-        done.code == 2 and "read layers 1 (int8 per channel" in said and "use the checkpoint itself" in said
-    )
+    assert done.code == 2 and "read layer 1 (int8 per channel" in said and "use the checkpoint itself" in said
     assert moectl("explain", mixed, "--gpu", "h200", "--policy", "moectl").code == 0

@@ -53,3 +53,18 @@ def test_other_answers_have_no_such_line():
     one, *_ = predicted_times(model_problem("gpt-oss-120b"), find_device("h200"), TOKENS).times
     beside = f"; predicted {one.us:.3g} us at 1"
     assert beside in moectl(*engine, "-v").words, "beside what moectl itself would run"
+
+
+def test_tokens_that_are_not_what_the_checkpoint_declares():
+    """Kernels for NVFP4 decode weights for 16-bit tokens; those for FP8 quantize tokens as it declares."""
+    kept = "tokens stay in 16 bits; these kernels do not use the declared nvfp4 dynamic activations"
+    assert kept in explain("--gpu", "h200", model="nvidia/DeepSeek-R1-0528-FP4").words
+    for model, act in ((GPT, "a16"), ("deepseek-ai/DeepSeek-V3", "fp8 dynamic")):
+        assert "these kernels do not use" not in explain("--gpu", "h200", model=model).words
+        (group, *_) = explain("--gpu", "h200", "--json", model=model).document["groups"]
+        assert group["predicted"]["act"] == act
+
+
+def test_other_backends_are_not_asked_for_their_tokens():
+    chosen = explain("--gpu", "h200", "--backend", "torch", model="nvidia/DeepSeek-R1-0528-FP4").words
+    assert "backend torch" in chosen and "these kernels" not in chosen

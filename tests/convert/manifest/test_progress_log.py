@@ -97,7 +97,7 @@ def test_a_part_that_is_logged_otherwise_than_planned_is_missing(gpt_oss: Path, 
     for number in (1, 2):
         convert(plan_of(gpt_oss), out, partition=WorkerPartition(number, 2))
     edit(out / WorkerPartition(2, 2).log, "layer", EDITS["a part is missing"])
-    with pytest.raises(UsageError, match="part 2/2 lacks layers 2"):
+    with pytest.raises(UsageError, match="part 2/2 lacks layer 2"):
         complete(plan_of(gpt_oss), out)
     convert(plan_of(gpt_oss), out, partition=WorkerPartition(2, 2), resume=True)
     assert complete(plan_of(gpt_oss), out).resumed == (0, 1, 2)
