@@ -10,7 +10,7 @@ from ...dtypes import SHORT_NAMES
 from ...errors import CheckpointError
 from ...files.strict_json import FETCH_AGAIN, shown
 from ...files.tensor_table import TensorInfo
-from ...problem.layer_ranges import ranges
+from ...problem.layer_ranges import layers_of
 from ...problem.moe_problem import Activation, Dims, MoEProblem, Routing
 from ..checkpoint import ExpertNames, LayerGroup
 from ..config.declared_layers import DeclaredLayers, declared_layers
@@ -78,10 +78,12 @@ def layer_groups(
 
 def _layer_notes(stored: set[int], declared: set[int], extra: set[str]) -> tuple[str, ...]:
     notes = []
-    if stored - declared:
-        notes.append(f"layers {ranges(stored - declared)} have experts, which the config does not say")
-    if declared - stored:
-        notes.append(f"layers {ranges(declared - stored)} have no experts, though the config says so")
+    if more := stored - declared:
+        have = "has" if len(more) == 1 else "have"
+        notes.append(f"{layers_of(more)} {have} experts, which the config does not say")
+    if fewer := declared - stored:
+        have = "has" if len(fewer) == 1 else "have"
+        notes.append(f"{layers_of(fewer)} {have} no experts, though the config says so")
     if extra:
         notes.append(f"skipped (not part of the main model): experts in {', '.join(sorted(extra))}")
     return tuple(notes)

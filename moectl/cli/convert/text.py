@@ -5,7 +5,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...problem.layer_ranges import ranges
+from ...problem.layer_ranges import layers_of, ranges
 from ...problem.layouts import folder_readers
 from ..output import count, duration, gib, size, table
 from ..text_layout import labelled
@@ -40,11 +40,6 @@ KINDS = {
 def layer_kinds(plan: "ConversionPlan") -> dict[str, tuple[int, ...]]:
     """Layers by what becomes of their experts; empty for a kernel layout, which changes no value."""
     return dict(plan.finalizer.kinds) if plan.finalizer else {}
-
-
-def _named(layers: "Sequence[int]") -> str:
-    """Layers by number."""
-    return f"{'layer' if len(layers) == 1 else 'layers'} {ranges(layers)}"
 
 
 def unread_warning(plan: "ConversionPlan") -> str:
@@ -243,7 +238,7 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
         f"{common}." if common else "tensor",
         "stored as",
         *(["holds"] if packed else []),
-        title=f"{of}{plan.layout.name}: {'each of ' if len(numbers) > 1 else ''}{_named(numbers)}",
+        title=f"{of}{plan.layout.name}: {'each of ' if len(numbers) > 1 else ''}{layers_of(numbers)}",
     )
     for name, stored in seen.items():
         plan_table.add_row(name[len(common) + 1 :] if common else name, *stored[: 2 if packed else 1])
@@ -251,7 +246,7 @@ def draw_plan(plan: "ConversionPlan", rate: "ConversionRate", console: Any) -> N
     readers = "; ".join(plan.layout.readers) or "no engine"
     rows = {
         **({"read by": readers} if plan.finalizer else folder_rows(plan)),
-        **{kind: f"{_named(layers)}: {KINDS[kind]}" for kind, layers in layer_kinds(plan).items()},
+        **{kind: f"{layers_of(layers)}: {KINDS[kind]}" for kind, layers in layer_kinds(plan).items()},
         "expert tensors": f"{plan.tensors_in} in, {plan.tensors_out} out",
         "expert bytes": f"{size(plan.bytes_in)} in, {size(plan.bytes_out)} out"
         + (f" (rank {plan.shard.rank}'s share of them)" if plan.shard.ranks > 1 else ""),
@@ -323,7 +318,8 @@ def draw_costs(folder: Path, console: Any) -> None:
     kinds = {}
     for kind, layers in report["layer_kinds"].items():
         exact = kind == "repacked" and costs.lossless(layers)
-        kinds["repacked exactly" if exact else kind] = _named(layers) + ("" if exact else f": {KINDS[kind]}")
+        named = layers_of(layers)
+        kinds["repacked exactly" if exact else kind] = named if exact else f"{named}: {KINDS[kind]}"
     _print_labelled(kinds, console)
     rows = list(costs.rows())
     filled = [i for i in range(len(costs.columns)) if any(row[i] for row in rows)]

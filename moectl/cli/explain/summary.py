@@ -122,7 +122,7 @@ def _choice(groups: Sequence[GroupExplanation], which: str) -> LabelledValues:
     return LabelledValues(
         (
             ("backend", ", ".join(filter(None, (title, verification_words(decision, chosen))))),
-            ("tokens", _tokens(decision)),
+            ("tokens", _tokens(group)),
             ("because", reason_words(decision)),
             ("fallback", fallback_words(group)),
             ("not", f"{rejected.backend.name}: {lacking(rejected)}" if rejected else ""),
@@ -140,14 +140,15 @@ def format_words(scheme: Scheme) -> str:
     return f"{scheme.weight} weights, {act} activations"
 
 
-def _tokens(decision: Decision) -> str:
-    """That moectl's own kernels, if they are chosen, do not use what the checkpoint declares of tokens."""
+def _tokens(group: GroupExplanation) -> str:
+    """That moectl's own kernels, if they are chosen, keep tokens in 16 bits that are declared otherwise."""
+    decision = group.decision
     found = predicted_of(decision) if decision.chosen and decision.chosen.backend.runner == RUNNER else None
-    declared = decision.problem.scheme.act
-    if found is None or found.act == str(declared):
+    act = decision.problem.scheme.act
+    if found is None or found.act == str(act):
         return ""
-    kept = "stay in 16 bits" if found.act == str(A16) else f"are {found.act}"
-    return f"{kept}; these kernels do not use the declared {declared} activations"
+    said = "assumed" if group.sources.get("act") == ASSUMED else "declared"
+    return f"stay in 16 bits; kernels for these weights do not use the {said} {act} activations"
 
 
 def _predicted(groups: Sequence[GroupExplanation]) -> str:

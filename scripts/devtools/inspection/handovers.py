@@ -81,7 +81,8 @@ class LateRead:
 
     Attributes:
         ahead: whether nothing is awaited on any path from the load to the arrival. Of a ring whose next stage
-            is awaited and read before the last one is given back, such a load reads the next stage.
+            is awaited and read before the last one is given back, such a load reads the next stage, unless
+            it has sunk past the wait.
     """
 
     arrival: Instruction

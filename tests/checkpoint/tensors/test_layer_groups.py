@@ -224,10 +224,10 @@ def test_layer_lists_that_disagree() -> None:
     config, listing = small(KIMI)
     (group,) = layer_groups({**config, "first_k_dense_replace": 2}, listing)
     assert group.layers == (1, 2)
-    assert any("layers 1 have experts" in note for note in group.notes)
+    assert any("layer 1 has experts" in note for note in group.notes)
     rest = {name: info for name, info in listing.items() if ".layers.2." not in name}
     (group,) = layer_groups(config, rest)
-    assert any("layers 2 have no experts" in note for note in group.notes)
+    assert any("layer 2 has no experts" in note for note in group.notes)
 
 
 @pytest.mark.parametrize(

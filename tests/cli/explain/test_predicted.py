@@ -57,14 +57,18 @@ def test_other_answers_have_no_such_line():
 
 def test_tokens_that_are_not_what_the_checkpoint_declares():
     """Kernels for NVFP4 decode weights for 16-bit tokens; those for FP8 quantize tokens as it declares."""
-    kept = "tokens stay in 16 bits; these kernels do not use the declared nvfp4 dynamic activations"
+    kept = (
+        "tokens stay in 16 bits; kernels for these weights do not use the declared nvfp4 dynamic activations"
+    )
     assert kept in explain("--gpu", "h200", model="nvidia/DeepSeek-R1-0528-FP4").words
     for model, act in ((GPT, "a16"), ("deepseek-ai/DeepSeek-V3", "fp8 dynamic")):
-        assert "these kernels do not use" not in explain("--gpu", "h200", model=model).words
+        assert "kernels for these weights" not in explain("--gpu", "h200", model=model).words
         (group, *_) = explain("--gpu", "h200", "--json", model=model).document["groups"]
         assert group["predicted"]["act"] == act
 
 
 def test_other_backends_are_not_asked_for_their_tokens():
     chosen = explain("--gpu", "h200", "--backend", "torch", model="nvidia/DeepSeek-R1-0528-FP4").words
-    assert "backend torch" in chosen and "these kernels" not in chosen
+    assert "backend torch" in chosen and "kernels for these weights" not in chosen
+    assumed = explain("--gpu", "h200", "--assume", "act=nvfp4").words
+    assert "do not use the assumed nvfp4 dynamic activations" in assumed

@@ -393,7 +393,7 @@ def decoded_product(
                 coming, scale = _half_decoded(lane, scales, stage, zero, half + 1, ME, WIDTH, HOW)
             else:
                 _await(full, after, phase_after, HOW, step + 1 < steps)
-                # After the last step this stage again, as nothing else may be read.
+                # After the last step this stage again, as nothing else may be read; it is not used.
                 there = gl.where(step + 1 < steps, after, stage)
                 coming, scale = _half_decoded(lane, scales, there, zero, 0, ME, WIDTH, HOW)
             part, ready = decoded_finished(part, a, coming, EARLY, WIDTH, KIND)

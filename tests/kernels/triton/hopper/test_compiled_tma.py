@@ -214,13 +214,17 @@ def test_scales_of_groups_have_been_read_when_their_stage_is_given_back(name: st
     """A tile of few tokens has loads of the next stage in flight then, which lie in other places."""
     for launched in launched_gemms(LAYERS[name], Launch("tma", tile), 64, "_rows_gemm_kernel"):
         _, code = disassembled(launched.kernel.asm["cubin"])
-        inside = [i for loop in code.loops if loop.count(*WGMMA) for i in loop.instructions]
+        loops = [loop for loop in code.loops if loop.count(*WGMMA)]
+        inside = [i for loop in loops for i in loop.instructions]
         loads = [i for i in inside if i.family in LOADS and i.guard != NEVER]
         scales = {i.address for i in loads if not CODES.fullmatch(i.operands[1])}
         assert scales and len(scales) < len(loads)
         products = {i.address for i in inside}
         late = [it for it in late_reads(code) if it.arrival.address in products]
         assert all(it.ahead for it in late) if tile.tokens < 64 else not late
+        # Those of two rows, once for each width: none has sunk past the wait for the next stage.
+        ends = {max(i.address for i in loop.instructions if i.op.startswith(WGMMA)) for loop in loops}
+        assert len({it.load.address for it in late} & scales) <= 2 * len(ends)
 
 
 @pytest.mark.slow
