@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.tensor_table import TensorInfo, TensorTable
-from ..problem.layer_ranges import ranges
+from ..problem.layer_ranges import layers_of
 from ..problem.model_shape import BlockedMatrix, ModelShape
 from ..problem.moe_problem import MoEProblem
 from ..problem.other_weights import OtherWeights, sum_weights
@@ -84,7 +84,7 @@ class LayerGroup:
     def __repr__(self) -> str:
         problem = self.problem
         return (
-            f"LayerGroup(layers {ranges(self.layers)}: {problem.experts} experts, top-{problem.top_k}, "
+            f"LayerGroup({layers_of(self.layers)}: {problem.experts} experts, top-{problem.top_k}, "
             f"{problem.dims.hidden} x {problem.dims.intermediate}, {problem.scheme})"
         )
 

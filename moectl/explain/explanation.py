@@ -17,7 +17,7 @@ from ..oracle.policy import Policy
 from ..oracle.registry import engine_named, policy_named
 from ..oracle.select import decide
 from ..oracle.selection_inputs import SelectionInputs
-from ..problem.layer_ranges import ranges
+from ..problem.layer_ranges import layers_of
 from ..problem.model_shape import ModelShape
 from ..problem.moe_problem import Dims, MoEProblem, Parallel
 from ..problem.other_weights import OtherWeights
@@ -71,7 +71,7 @@ class GroupExplanation:
     evidence: MeasuredEvidence = field(default_factory=MeasuredEvidence)
 
     def __repr__(self) -> str:
-        return f"layers {ranges(self.layers)}: {self.decision}"
+        return f"{layers_of(self.layers)}: {self.decision}"
 
     @property
     def facts(self) -> Mapping[str, str]:

@@ -14,7 +14,6 @@ from ..environment import Device
 from ..kernels.registry import runner_for
 from ..kernels.triton.layer_binaries import OWN
 from ..kernels.triton.offline_gpu import OfflineGpu, standing_in
-from ..problem.layer_ranges import ranges
 from ..problem.layouts import OWN_LAYOUTS
 from ..problem.moe_problem import MoEProblem, Parallel
 from .compile_ahead import (
@@ -35,11 +34,11 @@ class WarmLayer:
     """Equal layers of a model: their numbers, and the problem of one rank or several.
 
     Attributes:
-        layers: such as ``0-23``.
+        layers: their numbers, in ascending order.
         layout: the layout in which a converted directory has them; empty for a checkpoint.
     """
 
-    layers: str
+    layers: tuple[int, ...]
     problem: MoEProblem
     layout: str = ""
 
@@ -109,7 +108,7 @@ def warm_layers(source: LayerSource, parallel: Parallel) -> list[WarmLayer]:
     found: dict[tuple[MoEProblem, str], set[int]] = {}
     for layers, problem, layout in _shares(source, parallel):
         found.setdefault((problem, layout), set()).update(layers)
-    return [WarmLayer(ranges(sorted(layers)), *key) for key, layers in found.items()]
+    return [WarmLayer(tuple(sorted(layers)), *key) for key, layers in found.items()]
 
 
 def _shares(source: LayerSource, parallel: Parallel) -> Iterator[tuple[Sequence[int], MoEProblem, str]]:

@@ -12,7 +12,7 @@ from ...oracle.backend import UNTRIED
 from ...oracle.checks import Verdict
 from ...oracle.decision import Candidate, Decision
 from ...oracle.verdict_sentences import predicate, reasons, sentence
-from ...problem.layer_ranges import ranges
+from ...problem.layer_ranges import layers_of, ranges
 from ..output import count, gib
 from ..text_blocks import Block, Heading, LabelledValues, Listing, ListingEntry, TextLine
 from .command_line import ExplainCommand
@@ -20,7 +20,7 @@ from .command_line import ExplainCommand
 
 def layers_words(layers: tuple[int, ...]) -> str:
     """``layers 0-27, 29-47 (47)``, or ``layer 0``."""
-    return f"layers {ranges(layers)} ({len(layers)})" if len(layers) > 1 else f"layer {ranges(layers)}"
+    return layers_of(layers) + (f" ({len(layers)})" if len(layers) > 1 else "")
 
 
 LATER = "supported, lower priority"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...cache.measurement_keys import layer_key
+from ...problem.layer_ranges import ranges
 from ..output import count, table
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def outcome_document(outcome: WarmOutcome) -> dict[str, Any]:
     """An outcome as plain data."""
     result = outcome.result
     return {
-        "layers": outcome.layer.layers,
+        "layers": ranges(outcome.layer.layers),
         "layer": str(layer_key(outcome.layer.problem)),
         "backend": outcome.backend or None,
         "why": outcome.why,
@@ -37,7 +38,7 @@ def outcome_document(outcome: WarmOutcome) -> dict[str, Any]:
 
 def lines_of(outcomes: Sequence[WarmOutcome]) -> list[str]:
     """A line per outcome for ``--quiet``: layers, kernels, compiled."""
-    done = ((outcome.layer.layers, outcome.result) for outcome in outcomes)
+    done = ((ranges(outcome.layer.layers), outcome.result) for outcome in outcomes)
     return [f"{layers}\t{result.kernels}\t{result.compiled}" for layers, result in done if result]
 
 
@@ -50,7 +51,7 @@ def draw_outcomes(outcomes: Sequence[WarmOutcome], plan: WarmPlan, cache: Path, 
         if result is not None:
             numbers = [str(result.kernels), str(result.cached), str(result.compiled), f"{result.seconds:.1f}"]
         words = str(layer_key(outcome.layer.problem))
-        rows.add_row(outcome.layer.layers, words, outcome.backend or "-", *numbers)
+        rows.add_row(ranges(outcome.layer.layers), words, outcome.backend or "-", *numbers)
     console.print(rows)
     console.print(f"for 1 to {plan.tokens} tokens on {plan.gpu.name} ({plan.gpu.arch})")
     console.print(f"kept in {cache}")

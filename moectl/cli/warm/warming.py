@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...environment import Device
 from ...errors import UsageError
+from ...problem.layer_ranges import layers_of
 from ..output import Output
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def compiled(layers: Sequence["WarmLayer"], plan: "WarmPlan", out: Output) -> Wa
         for outcome in warm(layers, plan, progress):
             outcomes.append(outcome)
             if outcome.why:
-                out.note(f"layers {outcome.layer.layers}: {outcome.why}; its library compiles its kernels")
+                out.note(
+                    f"{layers_of(outcome.layer.layers)}: {outcome.why}; its library compiles its kernels"
+                )
             for text in outcome.result.failed if outcome.result else ():
                 out.warn(f"not compiled: {text}")
             if outcome.result and outcome.result.note:

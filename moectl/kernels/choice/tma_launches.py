@@ -117,12 +117,12 @@ def shares_rows(problem: MoEProblem, tile: TmaTile) -> bool:
     """Whether loaders keep the rows of a tile's tokens in shared memory: workers with so many sums, or with
     int32 sums as well as those in fp32, leave them too few registers for addresses. Only where TMA copies
     the second GEMM's tokens: `tma_loader` shares rows of the first GEMM alone."""
-    return _sums_twice(problem, tile) or tile.tokens * tile.blocks_m > 256
+    return sums_twice(problem, tile) or tile.tokens * tile.blocks_m > 256
 
 
-def _sums_twice(problem: MoEProblem, tile: TmaTile) -> bool:
-    """Whether int32 sums of INT4 products, and those in fp32, take most registers of a worker. Its codes are
-    not decoded ahead then (`tma_products.decodes_early`)."""
+def sums_twice(problem: MoEProblem, tile: TmaTile) -> bool:
+    """Whether int32 sums of INT4 products, and those in fp32, take most registers of a worker, which does not
+    decode ahead then."""
     return problem.scheme.weight.bits == 4 and tile.tokens > 32
 
 
@@ -138,7 +138,7 @@ def registers(problem: MoEProblem, tile: TmaTile, stage: int = 1) -> tuple[int, 
     # Loaders have the addresses of tokens in registers; workers need the more of them, the wider sums are.
     if tile.turned:
         spare = 64 if stage == 1 else 56
-    elif _sums_twice(problem, tile):
+    elif sums_twice(problem, tile):
         spare = 56 if tile.blocks_m == 2 else 96 if tile.tokens == 128 else 72
     elif shares_rows(problem, tile):
         spare = 40
@@ -217,7 +217,7 @@ def refusal(problem: MoEProblem, tile: TmaTile) -> str:
         tile.tokens * (tile.blocks_m + promoted) // 2 + (4 if tile.turned else 12) * promoted * tile.blocks_m
     )
     if decodes(problem):
-        sums += 32 if _sums_twice(problem, tile) else 48  # one operand, or also the next one
+        sums += 32 if sums_twice(problem, tile) else 48  # one operand, or also the next one
     elif not promoted:
         sums += 16
     if sums > registers(problem, tile)[0]:

@@ -25,6 +25,7 @@ from ...choice.tma_launches import (
     launch_registers,
     registers,
     shares_rows,
+    sums_twice,
 )
 from ..kernel_family import KernelCall, KernelFamily, activation_numbers, multiprocessors
 from ..row_matrix import RowLayer, RowMatrix
@@ -55,6 +56,9 @@ class TmaVariant:
         copied: whether TMA copies the tokens, which lie one after the other; otherwise they are gathered.
         shares_rows: whether the rows of a tile's tokens are in shared memory while they are gathered.
         decodes: whether FP8 or INT4 weights are decoded to the dtype of the tokens.
+        ahead: whether the next operand is decoded while the last one is multiplied. Tiles with many sums of
+            two kinds lack the registers, and have two workers: one decodes and adds while the other
+            multiplies.
         promoted: whether sums of 128 columns are added outside of the tensor cores.
         turned: whether tokens are the rows of products.
         codes: the dtype to which activations are rounded before they are stored as E4M3 codes with scales;
@@ -86,6 +90,7 @@ class TmaVariant:
     copied: bool
     shares_rows: bool
     decodes: bool
+    ahead: bool
     promoted: bool
     turned: bool
     codes: str
@@ -138,6 +143,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, x: Tensor, tile: Tma
         copied=_copied(stage, tile),
         shares_rows=shares_rows(p, tile) and not _copied(stage, tile),
         decodes=decodes(p),
+        ahead=decodes(p) and not sums_twice(p, tile),
         promoted=promoted,
         turned=bool(tile.turned),
         codes=p.dtype if makes_codes else "none",

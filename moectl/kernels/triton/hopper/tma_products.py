@@ -283,13 +283,6 @@ def takes_turns(HOW):
     return HOW.promoted and HOW.workers == 2 and not HOW.decodes
 
 
-@gluon.constexpr_function
-def decodes_early(HOW):
-    """Whether the next operand is decoded while the last one is multiplied. Tiles with many sums of two kinds
-    lack the registers, and have two workers: one decodes and adds while the other multiplies."""
-    return not (in_groups(HOW) and HOW.widths[-1] >= 64)
-
-
 @gluon.jit
 def _group_scale(scales, stage, HALF: gl.constexpr, ME: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr):
     """The scales of a row block for half number HALF of a stage's columns, 128 of them."""
@@ -358,7 +351,7 @@ def decoded_product(
     UNITS: gl.constexpr = units_of(WIDTH)
     HALVES: gl.constexpr = 2 * HOW.depth * HOW.blocks_m
     IN_GROUPS: gl.constexpr = in_groups(HOW)
-    EARLY: gl.constexpr = decodes_early(HOW)
+    EARLY: gl.constexpr = HOW.ahead
     _rows, _tokens, scales, full, empty = ring
     lane = lane_place(KIND)
     zero = zero_of_lanes(steps)
