@@ -52,9 +52,15 @@ def test_the_page_counts_the_rows_as_they_are() -> None:
     assert f"({sum(launches)} on an H200" in page
     chosen = (ROOT / "docs/launches_chosen_h200.jsonl").read_text().splitlines()
     assert f"{len(chosen)} such launches were timed" in page
-    assert (
-        f"to all {sum(len(entry.rows) for entry in entries())} rows of the shipped table (`--table`)" in page
-    )
+    of_4_bits = sum(row.family != "tma" for entry in entries() for row in entry.rows)
+    assert f"to all {of_4_bits} rows of the shipped table (`--table`) that are in these formats" in page
+    counts = {
+        name: len((ROOT / f"docs/launches_tma_{name}_h200.jsonl").read_text().splitlines())
+        for name in ("rows", "few_tokens", "unseen")
+    }
+    assert f"{counts['rows'] + counts['few_tokens']} of [few tokens and of layers that have rows]" in page
+    assert f"{counts['few_tokens']} ([rows](launches_tma_few_tokens_h200.jsonl))" in page
+    assert f"{counts['unseen']} launches ([rows](launches_tma_unseen_h200.jsonl)" in page
 
 
 @pytest.mark.slow
@@ -95,6 +101,7 @@ def test_a_fit_writes_every_coefficient_and_chooses_better_the_longer_it_runs(tm
         (
             (
                 *("docs/launches_tma_h100.jsonl", "docs/launches_tma_h200.jsonl"),
+                *("docs/launches_tma_few_tokens_h200.jsonl", "docs/launches_tma_rows_h200.jsonl"),
                 *("docs/bench_sm90_h200_29_november.jsonl", "--families", "tma"),
             ),
             "all of tma",

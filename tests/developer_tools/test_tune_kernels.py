@@ -71,7 +71,7 @@ def test_the_fastest_right_launch_is_printed_and_is_the_row(capsys: pytest.Captu
 
 def test_rows_of_other_tokens_and_layers_stay_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "launches.json"
-    names = ("capability", "sms", "weight", "hidden", "intermediate", "experts", "top_k")
+    names = ("capability", "sms", "weight", "act", "hidden", "intermediate", "experts", "top_k")
     for model, tokens, us in (("a", 4, 1.0), ("b", 4, 2.0), ("a", 1, 3.0), ("a", 4, 4.0)):
         layer = {"model": model, "rows": [{"tokens": tokens, "us": us}]}
         script._write(path, layer | {name: f"{name} of {model}" for name in names})

@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from .launch import Launch
-from .launch_model import FITTED_CAPABILITY, USUAL_BANDWIDTH, GpuRates, fitted, load_of, seconds, work_of
+from .launch_model import (
+    FITTED_CAPABILITY,
+    USUAL_BANDWIDTH,
+    GpuRates,
+    fitted,
+    load_of,
+    predicted_us,
+    seconds,
+    work_of,
+)
 from .launch_shape import LaunchShape
 from .launch_table import GpuModel, own_rows, tokens_per_expert
 from .mid_launches import MID_TILES
@@ -269,13 +278,36 @@ def plan(
         return None
     picks = [chosen[indexOf(each, min(each))] for each in least]
     ends = [i for i, pick in enumerate(picks) if i + 1 == len(picks) or picks[i + 1] != pick]
-    # Between two sizes the launch of the nearer one is taken, if it suits so many.
-    most = [MOST_TOKENS if i + 1 == len(SIZES) else int(math.sqrt(SIZES[i] * SIZES[i + 1])) for i in ends]
-    most = [
-        max(SIZES[i], min(between, int(min(candidates[picks[i]].most_tokens, MOST_TOKENS))))
-        for i, between in zip(ends, most, strict=True)
-    ]
+    most = [MOST_TOKENS] * len(ends)
+    for place, i in enumerate(ends[:-1]):
+        here, following = candidates[picks[i]], candidates[picks[i + 1]]
+        # Between two sizes the launch of the nearer one is taken, if it suits so many.
+        between = int(math.sqrt(SIZES[i] * SIZES[i + 1]))
+        between = min(between, int(min(here.most_tokens, MOST_TOKENS)))
+        if us[picks[i + 1]][i] == math.inf:
+            begins = _first_suited(problem, following, SIZES[i], SIZES[i + 1])
+            if begins <= between and _faster(problem, begins, gpu, following, here):
+                between = begins - 1
+        most[place] = max(SIZES[i], between)
     return Plan(tuple(most), tuple(candidates[picks[i]].launch for i in ends))
+
+
+def _first_suited(problem: MoEProblem, candidate: CandidateLaunch, unsuited: int, suited: int) -> int:
+    """The fewest tokens that a candidate suits, which are more than `unsuited` and at most `suited`."""
+    return bisect_left(
+        range(suited),
+        True,
+        unsuited + 1,
+        key=lambda tokens: candidate.suits(problem, tokens, tokens_per_expert(problem, tokens)),
+    )
+
+
+def _faster(
+    problem: MoEProblem, tokens: int, gpu: GpuRates, one: CandidateLaunch, other: CandidateLaunch
+) -> bool:
+    """Whether `one` is predicted to take less time than `other`; not if either was not fitted."""
+    times = [predicted_us(problem, tokens, it.launch.family, it.shape, gpu) for it in (one, other)]
+    return times[0] is not None and times[1] is not None and times[0] < times[1]
 
 
 def _of_fastest(times: Sequence[float], measured: Mapping[int, float]) -> float:

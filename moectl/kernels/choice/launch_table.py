@@ -19,6 +19,7 @@ from typing import Any
 
 from ...cache.cache_file import CacheWarning
 from ...cache.launches_file import rows_of
+from ...capabilities.own_kernels import token_format
 from ...environment import Device
 from ...problem.moe_problem import MoEProblem
 
@@ -72,7 +73,11 @@ class MeasuredLaunch:
 
 @dataclass(frozen=True, slots=True)
 class LayerLaunches:
-    """The fastest launches of one layer on one GPU."""
+    """The fastest launches of one layer on one GPU.
+
+    Attributes:
+        act: what kernels quantize tokens and activations to, such as ``fp8 dynamic``; empty if to nothing.
+    """
 
     gpu: GpuModel
     weight: str
@@ -81,13 +86,21 @@ class LayerLaunches:
     experts: int
     top_k: int
     rows: tuple[MeasuredLaunch, ...]
+    act: str = ""
 
     def is_of(self, problem: MoEProblem) -> bool:
         """Whether a layer is the one that was measured, with all of its experts."""
         sizes = problem.dims.hidden, problem.dims.intermediate, problem.experts, problem.top_k
         whole = problem.local_experts == problem.experts
         mine = self.hidden, self.intermediate, self.experts, self.top_k
-        return whole and sizes == mine and self.weight == str(problem.scheme.weight)
+        formats = str(problem.scheme.weight), act_of(problem)
+        return whole and sizes == mine and formats == (self.weight, self.act)
+
+
+def act_of(problem: MoEProblem) -> str:
+    """`LayerLaunches.act` of a layer."""
+    form = token_format(problem)
+    return "" if form is None else str(form)
 
 
 @cache
@@ -113,7 +126,7 @@ def _entry(item: Mapping[str, Any]) -> LayerLaunches:
     major, minor = item["capability"]
     gpu = GpuModel((major, minor), item["sms"])
     sizes = (item["hidden"], item["intermediate"], item["experts"], item["top_k"])
-    return LayerLaunches(gpu, item["weight"], *sizes, rows)
+    return LayerLaunches(gpu, item["weight"], *sizes, rows, item.get("act", ""))
 
 
 MAX_CACHE_DISTANCE = 0.5

@@ -255,6 +255,7 @@ PROMISING: tuple[TmaTile, ...] = (
     _tile(96, 2, 2),
     _tile(128, 2, 2, group_m=4),
     _tile(96, 2, 2, loaders=4, group_m=4),
+    _tile(8, 1, 1, depth=4),
     _tile(8, 1, 1, depth=2, programs=3),
     _tile(160, 2, 1, loaders=4, group_m=4),
     _tile(128, 2, 2, group_m=4, turned=1),

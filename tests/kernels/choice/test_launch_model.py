@@ -245,7 +245,7 @@ def test_a_name_that_begins_with_no_gpu_s_has_no_matrix_rate(name: str) -> None:
     ("files", "cells", "most", "within"),
     [
         (IN_4_BITS, 600, 1.018, (0.79, 0.95)),
-        (IN_ROWS, 220, 1.008, (0.93, 0.99)),
+        (IN_ROWS, 430, 1.008, (0.91, 0.99)),
         (PORTABLE_ONES, 216, 1.01, (0.88, 0.97)),
     ],
 )

@@ -35,13 +35,14 @@ from moectl.kernels.choice.launch_plan import (
 from moectl.kernels.choice.launch_shape import LaunchShape
 from moectl.kernels.choice.launch_table import (
     GpuModel,
+    LayerLaunches,
     MeasuredLaunch,
     entries,
     own_rows,
     tokens_per_expert,
 )
 from moectl.kernels.choice.portable_launches import GROUPED_TILES
-from moectl.kernels.choice.tma_launches import TMA_TILES
+from moectl.kernels.choice.tma_launches import FEW_FOR_FAST_SUMS, TMA_TILES
 from moectl.kernels.triton.triton_runner import (
     FAMILIES,
     _rates_of,
@@ -124,7 +125,7 @@ def _planned_us(problem: MoEProblem, tokens: int, plan: Plan, gpu: GpuRates) -> 
 
 @pytest.mark.parametrize(
     ("files", "cells", "most", "over", "worst"),
-    [(IN_4_BITS, 290, 1.03, 4, 1.31), (CHOSEN, 250, 1.03, 6, 1.6), (IN_ROWS, 200, 1.015, 0, 1.2)],
+    [(IN_4_BITS, 290, 1.03, 5, 1.31), (CHOSEN, 250, 1.03, 6, 1.6), (IN_ROWS, 380, 1.015, 0, 1.2)],
 )
 def test_planned_launches_are_near_the_fastest_where_they_were_measured(
     files: str, cells: int, most: float, over: int, worst: float
@@ -176,12 +177,23 @@ def test_a_plan_has_few_launches_and_all_of_them_run(
     found = planned(problem, H100, ON_SM90)
     assert found is not None
     launches = set(found.launches)
-    assert len(_gemms(problem, found)) <= MOST_BINARIES - _small(problem)
+    most = MOST_IF_MEASURED if own_rows(problem, GpuModel(ON_SM90, H100.sms)) else MOST_BINARIES
+    assert len(_gemms(problem, found)) <= most - _small(problem)
     assert list(found.most) == sorted(set(found.most)) and found.most[-1] == SIZES[-1]
     for launch in launches:
         assert not FAMILIES[launch.family].fits(problem, launch.tile)
     assert found.launch(1) == found.launches[0] and found.launch(1 << 20) == found.launches[-1]
     assert all(found.launch(most) == it for most, it in zip(found.most, found.launches, strict=True))
+
+
+def test_a_launch_that_does_not_suit_the_size_before_is_taken_from_where_it_does() -> None:
+    """FP8 sums stay in the tensor cores from 100 tokens per expert on: 400, nearer to 362 than to 512."""
+    problem = MoEProblem(Dims(4096, 7168), 8, 2, SCHEMES["fp8-channel"])
+    found = planned(problem, H200, ON_SM90)
+    assert found is not None
+    first = next(tokens for tokens in range(1, 1000) if found.launch(tokens).tile.fast_sums)
+    assert 362 < first < 430
+    assert tokens_per_expert(problem, first - 1) <= FEW_FOR_FAST_SUMS < tokens_per_expert(problem, first)
 
 
 def test_planned_portable_launches_are_near_the_fastest_where_they_were_measured() -> None:
@@ -256,13 +268,14 @@ def test_rows_at_other_numbers_of_tokens_than_are_compared_do_not_count(
     assert planned.__wrapped__(LAYER, H200, ON_SM90) == without
 
 
+def _layer_of(entry: LayerLaunches) -> MoEProblem:
+    """The layer that an entry of the table is of."""
+    sizes = Dims(entry.hidden, entry.intermediate), entry.experts, entry.top_k
+    return next(it for it in (MoEProblem(*sizes, scheme) for scheme in SCHEMES.values()) if entry.is_of(it))
+
+
 OF_THE_TABLE = {
-    f"{entry.weight} {entry.hidden}x{entry.intermediate}x{entry.experts}": MoEProblem(
-        Dims(entry.hidden, entry.intermediate),
-        entry.experts,
-        entry.top_k,
-        next(s for s in SCHEMES.values() if str(s.weight) == entry.weight),
-    )
+    f"{entry.weight} {entry.hidden}x{entry.intermediate}x{entry.experts}": _layer_of(entry)
     for entry in entries()
     if entry.gpu == GpuModel(ON_SM90, 132)
 }
@@ -281,7 +294,7 @@ def test_layers_of_the_table_take_their_rows_or_what_shares_binaries_and_is_near
         measured = {launch_of(it.family, it.tile): it.ratio for it in row.slower}
         measured[launch_of(row.family, row.tile)] = 1.0
         ratios[row.tokens] = measured.get(found.launch(row.tokens), UNMEASURED)
-    assert len(ratios) >= 8 and ratios[1] == 1
+    assert len(ratios) >= 7 and ratios[1] == 1
     assert geometric_mean(ratios.values()) < 1.02 and max(ratios.values()) < 1.1, ratios
 
 

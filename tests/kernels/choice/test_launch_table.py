@@ -10,6 +10,8 @@ import torch
 from devtools.inspection.offline_gpu import OFFLINE_GPUS, compiling_for
 from devtools.inspection.published_kernels import MODELS, layer_without_weights
 
+from moectl.bench.bench_targets import named_shares
+from moectl.bench.settings import BenchSettings
 from moectl.kernels.choice import launch_table
 from moectl.kernels.choice.launch_table import (
     GpuModel,
@@ -58,6 +60,16 @@ def test_rows_are_of_one_layer_on_one_model_of_gpu(measured: None) -> None:
     assert not own_rows(problem, GpuModel((8, 0), 108)) and not own_rows(problem, GpuModel((9, 0), 78))
 
 
+def test_rows_are_of_what_tokens_are_quantized_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same weights take other kernels with 16-bit tokens than with FP8 or INT8 ones."""
+    entry = _entry("fp8 block 128x128", 2048, 128, 8, "quantized")
+    kept = entry, replace(entry, act="fp8 dynamic", rows=entry.rows[:1])
+    monkeypatch.setattr(launch_table, "entries", lambda: kept)
+    for format, rows in (("fp8-block", 1), ("fp8-block-a16", 3), ("fp8-channel", 0)):
+        problem = replace(model_problem("qwen3-30b", format), dims=Dims(2048, 2048))
+        assert len(own_rows(problem, H200)) == rows
+
+
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(128, 4, 1), (8, 8, 5), (1, 1, 7), (384, 8, 65536)])
 def test_active_experts_share_all_assignments(experts: int, top_k: int, tokens: int) -> None:
     problem = replace(KIMI, experts=experts, local_experts=experts, top_k=top_k)
@@ -76,6 +88,12 @@ def test_rows_of_a_batch_are_all_of_experts_that_are_here() -> None:
     one = one_each(replace(KIMI, local_experts=3))
     assert tokens_per_expert(one, 3 * 16) == pytest.approx(16)
 
+
+DISPATCHED = next(
+    share.problem
+    for _, _, share in named_shares(BenchSettings(models=("deepseek-v3:fp8-block",), ep=8, dispatched=True))
+)
+"""32 of DeepSeek-V3's experts, of which a token that reaches them has one."""
 
 OSS = layer_without_weights("openai/gpt-oss-120b").problem
 QWEN = layer_without_weights("Qwen/Qwen3-30B-A3B-GPTQ-Int4").problem
@@ -107,6 +125,14 @@ def test_programs_of_one_token_are_not_taken_where_experts_have_two() -> None:
 
 NVFP4_LAYERS = (("qwen3-235b", 1), ("deepseek-v3", 8))
 """(model, tensor parallel ranks) that were measured in NVFP4."""
+
+
+LAYERS_IN_ROWS = (
+    *(("qwen3-30b", "bf16", 1), ("mixtral-8x7b", "bf16", 1), ("qwen3.5-35b", "bf16", 1)),
+    *(("qwen3-30b", "fp8-block", 1), ("qwen3-235b", "fp8-block", 1), ("deepseek-v3", "fp8-block", 8)),
+    *(("qwen3-235b", "fp8-channel", 1), ("mixtral-8x7b", "fp8-channel", 1)),
+)
+"""(model, format, tensor parallel ranks) that were measured with weights in rows."""
 
 
 def _stored(model: str, format: str, tp: int) -> MoEProblem:
@@ -141,6 +167,8 @@ def test_shipped_rows_are_launches_of_their_own_layers() -> None:
     """Each gives every field of a tile of kernels that exist, and those take the layer that was measured."""
     problems = [layer_without_weights(model).problem for model in MODELS]
     problems += [_stored(model, "nvfp4", tp) for model, tp in NVFP4_LAYERS]
+    problems += [model_problem(model, format).on(Parallel(tp=tp)) for model, format, tp in LAYERS_IN_ROWS]
+    problems.append(DISPATCHED)
     for entry in launch_table.entries():
         own = [problem for problem in problems if entry.is_of(problem)]
         assert own, f"no model has the layer of {entry}"

@@ -100,7 +100,10 @@ MOST_BINARIES, MOST_IF_MEASURED = 12, 16
 """Binaries of a layer whose launches the model of time chooses, for any number of tokens, and of one that has
 rows in the table."""
 
-MEASURED = "gpt-oss-20b", "qwen3-30b int4-g128", "deepseek-v3 tp8 nvfp4"
+MEASURED = (
+    *("gpt-oss-20b", "qwen3-30b int4-g128", "deepseek-v3 tp8 nvfp4"),
+    *("qwen3-30b bf16", "deepseek-v3 tp8 fp8-block"),
+)
 """Those of `BOUNDED` that have rows."""
 
 
