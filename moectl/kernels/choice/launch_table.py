@@ -126,7 +126,7 @@ def _entry(item: Mapping[str, Any]) -> LayerLaunches:
     major, minor = item["capability"]
     gpu = GpuModel((major, minor), item["sms"])
     sizes = (item["hidden"], item["intermediate"], item["experts"], item["top_k"])
-    return LayerLaunches(gpu, item["weight"], *sizes, rows, item.get("act", ""))
+    return LayerLaunches(gpu, item["weight"], *sizes, rows, item["act"])
 
 
 MAX_CACHE_DISTANCE = 0.5
