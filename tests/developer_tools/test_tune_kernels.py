@@ -82,6 +82,25 @@ def test_rows_of_other_tokens_and_layers_stay_in_the_file(tmp_path: Path) -> Non
     }
 
 
+def test_rows_of_the_same_weights_with_other_tokens_stay_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "launches.json"
+    same = dict.fromkeys(("capability", "sms", "weight", "hidden", "intermediate", "experts", "top_k"), 1)
+    for act in ("", "fp8 dynamic", ""):
+        script._write(path, {**same, "act": act, "rows": [{"tokens": 4, "us": 1.0}]})
+    assert [it["act"] for it in json.loads(path.read_text())["layers"]] == ["", "fp8 dynamic"]
+
+
+def test_a_table_of_another_version_is_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "launches.json"
+    path.write_text('{"version": 2, "layers": [{"rows": []}]}')
+    with pytest.raises(SystemExit) as stopped:
+        script._write(path, {"rows": []})
+    assert stopped.value.code == 2 and "has version 2" in capsys.readouterr().err
+    assert path.read_text() == '{"version": 2, "layers": [{"rows": []}]}'
+
+
 def test_a_slice_has_its_share_of_the_intermediate_size() -> None:
     whole = model_problem("deepseek-v3", "nvfp4")
     assert script._slice(whole, 1) == whole

@@ -68,8 +68,10 @@ EXTREME_GPUS = st.builds(
 """From a multiprocessor with a laptop's memory to several times an H200."""
 
 
-def measured_cells(files: str) -> dict[tuple[str, str, str, int], list[tuple[MoEProblem, Launch, float]]]:
-    """The recorded launches of each layer at a number of tokens on a GPU, where there are several."""
+def measured_cells(
+    files: str,
+) -> dict[tuple[str, str, str, str, int], list[tuple[MoEProblem, Launch, float]]]:
+    """The recorded launches of a file for each layer, number of tokens and GPU, where there are several."""
     cells = defaultdict(list)
     for path in sorted(DOCS.glob(files)):
         for line in path.read_text().splitlines():
@@ -84,7 +86,8 @@ def measured_cells(files: str) -> dict[tuple[str, str, str, int], list[tuple[MoE
                 SCHEMES[row["format"]],
                 local_experts=row["local_experts"],
             )
-            cells[row["gpu"], row["name"], row["format"], row["tokens"]].append((problem, launch, row["us"]))
+            cell = row["gpu"], path.name, row["name"], row["format"], row["tokens"]
+            cells[cell].append((problem, launch, row["us"]))
     return {cell: rows for cell, rows in cells.items() if len(rows) > 2}
 
 

@@ -24,7 +24,7 @@ from ...environment import Device
 from ...problem.moe_problem import MoEProblem
 
 FILE = "launches.json"
-VERSION = 2
+VERSION = 3
 """Raised when a field of `FILE` is renamed or changes its meaning."""
 
 

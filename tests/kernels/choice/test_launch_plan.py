@@ -275,7 +275,7 @@ def _layer_of(entry: LayerLaunches) -> MoEProblem:
 
 
 OF_THE_TABLE = {
-    f"{entry.weight} {entry.hidden}x{entry.intermediate}x{entry.experts}": _layer_of(entry)
+    f"{entry.weight} {entry.act} {entry.hidden}x{entry.intermediate}x{entry.experts}": _layer_of(entry)
     for entry in entries()
     if entry.gpu == GpuModel(ON_SM90, 132)
 }
@@ -294,7 +294,7 @@ def test_layers_of_the_table_take_their_rows_or_what_shares_binaries_and_is_near
         measured = {launch_of(it.family, it.tile): it.ratio for it in row.slower}
         measured[launch_of(row.family, row.tile)] = 1.0
         ratios[row.tokens] = measured.get(found.launch(row.tokens), UNMEASURED)
-    assert len(ratios) >= 7 and ratios[1] == 1
+    assert len(ratios) >= (7 if problem.top_k == 1 else 8) and ratios[1] == 1
     assert geometric_mean(ratios.values()) < 1.02 and max(ratios.values()) < 1.1, ratios
 
 
@@ -335,7 +335,7 @@ def test_what_was_measured_is_taken_and_shared_only_if_there_are_too_many() -> N
 def test_layers_take_their_plan() -> None:
     device = torch.device("cuda")
     with compiling_for(OFFLINE_GPUS[90]):
-        for problem in (LAYER, OF_THE_TABLE["int4 group 128 2048x768x128"]):
+        for problem in (LAYER, OF_THE_TABLE["int4 group 128  2048x768x128"]):
             found = planned(problem, _rates_of(device), ON_SM90)
             assert found is not None
             for tokens in (1, 16, 1000):
