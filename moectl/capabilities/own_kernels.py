@@ -66,6 +66,11 @@ def token_format(problem: MoEProblem) -> ActFormat | None:
     return act if act is not None and act.bits == 8 else None
 
 
+def act_used(problem: MoEProblem) -> str:
+    """`token_format` as text: ``fp8 dynamic``, or ``a16`` if tokens stay in 16 bits, whatever is declared."""
+    return str(token_format(problem) or A16)
+
+
 TRITON_MARLIN = KernelSupport(
     (WeightSupport(integers(4), "marlin-int4"),),
     gated=GATED,

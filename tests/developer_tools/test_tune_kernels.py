@@ -85,9 +85,9 @@ def test_rows_of_other_tokens_and_layers_stay_in_the_file(tmp_path: Path) -> Non
 def test_rows_of_the_same_weights_with_other_tokens_stay_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "launches.json"
     same = dict.fromkeys(("capability", "sms", "weight", "hidden", "intermediate", "experts", "top_k"), 1)
-    for act in ("", "fp8 dynamic", ""):
+    for act in ("a16", "fp8 dynamic", "a16"):
         script._write(path, {**same, "act": act, "rows": [{"tokens": 4, "us": 1.0}]})
-    assert [it["act"] for it in json.loads(path.read_text())["layers"]] == ["", "fp8 dynamic"]
+    assert [it["act"] for it in json.loads(path.read_text())["layers"]] == ["a16", "fp8 dynamic"]
 
 
 def test_a_table_of_another_version_is_left_as_it_is(

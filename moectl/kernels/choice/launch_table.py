@@ -19,9 +19,10 @@ from typing import Any
 
 from ...cache.cache_file import CacheWarning
 from ...cache.launches_file import rows_of
-from ...capabilities.own_kernels import token_format
+from ...capabilities.own_kernels import act_used
 from ...environment import Device
 from ...problem.moe_problem import MoEProblem
+from ...problem.schemes import A16
 
 FILE = "launches.json"
 VERSION = 3
@@ -76,7 +77,7 @@ class LayerLaunches:
     """The fastest launches of one layer on one GPU.
 
     Attributes:
-        act: what kernels quantize tokens and activations to, such as ``fp8 dynamic``; empty if to nothing.
+        act: what kernels quantize tokens and activations to, such as ``fp8 dynamic``; ``a16`` if to nothing.
     """
 
     gpu: GpuModel
@@ -86,21 +87,15 @@ class LayerLaunches:
     experts: int
     top_k: int
     rows: tuple[MeasuredLaunch, ...]
-    act: str = ""
+    act: str = str(A16)
 
     def is_of(self, problem: MoEProblem) -> bool:
         """Whether a layer is the one that was measured, with all of its experts."""
         sizes = problem.dims.hidden, problem.dims.intermediate, problem.experts, problem.top_k
         whole = problem.local_experts == problem.experts
         mine = self.hidden, self.intermediate, self.experts, self.top_k
-        formats = str(problem.scheme.weight), act_of(problem)
+        formats = str(problem.scheme.weight), act_used(problem)
         return whole and sizes == mine and formats == (self.weight, self.act)
-
-
-def act_of(problem: MoEProblem) -> str:
-    """`LayerLaunches.act` of a layer."""
-    form = token_format(problem)
-    return "" if form is None else str(form)
 
 
 @cache

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...capabilities.own_kernels import TRITON, token_format
+from ...capabilities.own_kernels import TRITON, act_used
 from ...environment import Device
 from ...problem.moe_problem import MoEProblem
 from ...problem.roofline import uniform_work
-from ...problem.schemes import A16
 from .launch_model import GpuRates, coefficients, fitted_family, predicted_us
 from .launch_plan import TILE_FAMILIES, planned
 
@@ -62,7 +61,7 @@ def predicted_times(problem: MoEProblem, device: Device, tokens: tuple[int, ...]
         >>> [time.family for time in times]
         ['stream', 'mid']
     """
-    act = str(token_format(problem) or A16)
+    act = act_used(problem)
     if reason := _unpredicted(device):
         return PredictedTimes(act, (), None, reason)
     major, minor = divmod(device.capability, 10)

@@ -335,7 +335,7 @@ def test_what_was_measured_is_taken_and_shared_only_if_there_are_too_many() -> N
 def test_layers_take_their_plan() -> None:
     device = torch.device("cuda")
     with compiling_for(OFFLINE_GPUS[90]):
-        for problem in (LAYER, OF_THE_TABLE["int4 group 128  2048x768x128"]):
+        for problem in (LAYER, OF_THE_TABLE["int4 group 128 a16 2048x768x128"]):
             found = planned(problem, _rates_of(device), ON_SM90)
             assert found is not None
             for tokens in (1, 16, 1000):
