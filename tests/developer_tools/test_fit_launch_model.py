@@ -134,6 +134,25 @@ def test_layers_that_were_left_out_get_launches_near_their_fastest(
     assert h100 is None or errors["NVIDIA H100 80GB HBM3"] < h100, errors
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "there is no such file"),
+        ("not json\n", "line 1 of"),
+        ('{"name": "a"}\n', "has no known 'family'"),
+        ('{"kind": "run", "device": "NVIDIA H200"}\n', "nothing to fit to"),
+    ],
+)
+def test_files_without_rows_end_in_a_sentence(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    if text is not None:
+        path.write_text(text)
+    script = ROOT / "scripts" / "fit_launch_model"
+    done = python_forks.run([script, str(path), "--out", str(tmp_path / "out.json")], cwd=ROOT, timeout=60)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out.json").exists()
+
+
 def test_other_families_keep_their_coefficients(tmp_path: Path) -> None:
     out = tmp_path / "coefficients.json"
     printed = _fit(*BENCHES, "--families", "tma", "--no-aside", "--steps", "1", "--out", str(out))
