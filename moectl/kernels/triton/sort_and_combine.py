@@ -267,8 +267,13 @@ def order_of_counts(counts: Tensor, most: int) -> tuple[Tensor, Tensor, ExpertOr
 COLUMNS = 256
 """Columns that a program of the sum, which is one warp, adds up at a time."""
 
-PROGRAMS = 1 << 15
-"""Programs of the sum above which those of a token take several columns' turns each."""
+PROGRAMS, FEW_PARTS = 1 << 15, 4
+"""Programs of the sum above which those of a token take several columns' turns each; a quarter of them where
+a token has so few parts that starting a program takes longer than what it adds."""
+
+TOKENS = 8
+"""Tokens of a program that zeroes rows. With a program for each token and `COLUMNS`, of which most have
+nothing to do, 2048 tokens took 40 us longer."""
 
 
 def finish(call: KernelCall, parts: Tensor, experts: int) -> None:
@@ -293,9 +298,11 @@ def combine(parts: Tensor, ids: Tensor, y: Tensor, experts: int) -> None:
 def _combine(parts: Tensor, ids: Tensor, y: Tensor, experts: int, form: Any) -> None:
     tokens, hidden = y.shape
     top_k = ids.numel() // tokens
-    shared = min(triton.cdiv(hidden, COLUMNS), triton.cdiv(PROGRAMS, tokens))
     splits = parts.numel() // (ids.numel() * hidden)
-    kernels._combine_kernel[(tokens, shared)](
+    most = PROGRAMS if top_k * splits > FEW_PARTS else PROGRAMS // 4
+    shared = min(triton.cdiv(hidden, COLUMNS), triton.cdiv(most, tokens))
+    grid = (triton.cdiv(tokens, TOKENS), 1) if form is kernels.IN_PLACE else (tokens, shared)
+    kernels._combine_kernel[grid](
         parts.view(y.dtype),
         y,
         ids,
@@ -307,6 +314,7 @@ def _combine(parts: Tensor, ids: Tensor, y: Tensor, experts: int, form: Any) -> 
         TOP_K=top_k,
         AT_ONCE=8 if top_k <= 4 else 16,
         BH=COLUMNS,
+        ROWS=TOKENS,
         WHOLE=form is kernels.IN_FP32 and splits == 1,
         INTERP=INTERPRETED,
         num_warps=1,

@@ -380,38 +380,47 @@ def _sum_of_splits(
     return acc
 
 
+@triton.jit
+def _zero_skipped(OUT, IDS, first, T, HIDDEN, E: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr):
+    """Zeroes the rows of OUT, of ROWS from `first` on, whose id is no expert's."""
+    m = first + tl.arange(0, ROWS)
+    expert = tl.load(IDS + m, mask=m < T, other=0)
+    skipped = (expert < 0) | (expert >= E)
+    if tl.sum(skipped.to(tl.int32), 0) > 0:
+        rows = OUT + m.to(tl.int64)[:, None] * HIDDEN
+        for begin in range(0, HIDDEN, BH):
+            h = begin + tl.arange(0, BH)[None, :]
+            zeros = tl.zeros((ROWS, BH), dtype=OUT.dtype.element_ty)
+            tl.store(rows + h, zeros, mask=skipped[:, None] & (h < HIDDEN))
+
+
 @triton.jit(do_not_specialize=["T", "FORM", "SPLITS"])
 def _combine_kernel(
     PARTS, OUT, IDS, T, HIDDEN, FORM, SPLITS,
-    E: tl.constexpr, TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, BH: tl.constexpr, WHOLE: tl.constexpr,
-    PDL: tl.constexpr, INTERP: tl.constexpr,
+    E: tl.constexpr, TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr,
+    WHOLE: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     """OUT ``[tokens, HIDDEN]``: sum of the parts of a token's valid assignments, in a fixed order.
 
     PARTS are ``[T, HIDDEN]`` IN_16_BITS, or ``[SPLITS, T, HIDDEN]`` IN_FP32, whatever the pointer's type.
-    With FORM IN_PLACE they are OUT, with a choice each, and what has no valid assignment is zeroed. WHOLE
-    stands for IN_FP32 without splits, for which there is little code to bring to a multiprocessor. Grid
-    (tokens, programs that share the columns).
+    With FORM IN_PLACE they are OUT, with a choice each, and what has no valid assignment is zeroed, ROWS
+    tokens a program. WHOLE stands for IN_FP32 without splits, for which there is little code to bring to a
+    multiprocessor. Otherwise the grid is (tokens, programs that share the columns).
     """
     _await_inputs(PDL)
     m = tl.program_id(0)
     parts32 = PARTS.to(tl.pointer_type(tl.float32), bitcast=True)
-    for first in range(tl.program_id(1) * BH, HIDDEN, tl.num_programs(1) * BH):
-        h = first + tl.arange(0, BH)
-        out = OUT + m.to(tl.int64) * HIDDEN + h
-        inside = h < HIDDEN
-        if WHOLE:
-            acc = _sum_of_choices(parts32, IDS, m, h, HIDDEN, E, TOP_K, BH)
-            acc = _nearest(acc, OUT.dtype.element_ty, INTERP)
-            tl.store(out, acc.to(OUT.dtype.element_ty), mask=inside)
-        elif FORM == IN_PLACE:
-            expert = tl.load(IDS + m)
-            skipped = (expert < 0) | (expert >= E)
-            tl.store(out, tl.zeros((BH,), dtype=OUT.dtype.element_ty), mask=inside & skipped)
-        else:
-            if FORM == IN_16_BITS:
+    if FORM == IN_PLACE:
+        _zero_skipped(OUT, IDS, m * ROWS, T, HIDDEN, E, ROWS, BH)
+    else:
+        for first in range(tl.program_id(1) * BH, HIDDEN, tl.num_programs(1) * BH):
+            h = first + tl.arange(0, BH)
+            if WHOLE:
+                acc = _sum_of_choices(parts32, IDS, m, h, HIDDEN, E, TOP_K, BH)
+            elif FORM == IN_16_BITS:
                 acc = _sum_of_choices(PARTS, IDS, m, h, HIDDEN, E, TOP_K, BH)
             else:
                 acc = _sum_of_splits(parts32, IDS, m, h, T, HIDDEN, SPLITS, E, TOP_K, AT_ONCE, BH)
             acc = _nearest(acc, OUT.dtype.element_ty, INTERP)
-            tl.store(out, acc.to(OUT.dtype.element_ty), mask=inside)
+            out = OUT + m.to(tl.int64) * HIDDEN + h
+            tl.store(out, acc.to(OUT.dtype.element_ty), mask=h < HIDDEN)
