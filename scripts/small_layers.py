@@ -66,6 +66,7 @@ LAYERS: Mapping[str, MoEProblem] = {
     "fp8-block-fp16": _like("gpt-oss-20b", scheme=Scheme(FP8_BLOCK, FP8_ACT_GROUP_128), dtype="fp16"),
     "fp8-block-a16": _like("qwen3-30b", scheme=Scheme(FP8_BLOCK)),
     "fp8-channel": _like("qwen3-30b", scheme=Scheme(FP8_CHANNEL, FP8_ACT_TOKEN)),
+    "fp8-channel-a16": _like("qwen3-30b", scheme=Scheme(FP8_CHANNEL)),
     "fp8-tensor-relu2": _like(
         "qwen3-30b", scheme=Scheme(FP8_TENSOR, FP8_ACT_TENSOR), activation=RELU2, rows="concatenated"
     ),

@@ -56,9 +56,11 @@ def test_the_page_counts_the_rows_as_they_are() -> None:
     assert f"to all {of_4_bits} rows of the shipped table (`--table`) that are in these formats" in page
     counts = {
         name: len((ROOT / f"docs/launches_tma_{name}_h200.jsonl").read_text().splitlines())
-        for name in ("rows", "few_tokens", "unseen")
+        for name in ("rows", "few_tokens", "unseen", "dispatched", "16_bit_tokens")
     }
     assert f"{counts['rows'] + counts['few_tokens']} of [few tokens and of layers that have rows]" in page
+    assert f"{counts['dispatched']} of [dispatched tokens]" in page
+    assert f"{counts['16_bit_tokens']} of FP8 weights with 16-bit tokens" in page
     assert f"{counts['few_tokens']} ([rows](launches_tma_few_tokens_h200.jsonl))" in page
     assert f"{counts['unseen']} launches ([rows](launches_tma_unseen_h200.jsonl)" in page
 
@@ -102,6 +104,7 @@ def test_a_fit_writes_every_coefficient_and_chooses_better_the_longer_it_runs(tm
             (
                 *("docs/launches_tma_h100.jsonl", "docs/launches_tma_h200.jsonl"),
                 *("docs/launches_tma_few_tokens_h200.jsonl", "docs/launches_tma_rows_h200.jsonl"),
+                *("docs/launches_tma_dispatched_h200.jsonl", "docs/launches_tma_16_bit_tokens_h200.jsonl"),
                 *("docs/bench_sm90_h200_29_november.jsonl", "--families", "tma"),
             ),
             "all of tma",

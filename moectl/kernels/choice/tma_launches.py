@@ -114,10 +114,18 @@ def launch_registers(tile: TmaTile) -> int:
 
 
 def shares_rows(problem: MoEProblem, tile: TmaTile) -> bool:
-    """Whether loaders keep the rows of a tile's tokens in shared memory: workers with so many sums, or with
-    int32 sums as well as those in fp32, leave them too few registers for addresses. Only where TMA copies
-    the second GEMM's tokens: `tma_loader` shares rows of the first GEMM alone."""
-    return sums_twice(problem, tile) or tile.tokens * tile.blocks_m > 256
+    """Whether loaders keep the rows of a tile's tokens in shared memory: workers with so many sums, with
+    decoded weights besides many, or with int32 sums as well as those in fp32, leave them too few registers
+    for addresses. Only where TMA copies the second GEMM's tokens: `tma_loader` shares rows of the first GEMM
+    alone."""
+    many = tile.tokens * tile.blocks_m > 256 or (decodes(problem) and tile.tokens > 64)
+    return many or sums_twice(problem, tile)
+
+
+def decodes_ahead(problem: MoEProblem, tile: TmaTile) -> bool:
+    """Whether a worker decodes the next weights while it multiplies the last ones. Where sums leave too few
+    registers for that, one worker decodes while the other multiplies."""
+    return decodes(problem) and not sums_twice(problem, tile) and tile.tokens * tile.blocks_m <= 128
 
 
 def sums_twice(problem: MoEProblem, tile: TmaTile) -> bool:
@@ -140,6 +148,8 @@ def registers(problem: MoEProblem, tile: TmaTile, stage: int = 1) -> tuple[int, 
         spare = 64 if stage == 1 else 56
     elif sums_twice(problem, tile):
         spare = 56 if tile.blocks_m == 2 else 96 if tile.tokens == 128 else 72
+    elif decodes(problem) and tile.tokens > 64:
+        spare = (48 if tile.blocks_m == 1 else 56) if promoted else 40 if stage == 1 else 48
     elif shares_rows(problem, tile):
         spare = 40
     elif promoted:
@@ -259,6 +269,7 @@ PROMISING: tuple[TmaTile, ...] = (
     _tile(8, 1, 1, depth=2, programs=3),
     _tile(160, 2, 1, loaders=4, group_m=4),
     _tile(128, 2, 2, group_m=4, turned=1),
+    _tile(128, 2, 2, turned=1),
     _tile(128, 2, 2, group_m=4, fast_sums=1),
     _tile(8, 1, 1, depth=2, programs=2),
     _tile(16, 1, 2, programs=2),
@@ -274,6 +285,7 @@ PROMISING: tuple[TmaTile, ...] = (
     _tile(192, 2, 2, group_m=4, fast_sums=1),
     _tile(160, 2, 2, group_m=4),
     _tile(160, 2, 2, group_m=4, fast_sums=1),
+    _tile(160, 2, 1, loaders=4, fast_sums=1),
     _tile(256, 2, 1, group_m=4, fast_sums=1),
 )
 """Tiles that are worth measuring, but for the stages."""
@@ -287,6 +299,9 @@ DECODING: tuple[TmaTile, ...] = (
     _tile(16, 1, 2, programs=2),
     _tile(32, 1, 2, programs=2),
     _tile(64, 2, 1),
+    _tile(128, 2, 1),
+    _tile(96, 2, 2, group_m=4),
+    _tile(128, 2, 2, group_m=4),
 )
 """The same for layers whose weights are decoded."""
 
@@ -310,9 +325,11 @@ INT4: tuple[TmaTile, ...] = (
 def most_decoding(problem: MoEProblem) -> int:
     """Tokens times row blocks of a worker, at most, of a tile that decodes; ptxas spills registers of larger
     ones. Some epilogues need more of them."""
-    if problem.scheme.weight.bits == 8 or problem.bias or problem.routing.weight_on_input:
+    if problem.bias or problem.routing.weight_on_input or problem.activation.name == "swigluoai":
         return 64
-    return 64 if problem.activation.name == "swigluoai" else 128
+    if problem.scheme.weight.bits == 4:
+        return 128
+    return 192 if weight_scales(problem) == "block" else 256
 
 
 MOST_INT8_COLUMNS = (2**31 - 1) // (128 * 127)
@@ -345,7 +362,7 @@ FEW_FOR_TURNED = 48
 
 def suits(problem: MoEProblem, tile: TmaTile, tokens_per_expert: float) -> bool:
     """Neither do most experts need several tiles where one could do, nor are tiles mostly empty."""
-    widest = most_decoding(problem) if decodes(problem) else 128
+    widest = min(128, most_decoding(problem)) if decodes(problem) else 128
     if tile.fast_sums and tokens_per_expert <= FEW_FOR_FAST_SUMS:
         return False
     if tile.turned and tokens_per_expert <= FEW_FOR_TURNED:

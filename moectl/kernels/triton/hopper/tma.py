@@ -21,11 +21,11 @@ from ...choice.tma_launches import (
     TMA_TILES,
     TmaTile,
     decodes,
+    decodes_ahead,
     is_promoted,
     launch_registers,
     registers,
     shares_rows,
-    sums_twice,
 )
 from ..kernel_family import KernelCall, KernelFamily, activation_numbers, multiprocessors
 from ..row_matrix import RowLayer, RowMatrix
@@ -143,7 +143,7 @@ def _variant(layer: RowLayer, stage: int, plan: TokenTiles, x: Tensor, tile: Tma
         copied=_copied(stage, tile),
         shares_rows=shares_rows(p, tile) and not _copied(stage, tile),
         decodes=decodes(p),
-        ahead=decodes(p) and not sums_twice(p, tile),
+        ahead=decodes_ahead(p, tile),
         promoted=promoted,
         turned=bool(tile.turned),
         codes=p.dtype if makes_codes else "none",

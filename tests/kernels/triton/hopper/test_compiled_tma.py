@@ -29,6 +29,7 @@ from moectl.problem.schemes import (
     FULL,
     INT8_ACT_TOKEN,
     Scheme,
+    WeightFormat,
     int_format,
 )
 from support.ptx_places import BOXES, COPIES, Ptx, gemms, launched_gemms
@@ -255,3 +256,34 @@ def test_weights_are_decoded_into_registers(name: str, tile: TmaTile) -> None:
     assert len(made) == 2
     for it in made:
         assert it.wgmma_a == it.wgmma and not it.stack, it
+
+
+@pytest.mark.parametrize(
+    ("weight", "tokens", "blocks_m", "activation", "dtype"),
+    [
+        (FP8_CHANNEL, 128, 1, Activation("gelu_tanh"), "bf16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (FP8_CHANNEL, 128, 2, Activation("silu"), "fp16"),
+                (FP8_TENSOR, 128, 2, Activation("relu2", gated=False), "bf16"),
+                (FP8_BLOCK, 96, 2, Activation("gelu_tanh"), "bf16"),
+                (FP8_BLOCK, 128, 1, Activation("silu"), "fp16"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_wide_tiles_that_decode_spill_nothing_in_any_epilogue(
+    weight: WeightFormat, tokens: int, blocks_m: int, activation: Activation, dtype: str
+) -> None:
+    sizes = BLOCKS if weight is FP8_BLOCK else QWEN
+    problem = replace(sizes.problem, scheme=Scheme(weight), activation=activation, dtype=dtype)
+    layer = empty_layer(problem, "moectl")
+    (tile,) = (
+        tile
+        for tile in TMA_FAMILY.candidates(layer.problem)
+        if (tile.tokens, tile.workers, tile.blocks_m) == (tokens, 2, blocks_m)
+    )
+    made = [it for it in inspect(layer, 64, Launch("tma", tile), OFFLINE_GPUS[90]) if it.wgmma]
+    assert len(made) == 2 and not any(it.stack or it.spills for it in made), made

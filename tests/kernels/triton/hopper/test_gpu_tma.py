@@ -62,7 +62,7 @@ INT4_TILES = (*DECODING, "8x1x1 depth 4", "64x2x2 group_m 4", "96x2x1 group_m 4"
 def few(scheme: str) -> tuple[str, ...]:
     """Tiles that differ most, of all kinds of sums."""
     if scheme in W8A16:
-        return DECODING
+        return (*DECODING, "128x2x1", f"{96 if 'block' in scheme else 128}x2x2 group_m 4")
     if scheme in (INT4, INT4_FP32_SCALES):
         return INT4_TILES
     others = {
