@@ -134,8 +134,12 @@ def as_cells(rows: Sequence[BenchRow]) -> str:
 
 
 def _short(table: PivotTable) -> str:
+    """The layer, with what its tokens are quantized to where kernels multiply that."""
     model, _, scheme, parallel, _ = table.key
-    return f"{model} {'' if parallel == '1' else f'{parallel} '}{scheme.partition(',')[0]}"
+    weight, _, activations = scheme.partition(", ")
+    kind = activations.partition(" ")[0]
+    tokens = f", {kind} tokens" if kind in ("fp8", "int8") else ""
+    return f"{model} {'' if parallel == '1' else f'{parallel} '}{weight}{tokens}"
 
 
 def _cell(layer: str, tokens: int, cells: Mapping[str, BenchRow], ratio: float | None) -> str:

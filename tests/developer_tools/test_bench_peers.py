@@ -409,3 +409,10 @@ def test_the_table_of_a_document_is_that_of_the_rows() -> None:
     assert cells[0].startswith("| layer |  |") and len({line.count("|") for line in cells}) == 1
     kimi = "| kimi-k2 int4 group 32 | M=1: 58.1 (1.19) | M=4: 193 (1.12) | M=16: 661 (1.12) |"
     assert any(line.startswith(kimi) and line.endswith("M=8192: 10248 (1.22) | 1.14 |") for line in cells)
+
+
+def test_layers_that_differ_in_their_tokens_are_told_apart() -> None:
+    rows = read_rows(SCRIPTS.parent / "docs" / "bench_other_16_and_8_bits_h200.jsonl").rows
+    names = [line.split("|")[1].strip() for line in tables.as_ratios(rows).splitlines()[2:]]
+    assert len(names) == len(set(names)) == 38
+    assert {"qwen3-30b int8 per channel", "qwen3-30b int8 per channel, int8 tokens"} < set(names)
