@@ -45,7 +45,7 @@ HUMMING = KernelSupport(
         WeightSupport(integers(8), "humming-int8"),
         WeightSupport((MXFP4,), "humming-mxfp4", _BF16),
         WeightSupport((NVFP4,), "humming-nvfp4", _BF16, any_act=True, own_scales=True),
-        WeightSupport((MXFP8,), "humming-mxfp8", _BF16, any_act=True, untried=True),
+        WeightSupport((MXFP8,), "humming-mxfp8", _BF16, any_act=True),
         WeightSupport((FP8_BLOCK, FP8_CHANNEL), "humming-fp8", _BF16, own_scales=True),
         *(
             WeightSupport(

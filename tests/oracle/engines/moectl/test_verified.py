@@ -13,6 +13,7 @@ from moectl.oracle.registry import policy_named
 from moectl.oracle.select import select
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.published_layers import SCHEMES
+from moectl.problem.schemes import INT8_ACT_TOKEN, Scheme, int_format
 
 DOCS = Path(__file__).parents[4] / "docs"
 NAMED = {str(scheme): scheme for scheme in SCHEMES.values()}
@@ -37,16 +38,23 @@ def test_what_was_timed_and_right_is_verified(gpu: str) -> None:
     ]
 
 
+NEVER_COMPARED = Scheme(int_format(4, 32), INT8_ACT_TOKEN)
+"""With Humming, whose kernels are for INT8 tokens."""
+
+
 def test_formats_that_nobody_compared_are_not() -> None:
     device, humming = find_device("h200"), BACKENDS["humming"]
-    found = {name: humming.untried(device, scheme) for name, scheme in SCHEMES.items()}
-    assert found["mxfp8"] and not any(found[name] for name in ("nvfp4", "mxfp4", "fp8-block", "fp8-channel"))
+    compared = ("nvfp4", "mxfp4", "mxfp8", "fp8-block", "fp8-channel", "int4-g128-a8")
+    assert humming.untried(device, NEVER_COMPARED)
+    assert not any(humming.untried(device, SCHEMES[name]) for name in compared)
 
 
-@pytest.mark.parametrize(("name", "where"), [("nvfp4", ["sm90"]), ("mxfp8", [])])
-def test_what_explain_prints_of_devices_is_of_the_format(name: str, where: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "where"), [(SCHEMES["mxfp8"], ["sm90"]), (NEVER_COMPARED, [])], ids=["mxfp8", "int4 a8"]
+)
+def test_what_explain_prints_of_devices_is_of_the_format(scheme: Scheme, where: list[str]) -> None:
     decision = select(
-        MoEProblem(Dims(512, 256), 8, 2, SCHEMES[name]),
+        MoEProblem(Dims(512, 256), 8, 2, scheme),
         find_device("h200"),
         Packages(),
         policy_named("moectl"),
