@@ -470,10 +470,9 @@ def test_a_backend_that_was_never_run_on_such_a_device_is_told_so():
         ([GPT, "--gpu", "h200"], "16-bit activations), verified on SM90 because"),
         ([GPT, "--gpu", "a100"], "16-bit activations), not verified on hardware other than SM90 because"),
         ([GPT, "--gpu", "cpu"], "16-bit activations), verified on SM90 and CPUs because"),
-        # No result of Humming's was compared in this format.
         (
             ["MiniMaxAI/MiniMax-M3-MXFP8", "--gpu", "h200", "--backend", "humming", "--packages", "full"],
-            "mxfp8 dynamic activations), not verified on hardware because",
+            "mxfp8 dynamic activations), verified on SM90 because",
         ),
     ],
 )
