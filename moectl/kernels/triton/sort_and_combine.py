@@ -268,8 +268,8 @@ COLUMNS = 256
 """Columns that a program of the sum, which is one warp, adds up at a time."""
 
 PROGRAMS, FEW_PARTS = 1 << 15, 4
-"""Programs of the sum above which those of a token take several columns' turns each; a quarter of them where
-a token has so few parts that starting a program takes longer than what it adds."""
+"""Programs of the sum from which on each takes several blocks of columns in turn, and the parts of a token up
+to which that begins with a quarter of them: starting a program takes longer than adding few parts."""
 
 TOKENS = 8
 """Tokens of a program that zeroes rows. With a program for each token and `COLUMNS`, of which most have

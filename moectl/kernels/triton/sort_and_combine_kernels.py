@@ -410,7 +410,7 @@ def _combine_kernel(
     _await_inputs(PDL)
     m = tl.program_id(0)
     parts32 = PARTS.to(tl.pointer_type(tl.float32), bitcast=True)
-    if FORM == IN_PLACE:
+    if not WHOLE and FORM == IN_PLACE:
         _zero_skipped(OUT, IDS, m * ROWS, T, HIDDEN, E, ROWS, BH)
     else:
         for first in range(tl.program_id(1) * BH, HIDDEN, tl.num_programs(1) * BH):

@@ -51,9 +51,13 @@ def test_sums_in_half_precision(splits: int) -> None:
 
 
 @pytest.mark.parametrize("splits", [0, 2])
-def test_a_program_sums_several_columns(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moectl.kernels.triton.sort_and_combine.PROGRAMS", 4)
-    routing_cases.sums(3, 2, 1300, splits, "cpu")
+@pytest.mark.parametrize(("programs", "top_k"), [(24, 2), (6, 8)])
+def test_two_programs_of_a_token_sum_several_columns_each(
+    programs: int, top_k: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of them where a token has few parts."""
+    monkeypatch.setattr("moectl.kernels.triton.sort_and_combine.PROGRAMS", programs)
+    routing_cases.sums(3, top_k, 1300, splits, "cpu")
 
 
 LISTED = every_nth(
