@@ -59,8 +59,8 @@ def test_the_page_counts_the_rows_as_they_are() -> None:
         for name in ("rows", "few_tokens", "unseen", "dispatched", "16_bit_tokens")
     }
     assert f"{counts['rows'] + counts['few_tokens']} of [few tokens and of layers that have rows]" in page
-    assert f"{counts['dispatched']} of [dispatched tokens]" in page
-    assert f"{counts['16_bit_tokens']} of FP8 weights with 16-bit tokens" in page
+    assert f" of {counts['dispatched']} of [dispatched tokens]" in page
+    assert f" of {counts['16_bit_tokens']} of FP8 weights with 16-bit tokens" in page
     assert f"{counts['few_tokens']} ([rows](launches_tma_few_tokens_h200.jsonl))" in page
     assert f"{counts['unseen']} launches ([rows](launches_tma_unseen_h200.jsonl)" in page
 

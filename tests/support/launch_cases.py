@@ -27,8 +27,8 @@ H200, H100 = GpuRates(132, 4.8e12), GpuRates(132, 3.35e12)
 H20 = GpuRates.of(78, 4e12, published_matrix_rate("NVIDIA H20"))
 RATES = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
 ON_SM90 = (9, 0)
-FORMATS = tuple(name for name in SCHEMES if not name.endswith("-a16"))
-"""Formats of which SM90 has kernels of its own; the portable ones run FP8 weights with 16-bit tokens."""
+FORMATS = tuple(SCHEMES)
+"""Formats of which SM90 has kernels of its own."""
 
 LAYER = MoEProblem(Dims(2560, 1536), 64, 6, SCHEMES["int4-g128"])
 """A layer without rows in the shipped table."""
