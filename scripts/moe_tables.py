@@ -134,7 +134,7 @@ def as_cells(rows: Sequence[BenchRow]) -> str:
 
 
 def _short(table: PivotTable) -> str:
-    """The layer, with what its tokens are quantized to where kernels multiply that."""
+    """The layer, and the format of its tokens where kernels multiply 8-bit ones."""
     model, _, scheme, parallel, _ = table.key
     weight, _, activations = scheme.partition(", ")
     kind = activations.partition(" ")[0]

@@ -114,8 +114,8 @@ def launch_registers(tile: TmaTile) -> int:
 
 
 def shares_rows(problem: MoEProblem, tile: TmaTile) -> bool:
-    """Whether loaders keep the rows of a tile's tokens in shared memory: workers with so many sums, with
-    decoded weights besides many, or with int32 sums as well as those in fp32, leave them too few registers
+    """Whether loaders keep the rows of a tile's tokens in shared memory: workers with so many sums, fewer
+    where they also decode weights, or with int32 sums beside those in fp32, leave loaders too few registers
     for addresses. Only where TMA copies the second GEMM's tokens: `tma_loader` shares rows of the first GEMM
     alone."""
     many = tile.tokens * tile.blocks_m > 256 or (decodes(problem) and tile.tokens > 64)
@@ -227,7 +227,7 @@ def refusal(problem: MoEProblem, tile: TmaTile) -> str:
         tile.tokens * (tile.blocks_m + promoted) // 2 + (4 if tile.turned else 12) * promoted * tile.blocks_m
     )
     if decodes(problem):
-        sums += 32 if sums_twice(problem, tile) else 48  # one operand, or also the next one
+        sums += 48 if decodes_ahead(problem, tile) else 32  # one operand, or also the next one
     elif not promoted:
         sums += 16
     if sums > registers(problem, tile)[0]:
@@ -324,7 +324,7 @@ INT4: tuple[TmaTile, ...] = (
 
 def most_decoding(problem: MoEProblem) -> int:
     """Tokens times row blocks of a worker, at most, of a tile that decodes; ptxas spills registers of larger
-    ones. Some epilogues need more of them."""
+    ones, and of some smaller ones that are no candidates. Some epilogues need more of them."""
     if problem.bias or problem.routing.weight_on_input or problem.activation.name == "swigluoai":
         return 64
     if problem.scheme.weight.bits == 4:

@@ -56,9 +56,8 @@ class TmaVariant:
         copied: whether TMA copies the tokens, which lie one after the other; otherwise they are gathered.
         shares_rows: whether the rows of a tile's tokens are in shared memory while they are gathered.
         decodes: whether FP8 or INT4 weights are decoded to the dtype of the tokens.
-        ahead: whether the next operand is decoded while the last one is multiplied. Tiles with many sums of
-            two kinds lack the registers, and have two workers: one decodes and adds while the other
-            multiplies.
+        ahead: whether the next operand is decoded while the last one is multiplied. Tiles with many sums lack
+            the registers for that, and have two workers: one decodes and adds while the other multiplies.
         promoted: whether sums of 128 columns are added outside of the tensor cores.
         turned: whether tokens are the rows of products.
         codes: the dtype to which activations are rounded before they are stored as E4M3 codes with scales;

@@ -274,7 +274,7 @@ def test_weights_are_decoded_into_registers(name: str, tile: TmaTile) -> None:
     ],
     ids=str,
 )
-def test_wide_tiles_that_decode_spill_nothing_in_any_epilogue(
+def test_wide_tiles_that_decode_spill_nothing_with_other_epilogues(
     weight: WeightFormat, tokens: int, blocks_m: int, activation: Activation, dtype: str
 ) -> None:
     sizes = BLOCKS if weight is FP8_BLOCK else QWEN

@@ -39,7 +39,7 @@ def test_what_was_timed_and_right_is_verified(gpu: str) -> None:
 
 
 NEVER_COMPARED = Scheme(int_format(4, 32), INT8_ACT_TOKEN)
-"""With Humming, whose kernels are for INT8 tokens."""
+"""A format that Humming has kernels for, whose results nobody compared."""
 
 
 def test_formats_that_nobody_compared_are_not() -> None:
