@@ -171,3 +171,10 @@ def test_tuning_measures_tiles_of_about_the_tokens_of_an_expert() -> None:
     ):
         tiles = TMA_FAMILY.candidates(problem)
         assert {tile.tokens for tile in tiles if TMA_FAMILY.suits(problem, tile, per_expert)} == widths
+
+
+@pytest.mark.parametrize(("experts", "groups"), [(128, {4}), (65, {4}), (64, {1, 4}), (16, {1, 4})])
+def test_turned_tiles_sweep_several_token_tiles_of_many_experts(experts: int, groups: set[int]) -> None:
+    """Of those that a rank has."""
+    problem = replace(QWEN_FP8, local_experts=experts)
+    assert {tile.group_m for tile in TMA_FAMILY.candidates(problem) if tile.turned} == groups
