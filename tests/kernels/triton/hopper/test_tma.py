@@ -22,7 +22,7 @@ from moectl.kernels.triton.hopper.tma import (
 )
 from moectl.kernels.triton.row_matrix import RowMatrix
 from moectl.kernels.triton.triton_runner import choose_shipped
-from moectl.problem.moe_problem import SWIGLU_OAI, Activation, Dims, MoEProblem
+from moectl.problem.moe_problem import SWIGLU_OAI, Activation, Dims, MoEProblem, Routing
 from moectl.problem.schemes import FP8_ACT_TOKEN, FP8_BLOCK, FP8_CHANNEL, NVFP4, Scheme
 from support.row_cases import SCHEMES
 
@@ -113,6 +113,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (replace(QWEN, scheme=Scheme(NVFP4)), tile, "nvfp4"),
         (W8A16, TmaTile(128, 2, 2, 3), "decoded weights"),
         (replace(W8A16, bias=True), TmaTile(96, 2, 1, 4), "decoded weights"),
+        (replace(W8A16, routing=Routing(weight_on_input=True)), TmaTile(96, 2, 1, 4), "decoded weights"),
         (replace(W8A16, activation=SWIGLU_OAI), TmaTile(96, 2, 1, 4), "decoded weights"),
         (replace(W8A16, scheme=Scheme(FP8_CHANNEL)), TmaTile(64, 2, 1, 4, fast_sums=1), "for FP8 tokens"),
         (replace(QWEN, activation=Activation("situ")), tile, "activation"),
