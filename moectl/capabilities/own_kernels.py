@@ -23,7 +23,8 @@ from ..problem.schemes import (
 )
 from .kernel_support import KernelSupport, WeightSupport, integers
 
-GATED, UNGATED = ("silu", "swigluoai", "gelu_tanh"), ("relu2",)
+GATED = ("silu", "swigluoai", "swiglustep", "gelu_tanh", "situ")
+UNGATED = ("relu2",)
 """Activation functions of moectl's device code, which is also used with the GEMMs of other projects."""
 
 TILES = "moectl-mtile64"

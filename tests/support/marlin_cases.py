@@ -29,6 +29,7 @@ def of(group: int, *, zero: bool = False, scales: str = "BF16", **changes: objec
 FORMATS = {
     "group 32": of(32, dims=Dims(256, 96)),
     "group 64, clamped": of(64, dims=Dims(384, 192), activation=Activation("silu", limit=0.5)),
+    "group 64, SiTU": of(64, activation=Activation("situ", beta=4.0, linear_beta=25.0)),
     "group 128, gelu": of(128, dims=Dims(256, 128), activation=Activation("gelu_tanh")),
     "channel, not gated": of(
         FULL, dims=Dims(128, 192), activation=Activation("relu2", gated=False), bias=True

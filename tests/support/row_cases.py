@@ -153,6 +153,11 @@ CASES: tuple[RowCase, ...] = (
         routing="skipping",
     ),
     RowCase("plain", "decode 16x64x128 split 4", (128, 64), Activation("gelu_tanh"), (24, 22), tokens=2),
+    RowCase("plain", "grouped 16x64x128", (128, 64), Activation("situ", beta=0.5, linear_beta=1.5), (24, 16)),
+    RowCase(
+        "block", "grouped 16x64x128", (256, 128), Activation("situ", beta=4.0), (4, 2), rows="interleaved"
+    ),
+    RowCase("channel and token", "decode 16x128x64", activation=Activation("swiglustep", limit=0.75)),
     RowCase("block", "grouped 16x64x128", (128, 128), Activation("silu", limit=0.75), (24, 22), tokens=2),
 )
 """Every scheme by both families, and sizes that are no multiple of 64 or 128 with every other choice."""

@@ -325,12 +325,15 @@ INT4: tuple[TmaTile, ...] = (
 def most_decoding(problem: MoEProblem) -> int:
     """Tokens times row blocks of a worker, at most, of a tile that decodes; ptxas spills registers of larger
     ones, and of some smaller ones that are no candidates. Some epilogues need more of them."""
-    if problem.bias or problem.routing.weight_on_input or problem.activation.name == "swigluoai":
+    if problem.bias or problem.routing.weight_on_input or problem.activation.name in WIDE_EPILOGUES:
         return 64
     if problem.scheme.weight.bits == 4:
         return 128
     return 192 if weight_scales(problem) == "block" else 256
 
+
+WIDE_EPILOGUES = ("swigluoai", "situ")
+"""Activation functions that need more registers than others."""
 
 MOST_INT8_COLUMNS = (2**31 - 1) // (128 * 127)
 """Columns of which the largest INT8 products, of -128 and 127, add up to no more than an int32 holds."""

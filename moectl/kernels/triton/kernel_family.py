@@ -175,7 +175,15 @@ CODE_BASES = {"bf16": 128, "fp16": 1024}
 
 
 def activation_numbers(act: Activation) -> dict[str, float]:
-    """`alpha` and `limit` of the first GEMM's epilogue; 1 and infinity for functions without them."""
+    """`alpha` and `limit` of the first GEMM's epilogue; 1 and infinity for functions without them.
+
+    Those of SiTU are what softly limits gate and up, infinity for none.
+    """
+    if act.name == "situ":
+        return {
+            "alpha": math.inf if act.beta is None else act.beta,
+            "limit": math.inf if act.linear_beta is None else act.linear_beta,
+        }
     return {
         "alpha": act.alpha if act.name == "swigluoai" and act.alpha is not None else 1.0,
         "limit": math.inf if act.limit is None else act.limit,

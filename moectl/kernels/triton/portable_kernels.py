@@ -15,17 +15,38 @@ from .portable_product_kernels import _factored, _is_in_rows, _product
 
 
 @triton.jit
+def _softly_limited(x, limit):
+    """limit * tanh(x / limit), by a series near zero, where the sigmoid would cancel; `x` for infinity."""
+    scaled = x * (1.0 / limit)
+    square = scaled * scaled
+    series = 0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203)
+    near = scaled + scaled * square * (-0.3333333333333333 + square * series)
+    tanh = tl.where(square < 0.0625, near, 2.0 / (1.0 + tl.exp(-2.0 * scaled)) - 1.0)
+    return tl.where(limit == float("inf"), x, limit * tanh)
+
+
+@triton.jit
 def _gated(gate, up, alpha, limit, ACT: tl.constexpr):
-    """activation(gate) * up in fp32. `limit` is infinite if there is none; unlike a minimum, it keeps NaN."""
+    """activation(gate) * up in fp32. `limit` is infinite if there is none; unlike a minimum, it keeps NaN.
+
+    `situ` softly limits the gate by `alpha` and up by `limit`.
+    """
+    if ACT == "situ":
+        return _softly_limited(up, limit) * _softly_limited(gate, alpha) / (1.0 + tl.exp(-gate))
     if ACT == "gelu_tanh":
         alpha = 1.5957691216057308 * (1.0 + 0.044715 * gate * gate)  # tanh written as a sigmoid
     else:
+        if ACT == "swiglustep":
+            gate = gate / (1.0 + tl.exp(-gate))
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, up)
         up = tl.where(up < -limit, -limit, up)
         if ACT == "swigluoai":
             up += 1.0
-    return up * gate / (1.0 + tl.exp(-alpha * gate))
+    result = up * gate
+    if ACT != "swiglustep":
+        result = result / (1.0 + tl.exp(-alpha * gate))
+    return result
 
 
 @triton.jit

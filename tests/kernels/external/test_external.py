@@ -74,7 +74,7 @@ REFUSALS = [
         "multiply the first GEMM's bias",
     ),
     (vllm_marlin, of(int_format(4, 32, "F16")), "scales in the model's dtype, BF16; the layer has F16"),
-    (vllm_marlin, replace(INT4, activation=Activation("situ")), "for gated experts it has silu"),
+    (vllm_marlin, replace(INT4, activation=Activation("gelu")), "for gated experts it has silu"),
     (
         humming,
         of(int_format(4, 96)),
@@ -98,7 +98,7 @@ REFUSALS = [
     (triton_kernels, replace(MX, activation=Activation("relu2", gated=False)), "for gated experts"),
     (triton_kernels, replace(MX, dtype="fp16"), "it supports bf16 models"),
     (triton_kernels, replace(MX, routing=Routing(weight_on_input=True)), "to its input"),
-    (triton_kernels, replace(MX, activation=Activation("situ")), "it has silu"),
+    (triton_kernels, replace(MX, activation=Activation("gelu")), "it has silu"),
     (deep_gemm, of(FP8_BLOCK), "it takes fp8 dynamic group 128 tokens; the layer has 16-bit ones"),
     (deep_gemm, replace(BF, dims=Dims(256, 192)), "of 128; the layer's intermediate size is 192"),
     (deep_gemm, replace(BF, act_order="group"), "columns are permuted (act_order)"),
@@ -115,7 +115,7 @@ REFUSALS = [
         "multiples of 16; the layer's intermediate size is 120",
     ),
     (torch_grouped, replace(BF, routing=Routing(weight_on_input=True)), "to its input"),
-    (torch_grouped, replace(BF, activation=Activation("situ")), "for gated experts it has silu"),
+    (torch_grouped, replace(BF, activation=Activation("gelu")), "for gated experts it has silu"),
 ]
 
 

@@ -70,7 +70,7 @@ REFUSALS: list[tuple[Any, MoEProblem, str]] = [
     (vllm_triton, replace(BLOCKS, dims=Dims(320, 256)), "multiples of 128; the layer's hidden size is 320"),
     (vllm_triton, replace(BF16, bias=True, routing=ON_INPUT), "multiply the first GEMM's bias"),
     (vllm_triton, replace(BF16, act_order="group"), "columns are permuted (act_order)"),
-    (vllm_triton, replace(BF16, activation=Activation("situ")), "for gated experts it has silu"),
+    (vllm_triton, replace(BF16, activation=Activation("gelu")), "for gated experts it has silu"),
     (vllm_cutlass, BF16, "it supports fp8 per channel, fp8 per tensor weights; the layer has bf16"),
     (vllm_cutlass, BLOCKS, "it supports fp8 per channel, fp8 per tensor weights; the layer has fp8 block"),
     (vllm_cutlass, cases.TENSOR, "fp8 static per tensor or fp8 dynamic per tensor tokens; the layer has"),
@@ -82,7 +82,7 @@ REFUSALS: list[tuple[Any, MoEProblem, str]] = [
         replace(CHANNEL, dims=Dims(256, 72)),
         "multiples of 16; the layer's intermediate size is 72",
     ),
-    (vllm_cutlass, replace(CHANNEL, activation=Activation("situ")), "for gated experts it has silu"),
+    (vllm_cutlass, replace(CHANNEL, activation=Activation("gelu")), "for gated experts it has silu"),
 ]
 
 

@@ -173,6 +173,8 @@ VARIANTS = {
     "mxfp4 not gated": replace(NOT_GATED, scheme=GPT_OSS.scheme),
     "int4 clamped": replace(QWEN, activation=Activation("silu", limit=10.0)),
     "int4 gelu": replace(QWEN, activation=Activation("gelu_tanh")),
+    "int4 step": replace(QWEN, activation=Activation("swiglustep", limit=7.0)),
+    "mxfp4 SiTU": replace(GPT_OSS, activation=Activation("situ", beta=4.0, linear_beta=25.0), bias=False),
     "weights on the input": replace(QWEN, routing=replace(QWEN.routing, weight_on_input=True)),
     "a size that fills no tile": replace(GPT_OSS, dims=Dims(1856, 704)),
 }

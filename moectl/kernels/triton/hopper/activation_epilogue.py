@@ -23,15 +23,37 @@ def _logistic(x):
 
 
 @gluon.jit
+def _tanh(x):
+    """Accurate to about 2^-20 relative to the result: a series near zero, where the sigmoid would cancel."""
+    square = x * x
+    series = 0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203)
+    near = x + x * square * (-0.3333333333333333 + square * series)
+    return gl.where(square < 0.0625, near, 2.0 * _logistic(2.0 * x) - 1.0)
+
+
+@gluon.jit
+def _softly_limited(x, limit):
+    """limit * tanh(x / limit); `x` itself for infinity."""
+    return gl.where(limit == float("inf"), x, limit * _tanh(x * (1.0 / limit)))
+
+
+@gluon.jit
 def activate(gate, up, alpha, limit, ACT: gl.constexpr):
     """activation(gate) * up in fp32, for two tensors of the same layout.
 
-    The gate is clamped to at most `limit`, up to [-limit, limit]; infinity means no clamp, and `gelu_tanh`
-    never clamps. `alpha` multiplies the argument of the sigmoid, 1 for `silu`.
+    The gate is clamped to at most `limit`, up to [-limit, limit]; infinity means no clamp. `swiglustep`
+    clamps the gate after its sigmoid, and `gelu_tanh` never clamps. `alpha` multiplies the argument of the
+    sigmoid, 1 for `silu`. `situ` softly limits the gate by `alpha` and up by `limit`.
     """
     if ACT == "gelu_tanh":
         slope = 2.0 * gate * (0.7978845608028654 + 0.035677408136300125 * gate * gate)
         result = up * gate * _logistic(slope)
+    elif ACT == "situ":
+        result = _softly_limited(up, limit) * _softly_limited(gate, alpha) * _logistic(gate)
+    elif ACT == "swiglustep":
+        gate = gl.minimum(gate * _logistic(gate), limit, propagate_nan=tl.PropagateNan.ALL)
+        up = gl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+        result = gl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL) * gate
     else:
         gl.static_assert(ACT == "silu" or ACT == "swigluoai", "unknown activation of gated experts")
         gate = gl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)

@@ -120,11 +120,6 @@ LAYER_GAPS: tuple[LayerGap, ...] = (
     ),
     LayerGap(
         _HUMMING,
-        "moectl's kernels around Humming have no activation called situ.",
-        lambda problem: problem.activation.name == "situ",
-    ),
-    LayerGap(
-        _HUMMING,
         "moectl's runner of Humming applies the router's weight at the end.",
         lambda problem: problem.routing.weight_on_input,
     ),

@@ -268,6 +268,7 @@ def test_weights_are_decoded_into_registers(name: str, tile: TmaTile) -> None:
                 (FP8_CHANNEL, 128, 2, Activation("silu"), "fp16"),
                 (FP8_TENSOR, 128, 2, Activation("relu2", gated=False), "bf16"),
                 (FP8_BLOCK, 96, 2, Activation("gelu_tanh"), "bf16"),
+                (FP8_BLOCK, 96, 2, Activation("swiglustep", limit=7.0), "bf16"),
                 (FP8_BLOCK, 128, 1, Activation("silu"), "fp16"),
             )
         ),

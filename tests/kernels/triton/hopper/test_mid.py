@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (replace(problem, dims=Dims(200, 96)), replace(tile, stages=3), "hidden size is 200"),
         (replace(problem, dims=Dims(224, 72)), replace(tile, stages=3), "intermediate size is 72"),
         (replace(problem, dtype="fp16"), tile, "does not support fp16 tokens"),
-        (replace(problem, activation=Activation("situ")), tile, "activation"),
+        (replace(problem, activation=Activation("gelu")), tile, "activation"),
     ):
         assert reason in MID_FAMILY.fits(changed, other)
 

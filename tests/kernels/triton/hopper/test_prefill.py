@@ -44,7 +44,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     for changed, tile, reason in (
         (problem, PrefillTile(10), "not a supported tile"),
         (replace(problem, dtype="fp16"), PrefillTile(), "does not support fp16 tokens"),
-        (replace(problem, activation=Activation("situ")), PrefillTile(), "activation"),
+        (replace(problem, activation=Activation("gelu")), PrefillTile(), "activation"),
     ):
         assert reason in PREFILL_FAMILY.fits(changed, tile)
 

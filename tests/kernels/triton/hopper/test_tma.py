@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (replace(W8A16, routing=Routing(weight_on_input=True)), TmaTile(96, 2, 1, 4), "decoded weights"),
         (replace(W8A16, activation=SWIGLU_OAI), TmaTile(96, 2, 1, 4), "decoded weights"),
         (replace(W8A16, scheme=Scheme(FP8_CHANNEL)), TmaTile(64, 2, 1, 4, fast_sums=1), "for FP8 tokens"),
-        (replace(QWEN, activation=Activation("situ")), tile, "activation"),
+        (replace(QWEN, activation=Activation("gelu")), tile, "activation"),
     ):
         assert reason in TMA_FAMILY.fits(problem, other)
 
