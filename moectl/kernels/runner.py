@@ -65,9 +65,11 @@ class Runner:
         ready: derives what it needs from a layer's weights, once before the first call; may wait for
             the GPU.
         monolithic: ``monolithic(prepared, x, logits, correction_bias) -> y``: routing is part of the kernel.
-        batched: ``batched(prepared, x, counts) -> y``: x and y are ``[local_experts, most, hidden]``; the
-            first ``counts[e]`` rows of expert e are tokens, all others are undefined. The caller applies the
-            router's weights when it gathers the tokens in their original order.
+        batched: ``batched(prepared, x, counts, expected=None) -> y``: x and y are
+            ``[local_experts, most, hidden]``; the first ``counts[e]`` rows of expert e are tokens, all others
+            are undefined. `expected` is about how many rows of an expert are tokens, on average, for the
+            choice of a kernel, whose result is right for all counts; None if nothing is known. The caller
+            applies the router's weights when it gathers the tokens in their original order.
         wants: the activation format in which it takes tokens, or a function of the problem. For a format
             other than A16, y has the model's dtype, and tokens are already multiplied by the router's weight
             if that is applied to the input.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moectl.capabilities.own_kernels import in_rows
 from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.reference import moe_reference
 from moectl.kernels.registry import runner_for
@@ -12,6 +13,8 @@ from moectl.kernels.tolerance import check, tolerance_for
 from moectl.kernels.triton import marlin, triton_runner
 from moectl.kernels.triton.expert_batches import one_each
 from moectl.kernels.triton.sort_and_combine import order_of_counts
+from moectl.layer.experts import ExpertLayer
+from moectl.layer.random_layer import RandomLayer
 from moectl.problem.moe_problem import MoEProblem
 from support.random_layers import DTYPES, layer_among_others, random_layer
 
@@ -52,17 +55,29 @@ def held(layer: object, prepared: PreparedMoE, x: Tensor, counts: Tensor, y: Ten
         rows, ids, torch.ones(ids.shape), layer.reference, problem, dtype=torch.float64  # type: ignore[attr-defined]
     )  # fmt: skip
     if len(rows):
-        result = check(found, wanted, tolerance_for(prepared.problem))
+        accumulation = runner_for(prepared.backend).accumulation_of(prepared.problem)
+        result = check(found, wanted, tolerance_for(prepared.problem, accumulation))
         assert result.ok, result
 
 
-def agrees(problem: MoEProblem, launch: object, name: str, most: int, device: str) -> None:
-    """`launch` is of the moectl backend's or a tile of moectl_marlin's; None for the runner's own choice."""
+def layer_for(problem: MoEProblem, device: str) -> tuple[ExpertLayer, PreparedMoE]:
+    """A random layer, and its weights for the kernels; in tiles, all padded lanes have other numbers."""
+    if in_rows(problem):
+        layer = RandomLayer(problem, torch.device("cpu")).experts
+        return layer, layer.prepared("moectl", device)
+    return layer_among_others(problem, device)
+
+
+def agrees(
+    problem: MoEProblem, launch: object, name: str, most: int, device: str, expected: int | None = None
+) -> None:
+    """`launch` is of the moectl backend's or a tile of moectl_marlin's; None for the runner's own choice, for
+    about `expected` tokens of an expert."""
     if isinstance(launch, marlin.MarlinTile):
         layer = random_layer(problem)
         prepared = layer.prepared("moectl_marlin", device)
     else:
-        layer, prepared = layer_among_others(problem, device)
+        layer, prepared = layer_for(problem, device)
     counts = counts_of(name, problem.local_experts, most)
     x, there = batch_of(problem, counts, most, device), counts.to(device)
 
@@ -72,7 +87,7 @@ def agrees(problem: MoEProblem, launch: object, name: str, most: int, device: st
         if launch is None:
             batched = runner_for("moectl").batched
             assert batched is not None
-            return batched(prepared, x, there)
+            return batched(prepared, x, there, expected)
         return triton_runner.run_batch_with(prepared, x, there, launch)  # type: ignore[arg-type]
 
     y = run()

@@ -61,9 +61,9 @@ def wanting(form: ActFormat, tiled: bool = False) -> Runner:
         assert tokens.format == form and len(tokens) == len(ids)
         return _compute(prepared, plain(prepared, tokens, tiled), ids, weights)
 
-    def batched(prepared: PreparedMoE, tokens: QuantizedTokens, counts: Tensor) -> Tensor:
+    def batched(prepared: PreparedMoE, tokens: QuantizedTokens, counts: Tensor, expected: int) -> Tensor:
         assert TORCH.batched is not None
-        return TORCH.batched(prepared, plain(prepared, tokens, tiled), counts)
+        return TORCH.batched(prepared, plain(prepared, tokens, tiled), counts, expected)
 
     return replace(
         TORCH,

@@ -196,7 +196,7 @@ def compute_masked(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tenso
     return _compute(prepared, x, ids, weights, masked_rows(len(x)))
 
 
-def batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
+def batched(prepared: PreparedMoE, x: Tensor, counts: Tensor, expected: int | None = None) -> Tensor:
     """``[local_experts, most, hidden]`` for tokens batched by expert; arguments as in `Runner.batched`."""
     experts, most, hidden = x.shape
     dtype = MODEL_TORCH_DTYPES[prepared.problem.dtype]
@@ -205,7 +205,8 @@ def batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
         return torch.empty_like(x)
     with failing_as(prepared.backend, x.device):
         placed = batch_rows(counts, most, masked_rows(most))
-        parts = _experts(prepared, x.reshape(-1, hidden), placed, 1, max(SMALLEST_ESTIMATE, most))
+        mean = expected_tokens(experts * (most if expected is None else expected), experts, most)
+        parts = _experts(prepared, x.reshape(-1, hidden), placed, 1, mean)
     return parts.view(experts, -1, hidden)[:, :most]
 
 

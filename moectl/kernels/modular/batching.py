@@ -21,11 +21,13 @@ class ExpertMajorBatches:
         places: ``[tokens, top_k]`` int64 row numbers; `experts` * `most` for an id of no local expert.
         counts: ``[experts]`` int32 tokens of each expert; they are its first rows.
         most: rows per expert.
+        expected: how many rows of an expert are tokens, on average, if experts are equally likely.
     """
 
     places: Tensor
     counts: Tensor
     most: int
+    expected: int
 
     @property
     def rows(self) -> int:
@@ -54,12 +56,13 @@ class ExpertMajorBatches:
         return y.flatten(0, 1).index_select(0, places)
 
 
-def batches_of(ids: Tensor, experts: int, most: int) -> ExpertMajorBatches:
+def batches_of(ids: Tensor, experts: int, most: int, of: int | None = None) -> ExpertMajorBatches:
     """Positions of the assignments `ids` ``[tokens, top_k]``; an expert's tokens are in ascending order.
 
     Args:
         ids: local expert ids; ids outside 0 to `experts` - 1 belong to no expert.
         most: rows per expert, at least the largest number of tokens that one can get.
+        of: experts of the whole layer; None: `experts`.
 
     Example:
         >>> batches = batches_of(torch.tensor([[0, 1], [1, -1]]), experts=2, most=2)
@@ -76,4 +79,5 @@ def batches_of(ids: Tensor, experts: int, most: int) -> ExpertMajorBatches:
     numbers = torch.arange(len(flat), device=ids.device) - first[ordered]
     within = torch.empty_like(numbers).scatter_(0, order, numbers)
     places = torch.where(key < experts, key * most + within, experts * most)
-    return ExpertMajorBatches(places.view(ids.shape), counts[:experts].to(torch.int32), most)
+    expected = -(-ids.numel() // (of or experts))
+    return ExpertMajorBatches(places.view(ids.shape), counts[:experts].to(torch.int32), most, expected)

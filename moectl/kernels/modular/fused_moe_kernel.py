@@ -133,7 +133,7 @@ class FusedMoEKernel:
         if sent is None:
             return self._nothing(x)
         if sent.batches is not None:
-            y = self._experts(self.prepared, sent.tokens, sent.batches.counts)
+            y = self._experts(self.prepared, sent.tokens, sent.batches.counts, sent.batches.expected)
         else:
             y = self._experts(self.prepared, sent.tokens, sent.ids, sent.weights)
         y = self.prepare_finalize.finalize(y, sent, self.dtype or x.dtype)

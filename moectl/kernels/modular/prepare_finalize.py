@@ -82,7 +82,8 @@ class PrepareFinalize:
         weights = self.exchange.gather(weights, sent, 0)
         if self.form is not ActivationFormat.BATCHED:
             return Dispatched(self._tiled(tokens), rows, ids, weights)
-        batches = batches_of(ids, self.prepared.problem.local_experts, len(ids))
+        problem = self.prepared.problem
+        batches = batches_of(ids, problem.local_experts, len(ids), problem.experts)
         factors = weights if self.on_input else None
         return Dispatched(self._tiled(_spread(tokens, batches, factors)), rows, ids, weights, batches=batches)
 

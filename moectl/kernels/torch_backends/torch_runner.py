@@ -77,7 +77,7 @@ def _compute(prepared: PreparedMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
     return y.to(x.dtype)
 
 
-def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
+def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor, expected: int | None = None) -> Tensor:
     problem, y = prepared.problem, torch.empty_like(x)
     numbers = counts.tolist()
     hit = [number for number, count in enumerate(numbers) if count]

@@ -233,8 +233,8 @@ def run_batch_with(prepared: PreparedMoE, x: Tensor, counts: Tensor, tile: Marli
     return compute_batch(aligned(x), counts, lambda call: _run(problem, matrices, call, tile))
 
 
-def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
-    rows = x.shape[0] * x.shape[1]  # only the GPU knows how many of them are tokens
+def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor, expected: int | None = None) -> Tensor:
+    rows = x.shape[0] * x.shape[1]  # programs are as many, however few are tokens
     return run_batch_with(prepared, x, counts, tile_for(one_each(prepared.problem), rows))
 
 

@@ -120,6 +120,25 @@ def launch_on(prepared: PreparedMoE, tokens: int) -> Launch:
     return launches[tokens]
 
 
+BY_ROWS = frozenset({"decode", "stream", "warpwise"})
+"""Families with programs for all rows of a batch, most of which have nothing to do where few are tokens."""
+
+
+def batch_launch(prepared: PreparedMoE, most: int, expected: int | None = None) -> Launch:
+    """The launch for batches with `most` rows for each expert, of which about `expected` are tokens.
+
+    Only the GPU knows the counts: without `expected` it is that of a full batch.
+    """
+    layer, experts = layer_one_each(prepared), prepared.problem.local_experts
+    rows = experts * most if expected is None else experts * max(expected, 1)
+    while rows < experts * most:
+        launch = launch_on(layer, rows)
+        if launch.family not in BY_ROWS:
+            return launch
+        rows *= 2
+    return launch_on(layer, experts * most)
+
+
 def _choices_of(prepared: PreparedMoE) -> LaunchChoices:
     """Kept by a layer without weights, which is asked for all numbers of tokens in a row; any other one heeds
     what is tuned meanwhile."""
@@ -227,10 +246,8 @@ def _compute_into(y: Tensor, prepared: PreparedMoE, x: Tensor, ids: Tensor, weig
     return run_into(y, prepared, x, ids, weights, launch_on(prepared, len(x)))
 
 
-def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor) -> Tensor:
-    # Only the GPU knows how many rows are tokens, so the launch is chosen for a full batch.
-    rows = x.shape[0] * x.shape[1]
-    return run_batch_with(prepared, x, counts, launch_on(layer_one_each(prepared), rows))
+def _batched(prepared: PreparedMoE, x: Tensor, counts: Tensor, expected: int | None = None) -> Tensor:
+    return run_batch_with(prepared, x, counts, batch_launch(prepared, x.shape[1], expected))
 
 
 def _refusal(problem: MoEProblem, device: torch.device) -> str:
@@ -271,8 +288,7 @@ def _predicted_us(prepared: PreparedMoE, tokens: int) -> float | None:
 
 def _workspace(prepared: PreparedMoE, tokens: int, form: ActivationFormat) -> int:
     if form is ActivationFormat.BATCHED:
-        rows = tokens * prepared.problem.local_experts
-        return workspace(prepared, tokens, form, launch_on(layer_one_each(prepared), rows))
+        return workspace(prepared, tokens, form, batch_launch(prepared, tokens))
     return workspace(prepared, tokens, form, launch_on(prepared, tokens))
 
 

@@ -20,6 +20,9 @@ PARTS_IN_FP32 = frozenset({"decode", "stream"})
 REORDERING = frozenset({"warpwise"})
 """Families that, with a plan, copy the tokens in another order of columns."""
 
+SMALLEST_BLOCK = 8
+"""Tokens of the smallest tiles of families that run batches of which few rows are tokens."""
+
 RECORD_WORDS = 8
 """Header of an expert's record in 32-bit words; one word per token follows."""
 
@@ -51,16 +54,19 @@ def quantized_tokens(problem: MoEProblem, tokens: int, form: ActivationFormat) -
 def products_and_lists(
     problem: MoEProblem, tokens: int, form: ActivationFormat, launch: Launch, intermediate: int
 ) -> int:
-    """Bytes of the outputs of both GEMMs, the first with `intermediate` columns, and of the lists."""
+    """Bytes of the outputs of both GEMMs, the first with `intermediate` columns, and of the lists.
+
+    With batched activations these are enough for every launch for fewer tokens than rows, too.
+    """
     experts, batched = problem.local_experts, form is ActivationFormat.BATCHED
     assignments = tokens * (experts if batched else problem.top_k)
     split = getattr(launch.tile, "split", 1)
     # With batched activations, a part in the model's dtype is a row of the result.
     part_bytes = 4 * split if launch.family in PARTS_IN_FP32 else 0 if batched else 2
     # Activations in 16 bits, unless the first GEMM stores codes.
-    activations = 0 if getattr(launch.tile, "quantizes", False) else 2 * intermediate
+    activations = 0 if getattr(launch.tile, "quantizes", False) and not batched else 2 * intermediate
     products = assignments * (activations + part_bytes * problem.dims.hidden)
-    block = getattr(launch.tile, "tokens", 16)
+    block = SMALLEST_BLOCK if batched else getattr(launch.tile, "tokens", 16)
     records = 4 * (RECORD_WORDS + block) * token_tiles(assignments, experts, block)
     sorting = (12 if batched else 4) * assignments + 4 * experts * (assignments // BLOCK + 4)
     return products + records + sorting + SMALLEST

@@ -14,11 +14,15 @@ from moectl.kernels.triton.marlin import TILES
 from moectl.kernels.triton.triton_runner import FAMILIES, is_runnable, run_batch_with
 from moectl.problem.moe_problem import Dims
 from moectl.problem.padding import pad
+from moectl.problem.schemes import BF16, FP8_ACT_GROUP_128, FP8_BLOCK, Scheme
 from support import batch_cases as cases
 from support import kernel_cases
-from support.random_layers import GPT_OSS, KIMI, QWEN, layer_among_others, random_layer
+from support.random_layers import GPT_OSS, KIMI, QWEN, layer_among_others
 
 pytestmark = pytest.mark.gpu
+
+BF16_LAYER = replace(KIMI, scheme=Scheme(BF16))
+FP8_LAYER = replace(KIMI, scheme=Scheme(FP8_BLOCK, FP8_ACT_GROUP_128), dims=Dims(384, 256))
 
 LAUNCHES = [
     ("mxfp4", kernel_cases.LAUNCHES["decode 16x64x128 split 4"]),
@@ -30,10 +34,12 @@ LAUNCHES = [
     ("int4", Launch("mid", FAMILIES["mid"].candidates(KIMI)[-1])),
     *(("mxfp4", Launch("prefill", tile)) for tile in FAMILIES["prefill"].candidates(GPT_OSS)[-1:]),
     *(("int4", Launch("prefill", tile)) for tile in FAMILIES["prefill"].candidates(KIMI)[:1]),
+    *(("bf16", Launch("tma", FAMILIES["tma"].candidates(BF16_LAYER)[i])) for i in (0, -1)),
+    *(("fp8", Launch("tma", FAMILIES["tma"].candidates(FP8_LAYER)[i])) for i in (0, -1)),
 ]
 """Of every family one launch for each way in which it plans."""
 
-PROBLEMS = {"mxfp4": GPT_OSS, "int4": KIMI}
+PROBLEMS = {"mxfp4": GPT_OSS, "int4": KIMI, "bf16": BF16_LAYER, "fp8": FP8_LAYER}
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +76,8 @@ ROWS = 8192
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "decode"])
 def test_rows_beyond_32_bits(family: str) -> None:
     """Decode is for few assignments; a sum in fp32 of all families takes another 9 GB."""
-    kernel_family, batch = FAMILIES[family], one_each(pad("moectl-mtile64", WIDE))
+    wide = replace(WIDE, scheme=Scheme(BF16)) if family == "tma" else pad("moectl-mtile64", WIDE)
+    kernel_family, batch = FAMILIES[family], one_each(wide)
     if not kernel_family.runs_on(torch.device("cuda")):
         pytest.skip(f"the {family} kernels do not run on this GPU")
     planned = [
@@ -78,8 +85,7 @@ def test_rows_beyond_32_bits(family: str) -> None:
         for it in kernel_family.candidates(batch)
         if getattr(it, "planned", 1) and not kernel_family.fits(batch, it)
     ]
-    layer = random_layer(WIDE)
-    prepared = layer.prepared("moectl", "cuda")
+    layer, prepared = cases.layer_for(replace(WIDE, scheme=wide.scheme), "cuda")
     counts = torch.zeros(WIDE.experts, dtype=torch.int32)
     counts[[0, 36, 37, 39]] = torch.tensor([3, 1, 21, 5], dtype=torch.int32)
     x = torch.empty(WIDE.experts, ROWS, WIDE.dims.hidden, dtype=torch.bfloat16, device="cuda")
@@ -90,10 +96,11 @@ def test_rows_beyond_32_bits(family: str) -> None:
     cases.held(layer, prepared, x[:, :21], counts, y[:, :21])
 
 
+@pytest.mark.parametrize("expected", [None, 1, 20])
 @pytest.mark.parametrize("most", [0, 1, 16, 200])
 @pytest.mark.parametrize("weight", PROBLEMS)
-def test_the_runner_chooses_by_the_size_of_the_batch(weight: str, most: int) -> None:
-    cases.agrees(PROBLEMS[weight], None, "uneven", most, "cuda")
+def test_the_runner_chooses_by_the_size_of_the_batch(weight: str, most: int, expected: int | None) -> None:
+    cases.agrees(PROBLEMS[weight], None, "uneven", most, "cuda", expected)
 
 
 @pytest.mark.parametrize(("experts", "most"), [(1, 1), (7, 300), (384, 64), (1024, 5)])

@@ -166,6 +166,15 @@ def test_no_number_of_tokens_needs_another_binary(backend: str, model: str, gpu:
         found = {binary.key for binary in binaries_of(layer, runner, CUDA, 512, batched)}
         asked = [(*batched, rows) for rows in range(1, 513, 3)]
         assert {binary.key for binary in binaries_at(layer, runner, CUDA, asked)} <= found
+        for most, expected in ((512, 1), (512, 9), (509, 130), (64, 20)):
+            x = torch.empty(
+                problem.local_experts, most, problem.dims.hidden, dtype=torch.bfloat16, device="meta"
+            )
+            counts = torch.empty(problem.local_experts, dtype=torch.int32, device="meta")
+            assert runner.batched is not None
+            with recording() as launched:
+                runner.batched(layer, x, counts, expected)
+            assert {it.binary(*batched, most).key for it in launched} <= found
 
 
 def test_calls_of_the_binaries_launch_all_of_them() -> None:

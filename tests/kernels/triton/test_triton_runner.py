@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from devtools.inspection.offline_gpu import OFFLINE_GPUS
 
 from moectl.errors import UsageError
 from moectl.kernels.choice.launch_plan import launch_for
@@ -15,10 +16,15 @@ from moectl.kernels.prepared_layer import PreparedMoE
 from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import Runner
 from moectl.kernels.triton import kernel_family
+from moectl.kernels.triton.expert_batches import CHOSEN_FOR
 from moectl.kernels.triton.hopper.gemm_spec import exact_weights
 from moectl.kernels.triton.kernel_family import exponents_of, exponents_of_each, layer_of
-from moectl.kernels.triton.triton_runner import aligned, run_batch_with, run_with
+from moectl.kernels.triton.offline_gpu import standing_in
+from moectl.kernels.triton.triton_runner import aligned, batch_launch, run_batch_with, run_with
+from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Activation
+from moectl.problem.padding import pad
+from moectl.problem.published_layers import model_problem
 from moectl.problem.schemes import MXFP8, NVFP4, Scheme, int_format
 from support.random_layers import GPT_OSS, KIMI, canonical_roles
 from support.random_layers import layer_of as expert_layer
@@ -166,6 +172,23 @@ def test_tokens_have_the_layer_s_dtype(scheme: Scheme) -> None:
     batch = torch.zeros(problem.local_experts, 2, problem.dims.hidden, dtype=torch.float16)
     with pytest.raises(UsageError, match=r"x must be torch.bfloat16, the model's dtype, got torch.float16"):
         run_batch_with(prepared, batch, torch.zeros(problem.local_experts, dtype=torch.int32), launch)
+
+
+def test_batches_take_the_launch_of_the_tokens_that_are_expected() -> None:
+    """But not one that has programs for all rows."""
+    for name, rows, family in (
+        ("kimi-k2", 8, "mid"),
+        ("gpt-oss-120b", 1, "mid"),
+        ("gpt-oss-120b", 500, "prefill"),
+    ):
+        problem = replace(pad("moectl-mtile64", model_problem(name)), local_experts=16)
+        layer = empty_layer(problem, "moectl")
+        with standing_in(OFFLINE_GPUS[90]):
+            layer.derived[CHOSEN_FOR] = torch.device("cuda")
+            full, few = batch_launch(layer, 512), batch_launch(layer, 512, rows)
+            assert full.family == "prefill" and full == batch_launch(layer, 512, 512)
+            assert few.family == family and (few == full) == (family == "prefill")
+            assert full == batch_launch(layer, 512, 9000)
 
 
 def test_kernels_are_imported_when_they_are_launched() -> None:
