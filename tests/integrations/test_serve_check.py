@@ -26,6 +26,7 @@ from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.schemes import A16, FULL, INT8_ACT_TOKEN, Scheme, int_format
 from moectl.synth import synthesize
 from support.invoking import moectl
+from support.kernelless import without_kernels
 
 RELEASES = {"vllm": "0.33.0", "sglang": "0.5.23", "transformers": "5.17.0"}
 SERVING = ("vllm", "sglang")
@@ -163,10 +164,7 @@ def test_all_reasons_are_said_at_once(folders):
 
 
 def test_layers_without_a_kernel_are_the_engines_or_an_error(tmp_path, folders):
-    source = synthesize(
-        "moonshotai/Kimi-K3", tmp_path / "situ", layers=1, experts=8, hidden=256, intermediate=128
-    )
-    document = checked(source, "vllm")
+    document = checked(without_kernels(tmp_path / "gelu"), "vllm")
     assert document["works"] and document["layers"][0]["backend"] == ""
     (left,) = (f for f in document["findings"] if f["level"] == "warning" and f["about"] == "kernels")
     assert "left to vLLM" in left["says"] and left["do"] == "serve it without moectl"
