@@ -1,7 +1,8 @@
 """Which launches a layer takes: a few, each for a range of numbers of tokens.
 
-They are chosen by the model of time, and by what was measured of this very layer where there are such rows:
+They are chosen by the model of time, and by what was measured of this very layer. Where the layer has rows,
 a row says which launch was the fastest, and how much longer some others took; of the rest the model says it.
+Otherwise the times of a survey correct what the model predicts (`surveyed_times`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from operator import indexOf
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ...environment.named_devices import find_device
 from ...errors import UsageError
 from ...problem.moe_problem import MoEProblem
 from .launch import Launch
@@ -33,6 +35,7 @@ from .mid_launches import MID_TILES
 from .portable_launches import DECODE_TILES, FORMATS, GROUPED_TILES
 from .prefill_launches import PREFILL_TILES
 from .stream_launches import STREAM_TILES
+from .surveyed_times import Evidence, SurveyedLayer, corrected, evidence_of, surveyed
 from .tile_family import TileFamily, launch_of
 from .tma_launches import TMA_TILES
 from .warpwise_launches import WARPWISE_TILES
@@ -174,6 +177,13 @@ class Plan(NamedTuple):
 @lru_cache(maxsize=256)
 def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> Plan | None:
     """The launches of a layer; None if the model of time knows no kernels for it on the GPU."""
+    return plan_with(problem, gpu, capability, surveyed(problem))
+
+
+def plan_with(
+    problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int], surveys: Iterable[SurveyedLayer]
+) -> Plan | None:
+    """`planned`, with what was surveyed of the layer given."""
     special = [name for name in TILE_FAMILIES if name not in PORTABLE]
     candidates = _candidates(problem, gpu, capability, special)
     spread = {m: tokens_per_expert(problem, m) for m in SIZES}
@@ -182,7 +192,8 @@ def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> 
     families = {launch.family for launch, _ in candidates}
     small = max((TILE_FAMILIES[name].small_binaries(problem) for name in families), default=0)
     rows: dict[int, dict[tuple[Launch, bool | None], float]] = {}
-    for row in own_rows(problem, GpuModel(capability, gpu.sms)):
+    model = GpuModel(capability, gpu.sms)
+    for row in own_rows(problem, model):
         found = [(row.family, row.tile, 1.0), *((it.family, it.tile, it.ratio) for it in row.slower)]
         for family, tile, ratio in found:
             launch = launch_of(TILE_FAMILIES, family, tile)
@@ -193,7 +204,42 @@ def planned(problem: MoEProblem, gpu: GpuRates, capability: tuple[int, int]) -> 
                 rows.setdefault(row.tokens, {})[made.launch, made.single] = ratio
     places = {key: place for place, key in enumerate(candidates)}
     measured = {tokens: {places[key]: ratio for key, ratio in row.items()} for tokens, row in rows.items()}
-    return plan(problem, gpu, [*candidates.values()], measured, small)
+    known = [] if measured else _surveys(surveys, model, places)
+    return plan(problem, gpu, [*candidates.values()], measured, small, known)
+
+
+class Survey(NamedTuple):
+    """Measured times of a layer's candidates on one GPU.
+
+    Attributes:
+        gpu: the rates of the GPU that was measured.
+        cells: by number of tokens, microseconds of the candidates that were measured.
+    """
+
+    gpu: GpuRates
+    cells: Mapping[int, Mapping[int, float]]
+
+
+def _surveys(
+    layers: Iterable[SurveyedLayer], model: GpuModel, places: Mapping[tuple[Launch, bool | None], int]
+) -> list[Survey]:
+    """What was surveyed on GPUs of a model; `places` are those of the candidates."""
+    found = []
+    for layer in layers:
+        device = find_device(layer.gpu)
+        if model != GpuModel(divmod(device.capability, 10), device.sms):
+            continue
+        cells: dict[int, dict[int, float]] = {}
+        for tokens, cell in layer.cells.items():
+            for family, tile, us in cell:
+                launch = launch_of(TILE_FAMILIES, family, tile)
+                keys = ((launch, form) for form in (None, tokens == 1) if launch is not None)
+                place = next((places[key] for key in keys if key in places), None)
+                if place is not None:
+                    cells.setdefault(tokens, {})[place] = us
+        rates = GpuRates.of_gpu(device.name, device.sms, device.bandwidth, model.capability)
+        found.append(Survey(rates, cells))
+    return found
 
 
 USUAL_GPU = GpuRates(132, USUAL_BANDWIDTH)
@@ -241,6 +287,7 @@ def plan(
     candidates: Sequence[CandidateLaunch],
     measured: Mapping[int, Mapping[int, float]] = MappingProxyType({}),
     small: int = 3,
+    surveys: Iterable[Survey] = (),
 ) -> Plan | None:
     """The launches of a layer; None if no candidate suits one of `SIZES`.
 
@@ -252,11 +299,16 @@ def plan(
         measured: at some of `SIZES`, the candidates that were measured, by how much longer they took than the
             fastest.
         small: compiled kernels beside the GEMMs.
+        surveys: what else was measured, at any numbers of tokens, which corrects predicted times.
     """
     us = _predicted(problem, gpu, candidates)
     if not us or math.inf in map(min, zip(*us, strict=True)):
         return None
-    us = _corrected(us, measured)
+    evidence: list[Evidence] = []
+    for survey in surveys:
+        there = us if survey.gpu == gpu else _predicted(problem, survey.gpu, candidates)
+        evidence += evidence_of(survey.cells, there, SIZES)
+    us = _corrected(corrected(us, SIZES, evidence), measured)
     # What a measured launch takes by the model, since it is the model that compares the others with it.
     rows = [measured.get(tokens, {}) for tokens in SIZES]
     reference = [

@@ -55,6 +55,7 @@ from moectl.problem.published_layers import SCHEMES
 from support.launch_cases import (
     CHOSEN,
     EXTREME_GPUS,
+    FEW_EXPERTS,
     FORMATS,
     H20,
     H100,
@@ -124,11 +125,16 @@ def _planned_us(problem: MoEProblem, tokens: int, plan: Plan, gpu: GpuRates) -> 
 
 
 @pytest.mark.parametrize(
-    ("files", "cells", "most", "over", "worst"),
-    [(IN_4_BITS, 290, 1.03, 5, 1.31), (CHOSEN, 250, 1.03, 6, 1.6), (IN_ROWS, 380, 1.015, 0, 1.2)],
+    ("files", "cells", "most", "worst"),
+    [
+        (IN_4_BITS, 450, 1.014, 1.2),
+        (CHOSEN, 370, 1.016, 1.2),
+        (FEW_EXPERTS, 140, 1.022, 1.18),
+        (IN_ROWS, 880, 1.009, 1.17),
+    ],
 )
 def test_planned_launches_are_near_the_fastest_where_they_were_measured(
-    files: str, cells: int, most: float, over: int, worst: float
+    files: str, cells: int, most: float, worst: float
 ) -> None:
     ratios = []
     for (gpu, *_, tokens), rows in measured_cells(files).items():
@@ -137,9 +143,7 @@ def test_planned_launches_are_near_the_fastest_where_they_were_measured(
         times = [us for _, launch, us in rows if launch == found.launch(tokens)]
         ratios += [times[0] / min(us for _, _, us in rows)] if times else []
     assert len(ratios) >= cells
-    assert geometric_mean(ratios) < most and sum(ratio > 1.2 for ratio in ratios) <= over, geometric_mean(
-        ratios
-    )
+    assert geometric_mean(ratios) < most, geometric_mean(ratios)
     assert max(ratios) < worst, sorted(ratios)[-9:]
 
 
