@@ -142,7 +142,7 @@ def test_layers_that_were_left_out_get_launches_near_their_fastest(
     [
         (None, "there is no such file"),
         ("not json\n", "line 1 of"),
-        ('{"name": "a"}\n', "has no known 'family'"),
+        ('{"name": "a"}\n', "is no row of a survey or a bench: KeyError, 'family'"),
         ('{"kind": "run", "device": "NVIDIA H200"}\n', "nothing to fit to"),
     ],
 )

@@ -40,27 +40,50 @@ def test_the_shipped_file_is_made_of_the_surveys_of_docs(
 def test_later_files_win_and_launches_that_are_no_more_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = ROW | {"family": "gone"}
-    failed = {name: value for name, value in ROW.items() if name != "us"} | {"tokens": 9, "why": "wrong"}
-    first = _rows(tmp_path / "first", ROW | {"us": 11.0}, gone, failed)
+    gone, other = ROW | {"family": "gone"}, ROW | {"tile": ROW["tile"] | {"depth": 4}, "us": 15.0}
+    failed = {name: value for name, value in other.items() if name != "us"} | {"tokens": 9, "why": "wrong"}
+    first = _rows(tmp_path / "first", ROW | {"us": 11.0}, other, gone, failed, ROW | {"tokens": 9})
     later = _rows(tmp_path / "later", ROW | {"us": 12.34567}, ROW | {"us": 13.0, "tokens": 7})
     out = tmp_path / "out.json"
     _run(monkeypatch, first, later, "--out", out)
     made = json.loads(out.read_text())
-    assert made["launches"] == [[ROW["family"], ROW["tile"]]]
+    assert [tile["depth"] for _, tile in made["launches"]] == [4, 8]
     (layer,) = made["layers"]
-    assert layer["times"] == {"1": [[0, 12.35]], "7": [[0, 13.0]]} and layer["gpu"] == ROW["gpu"]
+    assert layer["times"] == {"1": [[0, 15.0], [1, 12.35]]} and layer["gpu"] == ROW["gpu"]
+
+
+def test_rows_of_benches_count_for_the_layer_of_their_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = tmp_path / "bench.jsonl"
+    lines = (ROOT / "docs/bench_4_bits_changed_h200.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    mine = next(row for row in rows if row.get("backend") == "moectl" and row["model"] == "kimi-k2")
+    slower = mine | {"tactic": mine["tactic"].replace("depth=", "depth=1"), "median_us": 99.0}
+    peers = [row for row in rows if row.get("backend") == "humming"]
+    ungated = mine | {"model": "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "scheme": "bf16, a16 activations"}
+    wrong, skewed = mine | {"ok": False}, mine | {"routing": "zipf:1.2"}
+    _rows(
+        bench, rows[0], mine, slower, *peers, wrong, skewed, ungated, ungated | {"tactic": slower["tactic"]}
+    )
+    out = tmp_path / "out.json"
+    _run(monkeypatch, bench, "--out", out)
+    made = json.loads(out.read_text())
+    (layer,) = made["layers"]
+    assert layer["gpu"] == "NVIDIA H200" and (layer["experts"], layer["intermediate"]) == (384, 256)
+    ((tokens, cell),) = layer["times"].items()
+    assert int(tokens) == mine["tokens"] and sorted(us for _, us in cell)[-1] == 99.0 and len(cell) == 2
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"format": "int5"}, "line 1 of {path} is no row of a survey: KeyError, 'int5'"),
-        ({"us": "fast"}, "line 1 of {path} is no row of a survey: ValueError"),
-        ({"us": -1.0}, "line 1 of {path} is no row of a survey: ValueError, -1.0 us at 1 tokens"),
-        ({"tile": 3}, "line 1 of {path} is no row of a survey: TypeError"),
+        ({"format": "int5"}, "line 1 of {path} is no row of a survey or a bench: KeyError, 'int5'"),
+        ({"us": "fast"}, "line 1 of {path} is no row of a survey or a bench: ValueError"),
+        ({"us": -1.0}, "line 1 of {path} is no row of a survey or a bench: ValueError, -1.0 us at 1 tokens"),
+        ({"tile": 3}, "line 1 of {path} is no row of a survey or a bench: TypeError"),
         ({"gpu": "none"}, "no device is called 'none'"),
-        ({"family": "gone"}, "the files have no times of launches that are known"),
+        ({"family": "gone"}, "the files have no cell with two launches that are known"),
     ],
 )
 def test_other_rows_are_refused_and_nothing_is_written(
@@ -91,7 +114,10 @@ def test_plans_are_judged_by_launches_of_which_half_are_hidden(
     _run(monkeypatch, ROOT / "docs/launches_tma_unseen_h200.jsonl", "--judge")
     lines = capsys.readouterr().out.splitlines()
     means = {
-        line.split("with ")[1].split(":")[0]: float(line.split("mean ")[1].split(",")[0]) for line in lines
+        line.split("with ")[1].split(":")[0]: float(line.split("mean ")[1].split(",")[0])
+        for line in lines
+        if "mean" in line
     }
+    assert len(lines) == 4 and "all change the launch in" in lines[3]
     assert list(means) == ["nothing", "all", "the other half"]
     assert 1 < means["all"] < means["the other half"] <= means["nothing"] < 1.025
