@@ -86,7 +86,7 @@ def _benched(row: Mapping[str, Any], gpu: str) -> TimedLaunch | None:
 
 @cache
 def _share(model: str, parallel: str) -> MoEProblem:
-    """What a rank computes of a named layer; `parallel` is as in a bench's row, such as ``ep8 dispatched``."""
+    """What a rank computes of a named layer; `parallel` is as in a bench row, such as ``ep8 dispatched``."""
     words = parallel.split()
     ranks = {word[:2]: int(word[2:]) for word in words if word[2:].isdecimal()}
     settings = BenchSettings(models=(model,), **ranks, dispatched=DISPATCHED in words)

@@ -56,7 +56,8 @@ def products_and_lists(
 ) -> int:
     """Bytes of the outputs of both GEMMs, the first with `intermediate` columns, and of the lists.
 
-    With batched activations these are enough for every launch for fewer tokens than rows, too.
+    With batched activations these are enough for the launches that are taken where fewer rows are expected to
+    be tokens, too.
     """
     experts, batched = problem.local_experts, form is ActivationFormat.BATCHED
     assignments = tokens * (experts if batched else problem.top_k)
@@ -66,7 +67,7 @@ def products_and_lists(
     # Activations in 16 bits, unless the first GEMM stores codes.
     activations = 0 if getattr(launch.tile, "quantizes", False) and not batched else 2 * intermediate
     products = assignments * (activations + part_bytes * problem.dims.hidden)
-    block = SMALLEST_BLOCK if batched else getattr(launch.tile, "tokens", 16)
-    records = 4 * (RECORD_WORDS + block) * token_tiles(assignments, experts, block)
+    blocks = {getattr(launch.tile, "tokens", 16), *([SMALLEST_BLOCK] if batched else [])}
+    records = max(4 * (RECORD_WORDS + block) * token_tiles(assignments, experts, block) for block in blocks)
     sorting = (12 if batched else 4) * assignments + 4 * experts * (assignments // BLOCK + 4)
     return products + records + sorting + SMALLEST
