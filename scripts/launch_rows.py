@@ -34,7 +34,7 @@ class TimedLaunch:
 
 
 def timed_launches(path: Path) -> Iterator[TimedLaunch]:
-    """The launches of a file whose results were right and that are still known.
+    """The launches of a file that were timed and are still known; of a bench those whose results were right.
 
     UsageError for a file that cannot be read, and for lines that are no such rows.
     """

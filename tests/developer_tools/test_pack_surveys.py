@@ -37,6 +37,17 @@ def test_the_shipped_file_is_made_of_the_surveys_of_docs(
     assert f"{int(launches):,} launches of {layers} layers, in {cells} cells" in page
 
 
+def test_every_file_of_rows_is_used_or_left_out_for_a_reason() -> None:
+    script = loaded("pack_surveys")
+    known = [*script.SURVEYS, *script.LEFT_OUT]
+    assert sorted(known) == sorted(path.stem for path in (ROOT / "docs").glob("*.jsonl"))
+    begun = [
+        json.loads((ROOT / f"docs/{name}.jsonl").read_text().splitlines()[0])["begun"]
+        for name in script.BENCHES
+    ]
+    assert begun == sorted(begun), "later files win"
+
+
 def test_later_files_win_and_launches_that_are_no_more_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

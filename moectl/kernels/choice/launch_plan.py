@@ -204,8 +204,8 @@ def plan_with(
                 rows.setdefault(row.tokens, {})[made.launch, made.single] = ratio
     places = {key: place for place, key in enumerate(candidates)}
     measured = {tokens: {places[key]: ratio for key, ratio in row.items()} for tokens, row in rows.items()}
-    known = [] if measured else _surveys(surveys, model, places)
-    return plan(problem, gpu, [*candidates.values()], measured, small, known)
+    survey = None if measured else _nearest(surveys, gpu, model, places)
+    return plan(problem, gpu, [*candidates.values()], measured, small, survey)
 
 
 class Survey(NamedTuple):
@@ -220,26 +220,31 @@ class Survey(NamedTuple):
     cells: Mapping[int, Mapping[int, float]]
 
 
-def _surveys(
-    layers: Iterable[SurveyedLayer], model: GpuModel, places: Mapping[tuple[Launch, bool | None], int]
-) -> list[Survey]:
-    """What was surveyed on GPUs of a model; `places` are those of the candidates."""
+def _nearest(
+    layers: Iterable[SurveyedLayer],
+    gpu: GpuRates,
+    model: GpuModel,
+    places: Mapping[tuple[Launch, bool | None], int],
+) -> Survey | None:
+    """What was surveyed on the GPU of a model whose bandwidth is nearest; `places` are the candidates'."""
     found = []
     for layer in layers:
         device = find_device(layer.gpu)
-        if model != GpuModel(divmod(device.capability, 10), device.sms):
-            continue
-        cells: dict[int, dict[int, float]] = {}
-        for tokens, cell in layer.cells.items():
-            for family, tile, us in cell:
-                launch = launch_of(TILE_FAMILIES, family, tile)
-                keys = ((launch, form) for form in (None, tokens == 1) if launch is not None)
-                place = next((places[key] for key in keys if key in places), None)
-                if place is not None:
-                    cells.setdefault(tokens, {})[place] = us
-        rates = GpuRates.of_gpu(device.name, device.sms, device.bandwidth, model.capability)
-        found.append(Survey(rates, cells))
-    return found
+        if model == GpuModel(divmod(device.capability, 10), device.sms):
+            rates = GpuRates.of_gpu(device.name, device.sms, device.bandwidth, model.capability)
+            found.append((rates, layer))
+    if not found:
+        return None
+    rates, layer = min(found, key=lambda it: abs(math.log(it[0].bandwidth / gpu.bandwidth)))
+    cells: dict[int, dict[int, float]] = {}
+    for tokens, cell in layer.cells.items():
+        for family, tile, us in cell:
+            launch = launch_of(TILE_FAMILIES, family, tile)
+            keys = ((launch, form) for form in (None, tokens == 1) if launch is not None)
+            place = next((places[key] for key in keys if key in places), None)
+            if place is not None:
+                cells.setdefault(tokens, {})[place] = us
+    return Survey(rates, cells)
 
 
 USUAL_GPU = GpuRates(132, USUAL_BANDWIDTH)
@@ -287,7 +292,7 @@ def plan(
     candidates: Sequence[CandidateLaunch],
     measured: Mapping[int, Mapping[int, float]] = MappingProxyType({}),
     small: int = 3,
-    surveys: Iterable[Survey] = (),
+    survey: Survey | None = None,
 ) -> Plan | None:
     """The launches of a layer; None if no candidate suits one of `SIZES`.
 
@@ -299,15 +304,16 @@ def plan(
         measured: at some of `SIZES`, the candidates that were measured, by how much longer they took than the
             fastest.
         small: compiled kernels beside the GEMMs.
-        surveys: what else was measured, at any numbers of tokens, which corrects predicted times.
+        survey: what else was measured, at any numbers of tokens, which corrects predicted times. Where the
+            launch of the next size begins between two sizes, the predicted times decide as they are.
     """
     us = _predicted(problem, gpu, candidates)
     if not us or math.inf in map(min, zip(*us, strict=True)):
         return None
     evidence: list[Evidence] = []
-    for survey in surveys:
+    if survey is not None:
         there = us if survey.gpu == gpu else _predicted(problem, survey.gpu, candidates)
-        evidence += evidence_of(survey.cells, there, SIZES)
+        evidence = evidence_of(survey.cells, there, SIZES)
     us = _corrected(corrected(us, SIZES, evidence), measured)
     # What a measured launch takes by the model, since it is the model that compares the others with it.
     rows = [measured.get(tokens, {}) for tokens in SIZES]

@@ -113,6 +113,8 @@ def _fits(problem: MoEProblem, tile: PrefillTile) -> str:
         return refusal
     if act.name not in (GATED if act.gated else UNGATED):
         return f"it supports only the activations {', '.join(GATED + UNGATED)}; the layer uses {act.name}"
+    if act.name == "situ" and SHAPES[tile.tokens_x16].workers == 3:
+        return f"ptxas spills registers of {act.name} with three workers"
     if stages(problem, tile) < FEWEST_STAGES:
         return f"{FEWEST_STAGES} stages of {tile} do not fit in shared memory"
     return ""

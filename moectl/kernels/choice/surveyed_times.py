@@ -1,8 +1,8 @@
 """Times of launches of many layers, which ship with the package (``surveyed.json``), and what they correct.
 
 ``scripts/survey_launches`` times launches of published layers, whole and sliced, and ``scripts/pack_surveys``
-keeps the times. What the model of time says too much or too little of a layer's launch at one number of
-tokens, it mostly does at the next ones, too: `corrected` takes that off its predictions.
+keeps the times. The model's error for a launch at one number of tokens is mostly about the same at the next
+ones; `corrected` removes it.
 """
 
 from __future__ import annotations
@@ -65,13 +65,21 @@ class Evidence(NamedTuple):
 
 
 def key_of(problem: MoEProblem) -> LayerKey:
-    """What tells layers apart here: formats of weights and of tokens as kernels take them, and sizes."""
+    """What tells layers apart here: formats of weights and of tokens as kernels take them, and sizes.
+
+    Example:
+        >>> from moectl.problem.published_layers import model_problem
+        >>> key_of(model_problem("qwen3-30b", "fp8-block"))[:4]
+        ('fp8 block 128x128', 'fp8 dynamic', 2048, 768)
+    """
     sizes = (problem.dims.hidden, problem.dims.intermediate, problem.experts, problem.local_experts)
     return str(problem.scheme.weight), act_used(problem), *sizes, problem.top_k
 
 
 def surveyed(problem: MoEProblem) -> Iterator[SurveyedLayer]:
     """What was measured of a layer, on each GPU; nothing of layers without gates, as none was surveyed.
+
+    ValueError if the file of the package is of another version.
 
     Example:
         >>> from moectl.problem.published_layers import model_problem
@@ -144,7 +152,19 @@ def _between(us: Sequence[float], sizes: Sequence[int], tokens: int) -> float:
 def corrected(
     us: Sequence[Sequence[float]], sizes: Sequence[int], evidence: Sequence[Evidence]
 ) -> list[list[float]]:
-    """Predicted times of a layer's launches at each of `sizes`, with what measurements near them say."""
+    """Predicted times of a layer's launches at each of `sizes`, with what measurements near them say.
+
+    Args:
+        us: predicted microseconds of each launch at each of `sizes`; infinite ones stay so.
+        sizes: numbers of tokens.
+        evidence: of cells of the layer; `Evidence.errors` are by a launch's place in `us`.
+
+    Example:
+        >>> measured = evidence_of({8: {0: 30.0, 1: 10.0}}, [[10.0, 80.0], [10.0, 80.0]], [8, 64])
+        >>> slow, fast = corrected([[10.0, 80.0], [10.0, 80.0]], [8, 64], measured)
+        >>> round(slow[0] / fast[0], 1), round(slow[1] / fast[1], 2)
+        (2.5, 1.07)
+    """
     if not evidence:
         return [list(times) for times in us]
     weights = [[math.exp(-abs(it.tokens - math.log2(size)) / NEAR) for it in evidence] for size in sizes]

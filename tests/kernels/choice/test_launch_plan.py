@@ -30,6 +30,7 @@ from moectl.kernels.choice.launch_plan import (
     CandidateLaunch,
     Plan,
     plan,
+    plan_with,
     planned,
 )
 from moectl.kernels.choice.launch_shape import LaunchShape
@@ -125,26 +126,31 @@ def _planned_us(problem: MoEProblem, tokens: int, plan: Plan, gpu: GpuRates) -> 
 
 
 @pytest.mark.parametrize(
-    ("files", "cells", "most", "worst"),
+    ("files", "cells", "most", "worst", "alone", "worst_alone"),
     [
-        (IN_4_BITS, 450, 1.014, 1.2),
-        (CHOSEN, 370, 1.016, 1.2),
-        (FEW_EXPERTS, 140, 1.022, 1.18),
-        (IN_ROWS, 880, 1.009, 1.17),
+        (IN_4_BITS, 450, 1.014, 1.2, 1.03, 1.31),
+        (CHOSEN, 370, 1.016, 1.2, 1.03, 1.6),
+        (FEW_EXPERTS, 140, 1.022, 1.18, 1.035, 1.27),
+        (IN_ROWS, 880, 1.009, 1.17, 1.015, 1.2),
     ],
 )
 def test_planned_launches_are_near_the_fastest_where_they_were_measured(
-    files: str, cells: int, most: float, worst: float
+    files: str, cells: int, most: float, worst: float, alone: float, worst_alone: float
 ) -> None:
-    ratios = []
+    """With the surveyed times that ship, these among them, and by the model alone, as for other layers."""
+    known, unknown = [], []
     for (gpu, *_, tokens), rows in measured_cells(files).items():
-        found = planned(rows[0][0], RATES[gpu], ON_SM90)
-        assert found is not None
-        times = [us for _, launch, us in rows if launch == found.launch(tokens)]
-        ratios += [times[0] / min(us for _, _, us in rows)] if times else []
-    assert len(ratios) >= cells
-    assert geometric_mean(ratios) < most, geometric_mean(ratios)
-    assert max(ratios) < worst, sorted(ratios)[-9:]
+        fastest = min(us for _, _, us in rows)
+        for found, ratios in (
+            (planned(rows[0][0], RATES[gpu], ON_SM90), known),
+            (plan_with(rows[0][0], RATES[gpu], ON_SM90, ()), unknown),
+        ):
+            assert found is not None
+            times = [us for _, launch, us in rows if launch == found.launch(tokens)]
+            ratios += [times[0] / fastest] if times else []
+    assert len(known) >= cells and len(unknown) >= 0.6 * cells
+    assert geometric_mean(known) < most and max(known) < worst, sorted(known)[-9:]
+    assert geometric_mean(unknown) < alone and max(unknown) < worst_alone, sorted(unknown)[-9:]
 
 
 def _gemms(problem: MoEProblem, plan: Plan) -> set[object]:

@@ -80,6 +80,18 @@ def test_times_count_on_gpus_of_the_model_that_was_measured_alone() -> None:
         assert plan_with(LAYER, H200, capability, [survey]) == plan_with(LAYER, H200, capability, [])
 
 
+def test_of_two_gpus_that_were_measured_the_one_with_the_nearest_bandwidth_counts() -> None:
+    taken, other = _taken_and_another(LAYER, 2048)
+    surveys = (
+        _survey({2048: {taken: 300.0, other: 30.0}}, "NVIDIA H100 80GB HBM3"),
+        _survey({2048: {taken: 30.0, other: 300.0}}),
+    )
+    for both in (surveys, surveys[::-1]):
+        assert _plan(LAYER, H100, *both).launch(2048) == other
+        assert _plan(LAYER, H200, *both).launch(2048) == taken
+        assert _plan(LAYER, H200._replace(bandwidth=4.9e12), *both).launch(2048) == taken
+
+
 def test_rows_of_a_layer_say_more_than_a_survey() -> None:
     problem = model_problem("kimi-k2")
     assert own_rows(problem, GpuModel(ON_SM90, 132))

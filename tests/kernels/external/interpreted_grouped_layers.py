@@ -44,7 +44,7 @@ class StandIn:
     """DeepGEMM's functions on a CPU, with its conditions on what it is given."""
 
     def __init__(self, align: int) -> None:
-        self.align = align
+        self.align, self.expected = align, 0
         self._C = SimpleNamespace(get_mk_alignment_for_contiguous_layout=lambda: align)
 
     def _operands(self, a: Any, b: Any, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,6 +76,7 @@ class StandIn:
         self, a: Any, b: Any, y: torch.Tensor, counts: torch.Tensor, expected: int, **options: Any
     ) -> None:
         assert expected >= 16 and y.shape[1] % 128 == 0
+        self.expected = expected
         rows, weights = self._operands(a, b, options)
         for expert, (weight, count) in enumerate(zip(weights, counts.tolist(), strict=True)):
             y[expert, :count] = (rows[expert, :count] @ weight.T).to(y.dtype)
@@ -110,13 +111,18 @@ def test_batches_by_expert(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(cases.GROUPED[name], experts=3, local_experts=3, top_k=1)
     layer = cases.layer_for(problem)
     prepared = layer.prepared("batched_deep_gemm", "cpu")
-    monkeypatch.setattr(deep_gemm, "library", lambda: StandIn(16))
+    library = StandIn(16)
+    monkeypatch.setattr(deep_gemm, "library", lambda: library)
     counts, most = torch.tensor([2, 0, 4]), 4
     x = torch.full((3, most, problem.dims.hidden), float("nan")).bfloat16()
     for expert, count in enumerate(counts.tolist()):
         x[expert, :count] = torch.randn(count, problem.dims.hidden).bfloat16()
     y = deep_gemm.batched(prepared, x, counts)
     assert y.shape == x.shape
+    wide = torch.zeros(3, 40, problem.dims.hidden).bfloat16()
+    for expected, told in ((None, 40), (20, 32), (1, 16)):
+        deep_gemm.batched(prepared, wide, counts, expected)
+        assert library.expected == told
     for expert, count in enumerate(counts.tolist()):
         ids, ones = torch.full((count, 1), expert, dtype=torch.int32), torch.ones(count, 1)
         if count:

@@ -81,6 +81,8 @@ def test_factors_multiply_tokens_on_the_way_to_each_expert() -> None:
     ids = torch.tensor([[0, 1], [1, -1]], dtype=torch.int32)
     x = torch.tensor([[2.0], [10.0]], dtype=torch.bfloat16)
     batches = batches_of(ids, 2, 2)
+    assert batches.expected == -(-ids.numel() // 2)
+    assert batches_of(ids, 2, 2, of=ids.numel()).expected == 1
     spread = batches.scatter(x, torch.tensor([[3.0, 0.5], [2.0, 7.0]]))
     assert spread[0, 0].item() == 6 and spread[1].flatten().tolist() == [1, 20]
 

@@ -141,6 +141,21 @@ def test_experts_of_other_ranks_are_skipped_by_the_map(form: ActivationFormat) -
         )
 
 
+def test_batches_are_expected_to_have_their_share_of_the_assignments() -> None:
+    """30 tokens of 4 of 9 experts each: 14 an expert, of a rank's 4 experts, too."""
+    part, said = part_of(KIMI, 3, 7), []
+
+    def batched(prepared: PreparedMoE, x: torch.Tensor, counts: torch.Tensor, expected: int) -> torch.Tensor:
+        said.append((x.shape[:2], expected))
+        return x
+
+    runner = replace(TORCH, batched=batched)
+    for prepared, experts in ((random_layer(KIMI).prepared("torch", "cpu"), 9), (part, 4)):
+        where = map_of(prepared) if experts == 4 else None
+        FusedMoEKernel(prepared, runner, ActivationFormat.BATCHED, expert_map=where).run(inputs_of(KIMI, 30))
+        assert said.pop() == ((experts, 30), -(-30 * KIMI.top_k // 9))
+
+
 def test_a_map_may_place_experts_anywhere() -> None:
     roles = {role: t[[8, 2, 5]] for role, t in canonical_roles(KIMI).items()}
     part = layer_of(replace(KIMI, local_experts=3), roles).prepared("torch", "cpu")

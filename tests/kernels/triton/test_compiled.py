@@ -175,6 +175,7 @@ VARIANTS = {
     "int4 gelu": replace(QWEN, activation=Activation("gelu_tanh")),
     "int4 step": replace(QWEN, activation=Activation("swiglustep", limit=7.0)),
     "mxfp4 SiTU": replace(GPT_OSS, activation=Activation("situ", beta=4.0, linear_beta=25.0), bias=False),
+    "int4 SiTU": replace(QWEN, activation=Activation("situ", beta=4.0, linear_beta=25.0)),
     "weights on the input": replace(QWEN, routing=replace(QWEN.routing, weight_on_input=True)),
     "a size that fills no tile": replace(GPT_OSS, dims=Dims(1856, 704)),
 }

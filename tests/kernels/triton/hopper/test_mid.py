@@ -62,6 +62,11 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (replace(problem, dims=Dims(224, 72)), replace(tile, stages=3), "intermediate size is 72"),
         (replace(problem, dtype="fp16"), tile, "does not support fp16 tokens"),
         (replace(problem, activation=Activation("gelu")), tile, "activation"),
+        (
+            replace(problem, activation=Activation("situ", beta=4.0)),
+            MidTile(128, 3, 4),
+            "of situ for 128",
+        ),
     ):
         assert reason in MID_FAMILY.fits(changed, other)
 
