@@ -113,8 +113,8 @@ def _fits(problem: MoEProblem, tile: PrefillTile) -> str:
         return refusal
     if act.name not in (GATED if act.gated else UNGATED):
         return f"it supports only the activations {', '.join(GATED + UNGATED)}; the layer uses {act.name}"
-    if act.name == "situ" and SHAPES[tile.tokens_x16].workers == 3:
-        return f"ptxas spills registers of {act.name} with three workers"
+    if act.name == "situ" and tile.tokens_x16 != 9:
+        return f"ptxas spills registers of {act.name} in tiles of {UNIT * tile.tokens_x16} tokens"
     if stages(problem, tile) < FEWEST_STAGES:
         return f"{FEWEST_STAGES} stages of {tile} do not fit in shared memory"
     return ""

@@ -45,7 +45,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (problem, PrefillTile(10), "not a supported tile"),
         (replace(problem, dtype="fp16"), PrefillTile(), "does not support fp16 tokens"),
         (replace(problem, activation=Activation("gelu")), PrefillTile(), "activation"),
-        (replace(problem, activation=Activation("situ")), PrefillTile(12), "of situ with three workers"),
+        (replace(problem, activation=Activation("situ")), PrefillTile(12), "of situ in tiles of 192 tokens"),
     ):
         assert reason in PREFILL_FAMILY.fits(changed, tile)
 
