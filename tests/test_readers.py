@@ -44,6 +44,7 @@ AROUND = {
     "kernels/triton/hopper/stream_asm.py": (1, "the package's own source"),
     "kernels/choice/launch_model.py": (1, OWN_DATA),
     "kernels/choice/launch_table.py": (1, OWN_DATA),
+    "kernels/choice/surveyed_times.py": (1, OWN_DATA),
     "layer/background_compile.py": (1, CHILD),
     "layer/compile_ahead.py": (1, CHILD),
     "oracle/engines/sglang_0_5_23/data/__init__.py": (1, OWN_DATA),

@@ -37,7 +37,7 @@ LEVEL = 1.0
 """Weight of the model beside the launches of a cell, of which the fastest counts 1 and others less, in what
 it says too much or too little of all of them: the choice is among their ratios."""
 
-LayerKey = tuple[str, str, int, int, int, int, int]
+SurveyKey = tuple[str, str, int, int, int, int, int]
 
 
 class SurveyedLayer(NamedTuple):
@@ -64,7 +64,7 @@ class Evidence(NamedTuple):
     errors: Mapping[int, float]
 
 
-def key_of(problem: MoEProblem) -> LayerKey:
+def key_of(problem: MoEProblem) -> SurveyKey:
     """What tells layers apart here: formats of weights and of tokens as kernels take them, and sizes.
 
     Example:
@@ -98,12 +98,14 @@ def surveyed(problem: MoEProblem) -> Iterator[SurveyedLayer]:
 
 
 @cache
-def _file() -> tuple[Sequence[tuple[str, Mapping[str, int]]], Mapping[LayerKey, Sequence[Mapping[str, Any]]]]:
-    """The launches by number, and the layers by `LayerKey`."""
+def _file() -> tuple[
+    Sequence[tuple[str, Mapping[str, int]]], Mapping[SurveyKey, Sequence[Mapping[str, Any]]]
+]:
+    """The launches by number, and the layers by `SurveyKey`."""
     data = json.loads((files(__package__) / FILE).read_text("utf-8"))
     if data["version"] != VERSION:
         raise ValueError(f"{FILE} has version {data['version']}, expected {VERSION}")
-    layers: dict[LayerKey, list[Mapping[str, Any]]] = defaultdict(list)
+    layers: dict[SurveyKey, list[Mapping[str, Any]]] = defaultdict(list)
     for item in data["layers"]:
         sizes = (item["hidden"], item["intermediate"], item["experts"], item["local_experts"])
         key = (item["weight"], item["act"], *sizes, item["top_k"])
