@@ -132,3 +132,16 @@ def test_plans_are_judged_by_launches_of_which_half_are_hidden(
     assert len(lines) == 4 and "all change the launch in" in lines[3]
     assert list(means) == ["nothing", "all", "the other half"]
     assert 1 < means["all"] < means["the other half"] <= means["nothing"] < 1.025
+
+
+def test_what_cannot_be_judged_or_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = ROW | {"tile": ROW["tile"] | {"depth": 4}}
+    rows = _rows(tmp_path / "rows", ROW, other)
+    _run(monkeypatch, rows, "--judge")
+    assert "with all: 0 of 0 cells" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        _run(monkeypatch, rows, "--out", tmp_path)
+    assert end.value.code == 2
+    assert f"cannot write {tmp_path}: Is a directory. Give --out another path." in capsys.readouterr().err
