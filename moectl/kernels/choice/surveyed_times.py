@@ -37,7 +37,24 @@ LEVEL = 1.0
 """Weight of the model beside the launches of a cell, of which the fastest counts 1 and others less, in what
 it says too much or too little of all of them: the choice is among their ratios."""
 
-SurveyKey = tuple[str, str, int, int, int, int, int]
+
+class SurveyKey(NamedTuple):
+    """What tells layers apart here, in the file and out of it.
+
+    Attributes:
+        weight: the weights' format as text.
+        act: that of tokens as kernels take them, see `act_used`.
+        gated: experts have a gate.
+    """
+
+    weight: str
+    act: str
+    hidden: int
+    intermediate: int
+    experts: int
+    local_experts: int
+    top_k: int
+    gated: bool
 
 
 class SurveyedLayer(NamedTuple):
@@ -65,7 +82,7 @@ class Evidence(NamedTuple):
 
 
 def key_of(problem: MoEProblem) -> SurveyKey:
-    """What tells layers apart here: formats of weights and of tokens as kernels take them, and sizes.
+    """The key of a layer, or of a rank's share of it.
 
     Example:
         >>> from moectl.problem.published_layers import model_problem
@@ -73,11 +90,12 @@ def key_of(problem: MoEProblem) -> SurveyKey:
         ('fp8 block 128x128', 'fp8 dynamic', 2048, 768)
     """
     sizes = (problem.dims.hidden, problem.dims.intermediate, problem.experts, problem.local_experts)
-    return str(problem.scheme.weight), act_used(problem), *sizes, problem.top_k
+    formats = str(problem.scheme.weight), act_used(problem)
+    return SurveyKey(*formats, *sizes, problem.top_k, problem.activation.gated)
 
 
 def surveyed(problem: MoEProblem) -> Iterator[SurveyedLayer]:
-    """What was measured of a layer, on each GPU; nothing of layers without gates, as none was surveyed.
+    """What was measured of a layer, on each GPU.
 
     ValueError if the file of the package is of another version.
 
@@ -87,7 +105,7 @@ def surveyed(problem: MoEProblem) -> Iterator[SurveyedLayer]:
         ['NVIDIA H200']
     """
     launches, layers = _file()
-    for item in layers.get(key_of(problem), ()) if problem.activation.gated else ():
+    for item in layers.get(key_of(problem), ()):
         yield SurveyedLayer(
             item["gpu"],
             {
@@ -107,9 +125,7 @@ def _file() -> tuple[
         raise ValueError(f"{FILE} has version {data['version']}, expected {VERSION}")
     layers: dict[SurveyKey, list[Mapping[str, Any]]] = defaultdict(list)
     for item in data["layers"]:
-        sizes = (item["hidden"], item["intermediate"], item["experts"], item["local_experts"])
-        key = (item["weight"], item["act"], *sizes, item["top_k"])
-        layers[key].append(item)
+        layers[SurveyKey(*(item[name] for name in SurveyKey._fields))].append(item)
     return [(family, tile) for family, tile in data["launches"]], layers
 
 

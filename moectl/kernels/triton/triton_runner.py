@@ -48,7 +48,7 @@ from .kernel_family import (
 from .portable import DECODE_FAMILY, GROUPED_FAMILY
 from .sort_and_combine import INTERPRETED
 from .warpwise import WARPWISE_FAMILY
-from .workspace import workspace
+from .workspace import BY_ROWS, workspace
 
 CHOICES = "choices of launches"
 """Key in `PreparedMoE.derived`."""
@@ -118,10 +118,6 @@ def launch_on(prepared: PreparedMoE, tokens: int) -> Launch:
     if tokens not in launches:
         launches[tokens] = _choices_of(prepared).launch(tokens)
     return launches[tokens]
-
-
-BY_ROWS = frozenset({"decode", "stream", "warpwise"})
-"""Families with programs for all rows of a batch, most of which have nothing to do where few are tokens."""
 
 
 def batch_launch(prepared: PreparedMoE, most: int, expected: int | None = None) -> Launch:

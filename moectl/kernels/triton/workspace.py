@@ -20,8 +20,11 @@ PARTS_IN_FP32 = frozenset({"decode", "stream"})
 REORDERING = frozenset({"warpwise"})
 """Families that, with a plan, copy the tokens in another order of columns."""
 
+BY_ROWS = frozenset({"decode", "stream", "warpwise"})
+"""Families with programs for all rows of a batch, most of which have nothing to do where few are tokens."""
+
 SMALLEST_BLOCK = 8
-"""Tokens of the smallest tiles of families that run batches of which few rows are tokens."""
+"""Tokens of the smallest tiles of the other families, which run batches of which few rows are tokens."""
 
 RECORD_WORDS = 8
 """Header of an expert's record in 32-bit words; one word per token follows."""

@@ -188,7 +188,8 @@ def test_layers_are_told_apart_by_formats_and_sizes() -> None:
     )
     assert all(key_of(other) != key_of(layer) and not [*surveyed(other)] for other in others)
     assert key_of(model_problem("qwen3.5-35b", "int4-g128-a8")) != key_of(layer)
-    assert not [*surveyed(replace(layer, activation=Activation("relu2", gated=False)))]
+    ungated = replace(layer, activation=Activation("relu2", gated=False))
+    assert key_of(ungated) != key_of(layer) and not [*surveyed(ungated)]
     assert [*surveyed(replace(layer, bias=True, dtype="fp16"))], "what changes times little"
 
 

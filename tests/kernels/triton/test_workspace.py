@@ -22,11 +22,11 @@ from moectl.kernels.registry import runner_for
 from moectl.kernels.runner import ActivationFormat, Run, Runner
 from moectl.kernels.triton import marlin
 from moectl.kernels.triton import triton_runner as triton_runner
-from moectl.kernels.triton.workspace import SMALLEST
+from moectl.kernels.triton.workspace import BY_ROWS, SMALLEST, SMALLEST_BLOCK
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import MoEProblem
 from moectl.problem.padding import pad
-from moectl.problem.published_layers import model_problem
+from moectl.problem.published_layers import SCHEMES, model_problem
 from support.asked_memory import asked_for
 from support.fake_runners import FP8, MXFP8, NVFP4, TORCH
 from support.random_layers import KIMI, QWEN, inputs_of, random_layer
@@ -83,7 +83,7 @@ def test_every_family(
     tiles = [tile for tile in kernel_family.candidates(problem) if not kernel_family.fits(problem, tile)]
     prepared, most = empty_layer(problem, "moectl"), kernel_family.tokens_per_expert[1]
     assert tiles or (model, family) == ("gpt-oss-20b", "warpwise")
-    # Of tiles that are alike in what depends on them, one, and the first and the last of all.
+    # The first and the last one, and one of those that are alike in what the bytes depend on.
     alike = {
         tuple(getattr(tile, name, 0) for name in ("tokens", "split", "fused", "planned")): tile
         for tile in tiles
@@ -93,6 +93,17 @@ def test_every_family(
         for tokens in BATCH if form is ActivationFormat.BATCHED else TOKENS:
             if tokens * problem.top_k / problem.local_experts <= 2 * most:
                 holds(runner_for("moectl"), prepared, form, tokens)
+
+
+def test_the_smallest_block_is_that_of_the_families_for_batches_with_few_tokens() -> None:
+    tiles = [
+        tile
+        for name, family in triton_runner.FAMILIES.items()
+        if name not in BY_ROWS
+        for format in SCHEMES
+        for tile in family.candidates(pad("moectl-mtile64", model_problem("qwen3-30b", format)))
+    ]
+    assert min(getattr(tile, "tokens", 16) for tile in tiles) == SMALLEST_BLOCK
 
 
 def test_tiles_that_quantize_need_no_activations_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
