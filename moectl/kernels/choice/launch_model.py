@@ -258,6 +258,9 @@ def work_of(load: LayerLoad, shape: LaunchShape) -> LaunchWork:
     )
     sizes = problem.dims.hidden + problem.dims.intermediate
     rows = load.assignments * 4 * sizes
+    split = shape.gemms[1].split
+    if split > 1:  # parts of four bytes each are written and read, instead of one of two
+        rows += load.assignments * problem.dims.hidden * (8 * split - 4)
     quantized = load.tokens * problem.dims.hidden, load.assignments * problem.dims.intermediate
     rows += 3 * sum(quantized[: shape.codes])  # two bytes are read and one is written
     lists = list_launches(assignments, problem.local_experts) if shape.lists and load.tokens > 1 else 0

@@ -148,9 +148,10 @@ class CandidateLaunch(NamedTuple):
     def binaries(self) -> frozenset[object]:
         """Its compiled GEMMs; those of equal shapes are one, which launches share."""
         family, name = self.launch.family, self.shape.name
+        gemms = tuple(gemm.binary for gemm in self.shape.gemms)
         if _is_fused(self.launch.tile):
-            return frozenset([(family, name, self.shape.gemms)])
-        return frozenset((family, name, self.single, *indexed) for indexed in enumerate(self.shape.gemms))
+            return frozenset([(family, name, gemms)])
+        return frozenset((family, name, self.single, *indexed) for indexed in enumerate(gemms))
 
 
 def _is_fused(tile: Any) -> bool:

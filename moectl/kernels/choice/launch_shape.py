@@ -17,6 +17,7 @@ class GemmShape(NamedTuple):
         resident: programs that fit into one multiprocessor; of no meaning in a launch whose programs stay.
         shared: bytes of shared memory of a program, by which a GPU's is divided; 0 if `resident` counts them.
         copied: tokens whose rows a program copies before it starts; 0 if they are copied step by step.
+        compiled_split: what stands for `split` in the binary: 1 or 2 where that is an argument of the launch.
     """
 
     name: str
@@ -26,6 +27,12 @@ class GemmShape(NamedTuple):
     resident: float = math.inf
     copied: int = 0
     shared: int = 0
+    compiled_split: int = 1
+
+    @property
+    def binary(self) -> GemmShape:
+        """What is compiled of it: equal for shapes that share a binary."""
+        return self._replace(split=self.compiled_split)
 
 
 class LaunchShape(NamedTuple):

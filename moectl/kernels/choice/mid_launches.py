@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from .tile_family import (
     dtype_refusal,
     next_power_of_2,
     scale_words,
+    splits_of,
 )
 
 WIDTHS: dict[int, tuple[int, ...]] = {
@@ -57,6 +59,8 @@ class MidTile:
         programs: programs resident on one multiprocessor.
         blocks_m: blocks of 64 weight rows (M of wgmma) per worker.
         tma_scales: 1 if scale words are copied in boxes by TMA, 0 if they are copied one by one by cp.async.
+        split: programs that share the second GEMM's reduction: few large experts have few tiles of it, which
+            would leave multiprocessors without work.
     """
 
     tokens: int
@@ -67,6 +71,7 @@ class MidTile:
     programs: int = 1
     blocks_m: int = 1
     tma_scales: int = 0
+    split: int = 1
 
     @property
     def jobs(self) -> int:
@@ -99,9 +104,9 @@ def shared_bytes(problem: MoEProblem, tile: MidTile) -> int:
     copied_blocks = blocks if tile.tma_scales else next_power_of_2(blocks)
     words *= 128 * copied_blocks * (2 if weight.zero_point else 1)
     stage = tile.depth * (128 * tile.tokens + 512 * weight.bits * blocks + words) + 16
-    job = 8 * next_power_of_2(tile.tokens) + 4 * 4 + 3 * 8  # its four words and three barriers
+    job = 8 * next_power_of_2(tile.tokens) + 8 * 4 + 3 * 8  # its words and three barriers
     per_worker = 64 * 32 * 2 + 512
-    return int(tile.stages * stage + tile.jobs * job + tile.workers * per_worker + 1024)
+    return int(tile.stages * stage + tile.jobs * job + tile.workers * per_worker + 896)
 
 
 def _fits(problem: MoEProblem, tile: MidTile) -> str:
@@ -112,6 +117,9 @@ def _fits(problem: MoEProblem, tile: MidTile) -> str:
         return f"{tile} needs two stages: one to fill while another is read"
     if not registers(tile)[0]:
         return f"the accumulators of {tile} do not fit in the registers of its workers"
+    steps = math.ceil(problem.dims.intermediate / (64 * tile.depth))
+    if not 1 <= tile.split <= steps:
+        return f"{tile} splits a reduction of {steps} steps"
     if tile.depth not in (1, 2, 4):
         return f"{tile} is not a supported tile: depth must be 1, 2 or 4"
     shared = tile.programs * shared_bytes(problem, tile)
@@ -162,15 +170,24 @@ def _candidates(problem: MoEProblem) -> Sequence[MidTile]:
     for tokens, workers, programs, blocks_m, tma_scales, depth in PROMISING:
         tile = MidTile(tokens, workers, 0, depth, programs=programs, blocks_m=blocks_m, tma_scales=tma_scales)
         rings = (replace(tile, stages=stages) for stages in STAGES)
-        candidates += [tile for tile in rings if not _fits(problem, tile)][:1]
+        for tile in [tile for tile in rings if not _fits(problem, tile)][:1]:
+            candidates += [replace(tile, split=split) for split in (1, *_splits(problem, tile))]
     return candidates
+
+
+def _splits(problem: MoEProblem, tile: MidTile) -> list[int]:
+    """The splits, beside none, that are candidates for a tile."""
+    return splits_of(problem, 64 * tile.workers * tile.blocks_m, tile.programs, 64 * tile.depth)
 
 
 def launch_shape(problem: MoEProblem, tile: MidTile) -> LaunchShape:
     """The tile in the terms of the model of time."""
     kind = f"mid {tile.tokens} {tile.workers}x{tile.blocks_m}x{tile.programs} {tile.tma_scales}"
     rows = 64 * tile.workers * tile.blocks_m
-    first, second = (GemmShape(f"{kind} {stage}", rows, tile.depth) for stage in ("first", "second"))
+    first, second = (
+        GemmShape(f"{kind} {stage}", rows, tile.depth, split)
+        for stage, split in (("first", 1), ("second", tile.split))
+    )
     return LaunchShape(kind, (first, second), WIDTHS[tile.tokens], persistent=tile.programs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...capabilities.own_kernels import GATED, UNGATED
@@ -16,6 +16,7 @@ from .tile_family import (
     dtype_refusal,
     next_power_of_2,
     scale_words,
+    splits_of,
 )
 
 UNIT = 16
@@ -61,6 +62,9 @@ REGISTERS: dict[tuple[bool, int], tuple[int, int]] = {(True, 12): (144, 80)}
 
 The loader needs more registers if there is a bias to load; without one the workers get them."""
 
+SPLIT_REGISTERS: dict[int, tuple[int, int]] = {9: (208, 88)}
+"""The same by `tokens_x16` for a second GEMM whose reduction is split: its loader has more to keep."""
+
 STAGING_BYTES = 64 * 64 * 2
 """Shared memory in which a warpgroup transposes its results before it stores them."""
 
@@ -82,11 +86,14 @@ class PrefillTile:
         group_m: token tiles that sweep all weight rows together, to reuse weights in L2 (Triton's
             GROUP_SIZE_M).
         stagger: steps of the ring by which each worker starts later than the one before it.
+        split: programs that share the second GEMM's reduction: few large experts have few tiles of it, which
+            would leave multiprocessors without work.
     """
 
     tokens_x16: int = 9
     group_m: int = 4
     stagger: int = 3
+    split: int = 1
 
 
 def stages(problem: MoEProblem, tile: PrefillTile) -> int:
@@ -101,6 +108,13 @@ def stages(problem: MoEProblem, tile: PrefillTile) -> int:
     return int(min(MOST_STAGES, (SHARED_MEMORY - fixed) // per_stage))
 
 
+def registers(problem: MoEProblem, tile: PrefillTile, stage: int) -> tuple[int, int]:
+    """Registers per thread of a worker and of the loader, in the first or the second GEMM."""
+    units = tile.tokens_x16
+    usual = REGISTERS.get((problem.bias, units), SHAPES[units].registers)
+    return SPLIT_REGISTERS.get(units, usual) if stage == 2 and tile.split > 1 else usual
+
+
 def tokens_beyond_128(units: int) -> int:
     return next_power_of_2(UNIT * (units - 8)) if units > 8 else 0
 
@@ -111,6 +125,9 @@ def _fits(problem: MoEProblem, tile: PrefillTile) -> str:
         return f"{tile} is not a supported tile: tokens_x16 must be one of {', '.join(map(str, SHAPES))}"
     if refusal := dtype_refusal(problem) or column_refusal(problem):
         return refusal
+    steps = math.ceil(problem.dims.intermediate / 64)
+    if not 1 <= tile.split <= steps:
+        return f"{tile} splits a reduction of {steps} steps"
     if act.name not in (GATED if act.gated else UNGATED):
         return f"it supports only the activations {', '.join(GATED + UNGATED)}; the layer uses {act.name}"
     if act.name == "situ" and tile.tokens_x16 != 9:
@@ -125,13 +142,21 @@ PROMISING = (PrefillTile(8), PrefillTile(9), PrefillTile(12, stagger=0))
 
 
 def _candidates(problem: MoEProblem) -> list[PrefillTile]:
-    return [tile for tile in PROMISING if not _fits(problem, tile)]
+    found = [tile for tile in PROMISING if not _fits(problem, tile)]
+    return [
+        replace(tile, split=split)
+        for tile in found
+        for split in (1, *splits_of(problem, SHAPES[tile.tokens_x16].rows, 1, 64))
+    ]
 
 
 def launch_shape(problem: MoEProblem, tile: PrefillTile) -> LaunchShape:
     """The tile in the terms of the model of time."""
     kind, shape = f"prefill {tile.tokens_x16}", SHAPES[tile.tokens_x16]
-    first, second = (GemmShape(f"{kind} {stage}", shape.rows, 1) for stage in ("first", "second"))
+    first, second = (
+        GemmShape(f"{kind} {stage}", shape.rows, 1, split, compiled_split=min(split, 2))
+        for stage, split in (("first", 1), ("second", tile.split))
+    )
     widths = tuple(UNIT * units for units in shape.widths)
     return LaunchShape(kind, (first, second), widths, even=True, persistent=1)
 

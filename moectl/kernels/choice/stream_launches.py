@@ -160,6 +160,7 @@ def launch_shape(problem: MoEProblem, tile: StreamTile) -> LaunchShape:
             split,
             programs,
             tile.tokens,
+            compiled_split=split,
         )
         for shape, split, programs in zip((tile.first, tile.second), (1, tile.split), resident, strict=True)
     )

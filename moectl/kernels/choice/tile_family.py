@@ -71,6 +71,27 @@ def launch_of(families: Mapping[str, TileFamily], name: str, tile: Mapping[str, 
     return Launch(name, family.tile(**tile))
 
 
+SPLITS = (2, 3, 4, 6, 8)
+"""Programs that share the second GEMM's reduction, where that is worth measuring."""
+
+MOST_PARTS, FEWEST_STEPS = 792, 4
+"""Most tiles of the second GEMM, with one token tile of each expert and all parts, for each program of a
+multiprocessor: six for one of an H200, more than keep it at work. And fewest steps of a part."""
+
+
+def splits_of(problem: MoEProblem, rows: int, programs: int, columns: int) -> list[int]:
+    """Which of `SPLITS` are candidates for tiles of the second GEMM.
+
+    Args:
+        rows: weight rows of a tile.
+        programs: those that are resident on a multiprocessor.
+        columns: of a step.
+    """
+    tiles = problem.local_experts * math.ceil(problem.dims.hidden / rows) / programs
+    steps = math.ceil(problem.dims.intermediate / columns)
+    return [split for split in SPLITS if tiles * split <= MOST_PARTS and steps >= split * FEWEST_STEPS]
+
+
 SIZE_MULTIPLE = 16
 """Required divisor of sizes for kernels with 16-byte copies; Triton specializes on it."""
 

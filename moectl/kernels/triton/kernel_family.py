@@ -339,11 +339,14 @@ class KernelCall:
     def assignments(self) -> int:
         return self.ids.numel()
 
-    def parts(self) -> Tensor:
-        """The second GEMM's output ``[T, hidden]``, a row per assignment.
+    def parts(self, splits: int = 1) -> Tensor:
+        """The second GEMM's output ``[T, hidden]``, a row per assignment; if its reduction is split,
+        ``[splits, T, hidden]`` in fp32.
 
         It is `y` itself for batched activations, and if each token has one expert: there is nothing to sum.
         """
+        if splits > 1:
+            return self.y.new_empty(splits, self.assignments, self.y.shape[1], dtype=torch.float32)
         if self.order is not None or self.assignments == len(self.x):
             return self.y
         return self.x.new_empty(self.assignments, self.y.shape[1])

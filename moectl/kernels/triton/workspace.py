@@ -15,7 +15,8 @@ SMALLEST = 8 << 10
 """Allowance in bytes for small tensors."""
 
 PARTS_IN_FP32 = frozenset({"decode", "stream"})
-"""Families whose second GEMM writes an fp32 part per K split; others write one in the model's dtype."""
+"""Families whose second GEMM always writes an fp32 part per K split; others write one in the model's dtype,
+unless they split."""
 
 REORDERING = frozenset({"warpwise"})
 """Families that, with a plan, copy the tokens in another order of columns."""
@@ -66,7 +67,8 @@ def products_and_lists(
     assignments = tokens * (experts if batched else problem.top_k)
     split = getattr(launch.tile, "split", 1)
     # With batched activations, a part in the model's dtype is a row of the result.
-    part_bytes = 4 * split if launch.family in PARTS_IN_FP32 else 0 if batched else 2
+    in_fp32 = split > 1 or launch.family in PARTS_IN_FP32
+    part_bytes = 4 * split if in_fp32 else 0 if batched else 2
     # Activations in 16 bits, unless the first GEMM stores codes.
     activations = 0 if getattr(launch.tile, "quantizes", False) and not batched else 2 * intermediate
     products = assignments * (activations + part_bytes * problem.dims.hidden)

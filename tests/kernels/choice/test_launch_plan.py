@@ -129,9 +129,9 @@ def _planned_us(problem: MoEProblem, tokens: int, plan: Plan, gpu: GpuRates) -> 
 @pytest.mark.parametrize(
     ("files", "cells", "most", "worst", "alone", "worst_alone"),
     [
-        (IN_4_BITS, 450, 1.014, 1.2, 1.03, 1.31),
+        (IN_4_BITS, 435, 1.014, 1.2, 1.03, 1.31),
         (CHOSEN, 370, 1.016, 1.2, 1.03, 1.6),
-        (FEW_EXPERTS, 140, 1.022, 1.18, 1.035, 1.27),
+        (FEW_EXPERTS, 115, 1.022, 1.18, 1.035, 1.27),
         (IN_ROWS, 880, 1.009, 1.17, 1.015, 1.2),
     ],
 )
@@ -168,7 +168,7 @@ def _gemms(problem: MoEProblem, plan: Plan) -> set[object]:
         if getattr(launch.tile, "fused", 0):
             gemms.add((kind, first, second))
         else:
-            gemms |= {(kind, "first", first), (kind, "second", second)}
+            gemms |= {(kind, "first", first.binary), (kind, "second", second.binary)}
     return gemms
 
 

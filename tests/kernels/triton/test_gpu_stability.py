@@ -31,7 +31,7 @@ LAYERS: dict[str, MoEProblem] = {
 }
 TOKENS = (1, 7, 48, 300)
 REPETITIONS = 100
-SHARES = 3
+SHARES = 2
 """Among how many layers the kinds of a family's tiles are divided; further layers begin again."""
 
 

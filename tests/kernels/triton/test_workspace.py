@@ -95,6 +95,18 @@ def test_every_family(
                 holds(runner_for("moectl"), prepared, form, tokens)
 
 
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("family", ["mid", "prefill"])
+def test_split_reductions(family: str, form: ActivationFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = pad("moectl-mtile64", model_problem("mixtral-8x7b", "int4-g128"))
+    tiles = {it.split: it for it in triton_runner.FAMILIES[family].candidates(problem)}
+    assert len(tiles) > 2
+    for tile in tiles.values():
+        monkeypatch.setattr(triton_runner, "launch_on", lambda *a, tile=tile: Launch(family, tile))
+        for tokens in BATCH if form is ActivationFormat.BATCHED else TOKENS:
+            holds(runner_for("moectl"), empty_layer(problem, "moectl"), form, tokens)
+
+
 def test_the_smallest_block_is_that_of_the_families_for_batches_with_few_tokens() -> None:
     tiles = [
         tile

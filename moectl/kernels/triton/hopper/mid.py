@@ -75,6 +75,11 @@ class MidVariant(GemmSpec):
         return 0
 
     @property
+    def splits(self) -> bool:
+        """Whether programs may have a part of the reduction (`tile_board`), which a launch decides."""
+        return self.stage == 2
+
+    @property
     def scales(self) -> str:
         """Sums are not multiplied by scales (`tile_board`)."""
         return "none"
@@ -116,6 +121,8 @@ def gemm(
 
     Args:
         x: the tokens, or the first GEMM's output.
+        y: ``[T, columns]`` in the dtype of the tokens; of stage 2 also ``[splits, T, columns]`` in fp32, a
+            part of the reduction each, with no more parts than the reduction has steps.
     """
     p, m = layer.problem, layer.w13 if stage == 1 else layer.w2
     if keeps_nan(p, m) and m.k % (64 * tile.depth):
@@ -124,7 +131,8 @@ def gemm(
         tile = replace(tile, depth=1)
     variant = _variant(layer, stage, call.assignments, tile)
     row_tiles = triton.cdiv(m.n, 64 * variant.blocks)
-    grid = min(tile.programs * multiprocessors(x.device), plan.bound * row_tiles)
+    splits = y.numel() // (call.assignments * y.shape[-1])
+    grid = min(tile.programs * multiprocessors(x.device), plan.bound * row_tiles * splits)
     kernels._grouped_gemm_kernel[(grid,)](
         X=x,
         CODES=_codes_descriptor(m, tile.depth),
@@ -132,7 +140,7 @@ def gemm(
         Z=m.scales if m.zeros is None else m.zeros,
         B=m.scales if m.bias is None else m.bias,
         F=m.scales if m.factors is None else m.factors,
-        Y=y,
+        Y=y.view(x.dtype),
         SORTED=plan.slots,
         TILES=plan.tiles,
         COUNT=plan.count,
@@ -141,8 +149,10 @@ def gemm(
         N=m.n,
         K=m.k,
         KX=x.shape[1],
-        NX=y.shape[1],
+        NX=y.shape[-1],
         row_tiles=row_tiles,
+        splits=splits,
+        T=call.assignments,
         **activation_numbers(p.activation),
         HOW=variant,
         num_warps=4,
@@ -172,7 +182,7 @@ def _run(layer: KernelLayer, call: KernelCall, tile: MidTile) -> None:
     p, t = layer.problem, call.assignments
     plan = token_tiles_of(call, p.local_experts, tile.tokens)
     h = call.x.new_empty(t, p.dims.intermediate)
-    parts = call.parts()
+    parts = call.parts(tile.split)
     gemm(layer, 1, call, plan, call.x, h, tile)
     gemm(layer, 2, call, plan, h, parts, tile)
     finish(call, parts, p.local_experts)

@@ -28,12 +28,35 @@ def _rows_of(HEIGHT):
 
 
 @gluon.jit
+def _store_part(
+    result, slots, Y, block, tokens, NX, place, AT: gl.constexpr, WIDTH: gl.constexpr, WIDE: gl.constexpr
+):  # fmt: skip
+    """Stores [64, WIDTH] results of a part of the reduction by slot, in fp32; `place` as in
+    `tile_board.part_told`.
+
+    As they lie in registers: eight adjacent rows of a token are a sector of memory, and fp32 does not fit
+    where 16-bit results change their layout.
+    """
+    L: gl.constexpr = result.type.layout
+    token = AT + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
+    columns = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    slot = slots.slice(AT, WIDTH).load(gl.SliceLayout(0, L))
+    row = (slot.to(gl.int64) if WIDE else slot) * NX
+    base = Y.to(gl.pointer_type(gl.float32), bitcast=True) + (place - 1).to(gl.int64) * NX
+    live = gl.expand_dims(token < tokens, 0) & gl.expand_dims(columns < NX, 1)
+    gl.store(base + (gl.expand_dims(row, 0) + gl.expand_dims(columns, 1)), result, mask=live)
+
+
+@gluon.jit
 def _store(
     acc, notes, Y, by_row, block, first, tokens, NX, alpha, limit,
     AT: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Stores [64, WIDTH] accumulators, tokens from AT on: activations by position, or results by slot."""
-    slots, weights = notes
+    """Stores [64, WIDTH] accumulators, tokens from AT on: activations by position, or results by slot.
+
+    Notes are slots, router weights and, where a GEMM may be split, the place of `tile_board.part_told`.
+    """
+    slots, weights = notes[:2]
     bias, factors = by_row
     L: gl.constexpr = acc.type.layout
     if not HOW.exact:
@@ -52,6 +75,20 @@ def _store(
         result = acc * weight
     else:
         result = acc
+    if HOW.splits:
+        if notes[2] > 0:
+            _store_part(result, slots, Y, block, tokens, NX, notes[2], AT, WIDTH, HOW.wide)
+        else:
+            _store_rows(result, slots, Y, block, first, tokens, NX, AT, WIDTH, HOW)
+    else:
+        _store_rows(result, slots, Y, block, first, tokens, NX, AT, WIDTH, HOW)
+
+
+@gluon.jit
+def _store_rows(
+    result, slots, Y, block, first, tokens, NX, AT: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr
+):  # fmt: skip
+    """Stores results in the dtype of Y: by position (stage 1) or by slot."""
     HEIGHT: gl.constexpr = result.shape[0]
     R: gl.constexpr = _rows_of(HEIGHT)
     result = gl.convert_layout(result.to(Y.dtype.element_ty), R)
@@ -96,11 +133,13 @@ def _store_sums(
 
 
 @gluon.jit
-def _biases(B, expert, block, N, HOW: gl.constexpr):
-    """Biases of a row block in fp32; without a bias a placeholder of the same shape."""
+def _biases(B, expert, block, N, begin, HOW: gl.constexpr):
+    """Biases of a row block in fp32, which belong to the part that begins at step 0; without a bias a
+    placeholder of the same shape."""
     rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _sums(16)))
     if HOW.bias:
-        bias = gl.load(B + expert.to(gl.int64) * N + rows, mask=rows < N, other=0.0).to(gl.float32)
+        live = (rows < N) & (begin == 0)
+        bias = gl.load(B + expert.to(gl.int64) * N + rows, mask=live, other=0.0).to(gl.float32)
     else:
         bias = rows
     return bias

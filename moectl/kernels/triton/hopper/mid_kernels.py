@@ -32,6 +32,7 @@ from .mid_loader import (
     _run,
     _size_here,
     _stage_words,
+    _steps,
     _together,
     _token_loader,
     _weight_loader,
@@ -40,7 +41,17 @@ from .mid_loader import (
     parts_of,
 )
 from .mixed_width_wgmma import joined, joint_finished, joint_issued, joint_operand, joint_zeros
-from .tile_board import _cached, begin_board, noted_of, notes_of, tile_scheduler, tile_told
+from .tile_board import (
+    _cached,
+    begin_board,
+    job_words,
+    noted_of,
+    notes_of,
+    part_told,
+    steps_of,
+    tile_scheduler,
+    tile_told,
+)
 
 
 @gluon.constexpr_function
@@ -199,13 +210,14 @@ def _parts(sums, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _product(
-    ring, stage, phase, K, WIDTH: gl.constexpr, BLOCK: gl.constexpr, DTYPE: gl.constexpr, HOW: gl.constexpr
+    ring, stage, phase, steps,
+    WIDTH: gl.constexpr, BLOCK: gl.constexpr, DTYPE: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Accumulators of a tile's one or two row blocks over all columns, and the ring position after it."""
+    """Accumulators of a tile's one or two row blocks over all its steps, one at least, and the ring position
+    after it."""
     UNROLL: gl.constexpr = 2 if HOW.depth * HOW.blocks_m == 1 else 1  # two operands alternate without moves
     _x, _more, codes, words, full, _empty = ring
     JOINT: gl.constexpr = _jointly(WIDTH, HOW)
-    steps = (parts_of(K, 64) + HOW.depth - 1) // HOW.depth
     acc = _zeros(WIDTH, JOINT)
     acc2 = _zeros(WIDTH, JOINT)
     _await(full, stage, phase)
@@ -239,15 +251,21 @@ def _worker(
     job = 0
     expert, first, tokens, nt = tile_told(board, job, 4, HOW)
     while tokens >= 0:
+        begin, steps = steps_of(board, job, _steps(K, HOW), 4, HOW)
         at = job % HOW.jobs
-        own = (notes[0].index(at), notes[1].index(at))
         block = nt * HOW.blocks + BLOCK * HOW.blocks_m
         factors = _factors(F, expert, HOW)
-        by_row = (_biases(B, expert, block, N, HOW), factors)
-        by_row2 = (_biases(B, expert, block + 1, N, HOW), factors) if HOW.blocks_m == 2 else by_row
+        by_row = (_biases(B, expert, block, N, begin, HOW), factors)
+        by_row2 = (_biases(B, expert, block + 1, N, begin, HOW), factors) if HOW.blocks_m == 2 else by_row
         for i in gl.static_range(WIDTHS):
             if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
-                acc, acc2, stage, phase = _product(ring, stage, phase, K, _width(i, HOW), BLOCK, DTYPE, HOW)
+                acc, acc2, stage, phase = _product(
+                    ring, stage, phase, steps, _width(i, HOW), BLOCK, DTYPE, HOW
+                )
+                own = (notes[0].index(at), notes[1].index(at))
+                if HOW.splits:
+                    _begin, _count, place = part_told(board, job, 4, HOW)
+                    own += (place,)
                 if noted_of(HOW):
                     mbarrier.wait(noted.index(at), (job // HOW.jobs) & 1)
                 if block < parts_of(N, 64):
@@ -263,12 +281,17 @@ def _worker(
         expert, first, tokens, nt = tile_told(board, job, 4, HOW)
 
 
-@gluon.jit(do_not_specialize=["row_tiles"])
+@gluon.jit(do_not_specialize=["row_tiles", "splits", "T"])
 def _grouped_gemm_kernel(
-    X, CODES, S, Z, B, F, Y, SORTED, TILES, COUNT, COUNTER, WEIGHTS, N, K, KX, NX, row_tiles, alpha, limit,
+    X, CODES, S, Z, B, F, Y, SORTED, TILES, COUNT, COUNTER, WEIGHTS, N, K, KX, NX, row_tiles, splits, T,
+    alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
-    """Y ``[T, NX]``: activations by position (stage 1), or by slot, times router weights if weighted."""
+    """Y ``[T, NX]``: activations by position (stage 1), or by slot, times router weights if weighted.
+
+    With more than one of `splits`, parts of the reduction, Y of stage 2 is ``[splits, T, NX]`` in fp32,
+    whatever the pointer's type.
+    """
     STAGES: gl.constexpr = HOW.stages
     if HOW.stage == 1:
         tl.extra.cuda.gdc_wait()
@@ -297,7 +320,7 @@ def _grouped_gemm_kernel(
     JOBS: gl.constexpr = HOW.jobs
     slots = gl.allocate_shared_memory(gl.int32, [JOBS, notes_of(HOW)], LINE)
     weights = gl.allocate_shared_memory(gl.float32, [JOBS, notes_of(HOW)], LINE)
-    jobs = gl.allocate_shared_memory(gl.int32, [4 * JOBS, 1], LINE)
+    jobs = gl.allocate_shared_memory(gl.int32, [job_words(HOW) * JOBS, 1], LINE)
     told = gl.allocate_shared_memory(gl.int64, [JOBS, 1], BARRIER)
     # Not allocated without use, as in `tma_kernels`.
     noted = told
@@ -315,8 +338,9 @@ def _grouped_gemm_kernel(
     hopper.fence_async_shared()
     ring = (x, more, codes, words, full, empty)
     board = (jobs, (slots, weights, weights), told, noted, near, spent, told)
-    steps = (parts_of(K, 64) + HOW.depth - 1) // HOW.depth
-    order = (board, SORTED, WEIGHTS, WEIGHTS, TILES, COUNTER, count, steps, row_tiles, 1)
+    order = (board, SORTED, WEIGHTS, WEIGHTS, TILES, COUNTER, count, (_steps(K, HOW), row_tiles, 1))
+    if HOW.splits:
+        order += (splits, T)
     if HOW.workers == 2:
         gl.warp_specialize(
             [

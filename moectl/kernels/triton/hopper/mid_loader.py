@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .fragments import code_lines, scale_words
 from .gluon_compat import async_load, tma_load
-from .tile_board import AHEAD, LOADER_MEETS, tile_told, warp_meets
+from .tile_board import AHEAD, LOADER_MEETS, steps_of, tile_told, warp_meets
 
 
 @gluon.constexpr_function
@@ -127,6 +127,12 @@ def _next(stage, phase, HOW: gl.constexpr):
 
 
 @gluon.jit
+def _steps(K, HOW: gl.constexpr):
+    """Steps of a whole reduction."""
+    return (parts_of(K, 64) + HOW.depth - 1) // HOW.depth
+
+
+@gluon.jit
 def _weight_loader(ring, board, CODES, S, Z, N, K, HOW: gl.constexpr):
     """Producer of codes, scale and zero words."""
     BLOCKS: gl.constexpr = HOW.blocks
@@ -144,7 +150,6 @@ def _weight_loader(ring, board, CODES, S, Z, N, K, HOW: gl.constexpr):
         L: gl.constexpr = gl.BlockedLayout([ALL // 32], [32], [1], [0])
         word = gl.arange(0, ALL, layout=L)
     columns = parts_of(K, 64)
-    steps = (columns + HOW.depth - 1) // HOW.depth
     blocks = parts_of(N, 64)
     runs = parts_of(K, SPAN) if SPAN else 1
     stage = gl.to_tensor(0)
@@ -152,6 +157,7 @@ def _weight_loader(ring, board, CODES, S, Z, N, K, HOW: gl.constexpr):
     job = 0
     expert, _first, tokens, nt = tile_told(board, job, 1, HOW)
     while tokens >= 0:
+        begin, steps = steps_of(board, job, _steps(K, HOW), 1, HOW)
         warp_meets(LOADER_MEETS)
         mbarrier.arrive(spent.index(job % HOW.jobs), count=1)
         block = nt * HOW.blocks
@@ -162,7 +168,7 @@ def _weight_loader(ring, board, CODES, S, Z, N, K, HOW: gl.constexpr):
             own = expert * blocks + gl.minimum(block + word // (HOW.depth * WORDS), blocks - 1)
         base = own * (runs * WORDS)  # a word covers 64 weights or more, so this fits in 32 bits
         for step in range(steps):
-            k = step * HOW.depth
+            k = (begin + step) * HOW.depth
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), HOW.blocks * BYTES)
             for b in gl.static_range(BLOCKS):
@@ -221,9 +227,9 @@ def _copy(into, source, k, KX, HOW: gl.constexpr):
 
 @gluon.jit
 def _token_tile(
-    ring, stage, phase, X, SORTED, first, tokens, K, KX, WIDTH: gl.constexpr, HOW: gl.constexpr
+    ring, stage, phase, X, SORTED, first, tokens, part, KX, WIDTH: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
-    """Fills the ring with all columns of one tile's tokens."""
+    """Fills the ring with the columns of one tile's tokens: `part` are its first step and its steps."""
     DEPTH: gl.constexpr = HOW.depth
     FIRST: gl.constexpr = _first(WIDTH)
     REST: gl.constexpr = _rest(WIDTH)
@@ -231,7 +237,9 @@ def _token_tile(
     source = _sources(X, SORTED, first, tokens, KX, FIRST, HOW)
     if REST:
         rest = _sources(X, SORTED, first + FIRST, tokens - FIRST, KX, REST, HOW)
-    for k in range(0, parts_of(K, 64), HOW.depth):
+    begin, steps = part
+    for step in range(steps):
+        k = (begin + step) * HOW.depth
         mbarrier.wait(empty.index(stage), phase)
         for d in gl.static_range(DEPTH):
             piece = stage * HOW.depth + d
@@ -259,11 +267,12 @@ def _token_loader(ring, board, X, SORTED, K, KX, HOW: gl.constexpr):
     job = 0
     _expert, first, tokens, _nt = tile_told(board, job, HOW.loaders, HOW)
     while tokens >= 0:
+        part = steps_of(board, job, _steps(K, HOW), HOW.loaders, HOW)
         mbarrier.arrive(spent.index(job % HOW.jobs), count=1)
         for i in gl.static_range(WIDTHS):
             if (tokens > _width(i - 1, HOW)) & (tokens <= _width(i, HOW)):
                 stage, phase = _token_tile(
-                    ring, stage, phase, X, SORTED, first, tokens, K, KX, _width(i, HOW), HOW
+                    ring, stage, phase, X, SORTED, first, tokens, part, KX, _width(i, HOW), HOW
                 )
         job += 1
         _expert, first, tokens, _nt = tile_told(board, job, HOW.loaders, HOW)

@@ -13,10 +13,10 @@ from torch import Tensor
 from ....later import Later
 from ...choice.prefill_launches import (
     PREFILL_TILES,
-    REGISTERS,
     SHAPES,
     UNIT,
     PrefillTile,
+    registers,
     stages,
     tokens_beyond_128,
 )
@@ -36,6 +36,8 @@ class PrefillVariant(GemmSpec):
         span: 64-column tiles that a scale word covers.
         even: whether the tokens have as many columns as the stored weights.
         activation: its name; empty for the second GEMM.
+        splits: whether programs have a part of the reduction.
+        wide: whether offsets in the parts (slots times columns) need more than 32 bits.
         tokens_x16: width of the widest tile in units.
         widths, pieces, workers, blocks, registers: as in `PrefillShape`.
     """
@@ -45,6 +47,8 @@ class PrefillVariant(GemmSpec):
     even: bool
     activation: str
     gated: bool
+    splits: bool
+    wide: bool
     tokens_x16: int
     widths: tuple[int, ...]
     pieces: tuple[int, ...]
@@ -59,8 +63,9 @@ class PrefillVariant(GemmSpec):
         return tokens_beyond_128(self.tokens_x16)
 
 
-def _variant(layer: KernelLayer, stage: int, tile: PrefillTile) -> PrefillVariant:
+def _variant(layer: KernelLayer, stage: int, assignments: int, tile: PrefillTile) -> PrefillVariant:
     p = layer.problem
+    splits = stage == 2 and tile.split > 1
     weight, act, shape = p.scheme.weight, p.activation, SHAPES[tile.tokens_x16]
     m, columns = operand(layer, stage)
     return PrefillVariant(
@@ -70,13 +75,15 @@ def _variant(layer: KernelLayer, stage: int, tile: PrefillTile) -> PrefillVarian
         even=m.k == columns,
         activation=act.name if stage == 1 else "",
         gated=act.gated and stage == 1,
+        splits=splits,
+        wide=splits and tile.split * assignments * p.dims.hidden >= 2**31,
         tokens_x16=tile.tokens_x16,
         widths=shape.widths,
         pieces=shape.pieces,
         workers=shape.workers,
         blocks=shape.blocks,
         stages=stages(p, tile),
-        registers=REGISTERS.get((p.bias, tile.tokens_x16), shape.registers),
+        registers=registers(p, tile, stage),
     )
 
 
@@ -95,8 +102,10 @@ def gemm(
         x: the tokens, or the first GEMM's output.
     """
     p, m = layer.problem, layer.w13 if stage == 1 else layer.w2
-    variant = _variant(layer, stage, tile)
-    grid = min(multiprocessors(x.device), plan.bound * triton.cdiv(m.n, SHAPES[tile.tokens_x16].rows))
+    variant = _variant(layer, stage, call.assignments, tile)
+    splits = tile.split if variant.splits else 1
+    tiles = plan.bound * triton.cdiv(m.n, SHAPES[tile.tokens_x16].rows) * splits
+    grid = min(multiprocessors(x.device), tiles)
     kernels._prefill_kernel[(grid,)](
         X=x,
         W=m.codes,
@@ -104,7 +113,7 @@ def gemm(
         Z=m.scales if m.zeros is None else m.zeros,
         B=m.scales if m.bias is None else m.bias,
         F=m.scales if m.factors is None else m.factors,
-        Y=y,
+        Y=y.view(x.dtype),
         WEIGHTS=call.weights,
         SORTED=plan.slots,
         TILES=plan.tiles,
@@ -113,10 +122,12 @@ def gemm(
         N=m.n,
         K=m.k,
         KX=x.shape[1],
-        NX=y.shape[1],
+        NX=y.shape[-1],
         spans=m.scales.shape[2],
         group_m=tile.group_m,
-        stagger=min(tile.stagger, (variant.stages - 1) // (variant.workers - 1), m.k // 64),
+        splits=splits,
+        T=call.assignments,
+        stagger=min(tile.stagger, (variant.stages - 1) // (variant.workers - 1), m.k // 64 // splits),
         **activation_numbers(p.activation),
         HOW=variant,
         num_warps=4,
@@ -129,7 +140,7 @@ def run(layer: KernelLayer, call: KernelCall, tile: PrefillTile) -> None:
     p, t = layer.problem, call.assignments
     plan = token_tiles_of(call, p.local_experts, UNIT * tile.tokens_x16, "in units")
     h = call.x.new_empty(t, p.dims.intermediate)
-    y = call.parts()
+    y = call.parts(tile.split)
     gemm(layer, 1, call, plan, call.x, h, tile)
     gemm(layer, 2, call, plan, h, y, tile)
     finish(call, y, p.local_experts)

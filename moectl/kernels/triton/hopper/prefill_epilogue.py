@@ -5,6 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .activation_epilogue import activate_one, activate_rows
+from .mid_epilogue import _store_part
 from .mixed_width_wgmma import joined
 from .prefill_tiles import _mma, _narrow, _rows_layout, _wide
 
@@ -20,7 +21,6 @@ def _store(
     """
     slots, weights, bias, factors = notes
     COLUMNS: gl.constexpr = 32 if HOW.gated else 64
-    L: gl.constexpr = _rows_layout(COLUMNS)
     M: gl.constexpr = _mma(TOKENS)
     if not HOW.exact:
         acc = acc * HOW.factor
@@ -39,6 +39,34 @@ def _store(
         acc = activate_rows(acc, alpha, limit, TOKENS, ACT)
     elif ACT != "":
         acc = activate_one(acc, ACT)
+    if HOW.splits:
+        _store_parts(acc, slots, Y, block, end - first, NX, AT, TOKENS, HOW)
+    else:
+        _store_rows(acc, out, slots, Y, block, first, end, NX, AT, TOKENS, COLUMNS, HOW)
+
+
+@gluon.jit
+def _store_parts(
+    acc, slots, Y, block, tokens, NX, AT: gl.constexpr, TOKENS: gl.constexpr, HOW: gl.constexpr
+):  # fmt: skip
+    """Stores results of a part of the reduction, 32 tokens at a time; slots count rows of parts before."""
+    place = gl.to_tensor(1)
+    if TOKENS == 64:
+        halves = gl.split(acc.reshape([64, 2, 32]).permute((0, 2, 1)))
+        for i in gl.static_range(2):
+            half = gl.convert_layout(halves[i], _mma(32), assert_trivial=True)
+            _store_part(half, slots, Y, block, tokens, NX, place, AT + 32 * i, 32, HOW.wide)
+    else:
+        _store_part(acc, slots, Y, block, tokens, NX, place, AT, TOKENS, HOW.wide)
+
+
+@gluon.jit
+def _store_rows(
+    acc, out, slots, Y, block, first, end, NX,
+    AT: gl.constexpr, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Stores results in the dtype of Y, turned by way of `out`."""
+    L: gl.constexpr = _rows_layout(COLUMNS)
     turned = out.slice(0, TOKENS).slice(0, COLUMNS, 1)
     turned.permute((1, 0)).store(acc.to(Y.dtype.element_ty))
     rows = first + AT + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, L))

@@ -26,7 +26,7 @@ from .gluon_compat import reinterpret
 from .mixed_width_wgmma import joint_finished, joint_issued, joint_operand, joint_zeros
 from .prefill_epilogue import _store_all, _store_jointly
 from .prefill_loader import _loader
-from .prefill_tiles import _field, _mma, _narrow, _operand, _units, _wide
+from .prefill_tiles import FIELDS, _field, _mma, _narrow, _operand, _units, _wide
 
 
 @gluon.jit
@@ -250,6 +250,8 @@ def _computer(share, me: gl.constexpr, HOW: gl.constexpr):
         first = _field(jobs, job, 1)
         end = _field(jobs, job, 2)
         block = (_field(jobs, job, 3) * HOW.workers + me) * HOW.blocks
+        if HOW.splits:
+            steps = _field(jobs, job, 4)
         now = (slots.index(job % 2), weights.index(job % 2), bias.index(job % 2), factors.index(job % 2))
         for i in gl.static_range(WIDTHS):
             if (units > _units(i - 1, HOW)) & (units <= _units(i, HOW)) & (block < N // 64):
@@ -266,16 +268,17 @@ def _computer(share, me: gl.constexpr, HOW: gl.constexpr):
         units = _field(jobs, job, 0)
 
 
-@gluon.jit(do_not_specialize=["group_m", "stagger"])
+@gluon.jit(do_not_specialize=["group_m", "splits", "T", "stagger"])
 def _prefill_kernel(
     X, W, S, Z, B, F, Y, WEIGHTS, SORTED, TILES, COUNT, COUNTER,
-    N, K, KX, NX, spans, group_m, stagger, alpha, limit,
+    N, K, KX, NX, spans, group_m, splits, T, stagger, alpha, limit,
     HOW: gl.constexpr,
 ):  # fmt: skip
     """One GEMM of a layer over the tiles of TILES; works with any grid, fastest with one program per SM.
 
     GEMM 1 gathers tokens by slot and writes activations in sorted order; GEMM 2 reads those and writes one
-    row for each slot.
+    row for each slot; if HOW.splits, ``[splits, T, NX]`` in fp32, a part of the reduction each, whatever the
+    type of Y's pointer.
     """
     DTYPE: gl.constexpr = X.dtype.element_ty
     WORDS: gl.constexpr = scale_words(HOW.format, HOW.group)
@@ -296,7 +299,7 @@ def _prefill_kernel(
     if HOW.zeros:
         zeros = gl.allocate_shared_memory(gl.int32, [STAGES, 4, WORDS], PLAIN)
     out = gl.allocate_shared_memory(DTYPE, [WORKERS, 64, 64], ROWS)
-    jobs = gl.allocate_shared_memory(gl.int32, [8, 1], LINE)
+    jobs = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], LINE)
     slots = gl.allocate_shared_memory(gl.int32, [2, 256], LINE)
     weights = gl.allocate_shared_memory(gl.float32, [2, 256], LINE)
     bias = gl.allocate_shared_memory(gl.float32, [2, 256], LINE)
@@ -326,7 +329,7 @@ def _prefill_kernel(
     filled = ((x, more), (codes, scales, zeros), full, empty)
     ring = ((x, more), (read_codes, read_scales, read_zeros), full, empty)
     load = (filled, notes, jobs, given, taken, X, W, S, Z, B, F, WEIGHTS, SORTED, TILES, COUNT, COUNTER)
-    size = (N, K, KX, spans, group_m)
+    size = (N, K, KX, spans, group_m, splits, T)
     share = (ring, notes, out, jobs, given, taken, Y, N, K, NX, stagger, alpha, limit)
     if WORKERS == 2:
         gl.warp_specialize(

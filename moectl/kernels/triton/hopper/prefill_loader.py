@@ -45,22 +45,23 @@ def _copy_tokens(x, X, rows, step, KX, HOW: gl.constexpr):
 
 
 @gluon.jit
-def _note(notes, job, SORTED, WEIGHTS, B, F, N, expert, nt, first, end, HOW: gl.constexpr):
+def _note(notes, job, SORTED, WEIGHTS, B, F, N, expert, nt, first, end, part, HOW: gl.constexpr):
     """Loads what the epilogue of tile `job` needs: slots and weights by token, bias and factors by row.
 
-    The factors of 64 rows are those of any 64: 8 gates and 8 ups alternate.
+    The factors of 64 rows are those of any 64: 8 gates and 8 ups alternate. Of a split GEMM, `part` are the
+    first step, to whose part biases belong, and the rows of the parts before, which come on top of slots.
     """
     slots, weights, bias, factors = notes
     place = gl.arange(0, 256, layout=_once())
     if HOW.stage == 2 or HOW.weighted:
         live = first + place < end
         slot = gl.load(SORTED + first + place, mask=live, other=0, cache_modifier=".cg")
-        slots.index(job % 2).store(slot)
+        slots.index(job % 2).store(slot + part[1])
         if HOW.weighted:
             weights.index(job % 2).store(gl.load(WEIGHTS + slot, mask=live, other=0.0))
     if HOW.bias:
         rows = nt * (64 * HOW.workers * HOW.blocks) + place
-        b = gl.load(B + expert.to(gl.int64) * N + rows, mask=rows < N, other=0.0)
+        b = gl.load(B + expert.to(gl.int64) * N + rows, mask=(rows < N) & (part[0] == 0), other=0.0)
         bias.index(job % 2).store(b.to(gl.float32))
     if HOW.halves:
         row = gl.arange(0, 64, layout=_once())
@@ -81,7 +82,7 @@ def _piece(x, more, stage, i: gl.constexpr, HOW: gl.constexpr):
 def _loader(load, size, HOW: gl.constexpr):
     """Loads tile after tile; a last tile of 0 units ends the workers."""
     ring, notes, jobs, given, taken, X, W, S, Z, B, F, WEIGHTS, SORTED, TILES, COUNT, COUNTER = load
-    N, K, KX, spans, group_m = size
+    N, K, KX, spans, group_m, splits, T = size
     tokens, weights, full, empty = ring
     x, more = tokens
     codes, scales, zeros = weights
@@ -93,17 +94,24 @@ def _loader(load, size, HOW: gl.constexpr):
     PIECES: gl.constexpr = len(HOW.pieces)
     WL: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [4, 1], [1, 0])
     SL: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [4, 1], [1, 0])
-    steps = K // 64
+    columns = K // 64
     blocks = N // 64
     stage = gl.to_tensor(0)
     free = gl.to_tensor(1)
     job = 0
     tile = gl.program_id(0)
     count = gl.load(COUNT, cache_modifier=".cg")
-    total = count * ((blocks + BLOCKS - 1) // BLOCKS)
+    total = count * ((blocks + BLOCKS - 1) // BLOCKS) * splits
     units = 1
     while units > 0:
-        mt, nt = _placed(tile, count, blocks // BLOCKS, group_m)
+        mt, nt = _placed(tile // splits, count, blocks // BLOCKS, group_m)
+        begin, steps = 0, columns
+        part = (0, 0)
+        if HOW.splits:
+            index = tile % splits
+            begin = index * columns // splits
+            steps = (index + 1) * columns // splits - begin
+            part = (begin, index * T)
         real = tile < total
         expert = gl.load(TILES + mt * 4, mask=real, other=0, cache_modifier=".cg")
         first = gl.load(TILES + mt * 4 + 1, mask=real, other=0, cache_modifier=".cg")
@@ -114,25 +122,28 @@ def _loader(load, size, HOW: gl.constexpr):
         _set_field(jobs, job, 1, first)
         _set_field(jobs, job, 2, end)
         _set_field(jobs, job, 3, nt)
-        _note(notes, job, SORTED, WEIGHTS, B, F, N, expert, nt, first, end, HOW)
+        if HOW.splits:
+            _set_field(jobs, job, 4, steps)
+        _note(notes, job, SORTED, WEIGHTS, B, F, N, expert, nt, first, end, part, HOW)
         mbarrier.arrive(given.index(job % 2), count=1)
         job += 1
         tile = gl.num_programs(0) + gl.atomic_add(COUNTER, 1, sem="relaxed")
         rows = ()
         for i in gl.static_range(PIECES):
             rows += (_token_rows(SORTED, first + _start(i, HOW), end, KX, HOW.pieces[i], HOW),)
-        w_expert = expert.to(gl.int64) * blocks * steps * BYTES
+        w_expert = expert.to(gl.int64) * blocks * columns * BYTES
         s_expert = expert.to(gl.int64) * blocks * spans * WORDS
         mine = gl.arange(0, 4, layout=gl.SliceLayout(1, WL))
         inner = gl.arange(0, BYTES, layout=gl.SliceLayout(0, WL))
-        w_at = gl.expand_dims(gl.minimum(nt * BLOCKS + mine, blocks - 1) * (steps * BYTES), 1)
+        w_at = gl.expand_dims(gl.minimum(nt * BLOCKS + mine, blocks - 1) * (columns * BYTES), 1)
         w_at = w_at + gl.expand_dims(inner, 0)
         w_live, _ = gl.broadcast(gl.expand_dims(mine < BLOCKS, 1), gl.full([4, BYTES], 0, gl.int1, WL))
         # A block past the matrix repeats the last one; its copy is not read, or its result not stored.
         own = gl.minimum(nt * BLOCKS + gl.arange(0, 4, layout=gl.SliceLayout(1, SL)), blocks - 1)
         word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, SL))
         s_at = gl.expand_dims(own * (spans * WORDS), 1) + gl.expand_dims(word, 0)
-        for kt in range(gl.where(real, steps, 0)):
+        for step in range(gl.where(real, steps, 0)):
+            kt = begin + step
             for me in gl.static_range(WORKERS):
                 mbarrier.wait(empty.index(WORKERS * stage + me), free)
             _copy_tokens(_piece(x, more, stage, 0, HOW), X, rows[0], kt, KX, HOW)

@@ -69,12 +69,16 @@ def _rows_layout(COLUMNS):
     return gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
 
 
+FIELDS = gl.constexpr(8)
+"""Room for fields of a tile: units, first position, end, row tile and, of a split GEMM, steps."""
+
+
 @gluon.jit
 def _field(jobs, job, i: gl.constexpr):
     """Field i of entry `job`, a scalar."""
-    return gl.max(jobs.index((job % 2) * 4 + i).load(_once()), 0)
+    return gl.max(jobs.index((job % 2) * FIELDS + i).load(_once()), 0)
 
 
 @gluon.jit
 def _set_field(jobs, job, i: gl.constexpr, value):
-    jobs.index((job % 2) * 4 + i).store(gl.full([1], 0, gl.int32, _once()) + value)
+    jobs.index((job % 2) * FIELDS + i).store(gl.full([1], 0, gl.int32, _once()) + value)

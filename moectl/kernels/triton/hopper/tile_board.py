@@ -5,7 +5,9 @@ One warp, the scheduler, takes tiles, mostly from a counter. It tells the other 
 shared memory, which has room for ``HOW.jobs`` tiles and consists of
 
 - ``jobs``: the expert of a tile, its first position, its tokens plus one, and its row tile, word by word: in
-  one store, ptxas would spill a lane's address, which it computes before partitions begin;
+  one store, ptxas would spill a lane's address, which it computes before partitions begin; where a GEMM may
+  be split along K, also the first step of the tile's part, its steps, and where its results go
+  (`part_told`);
 - ``notes``: slots, router weights and scales of the tokens of a tile; workers that quantize, and need no
   router weights, exchange the largest numbers of tokens in their place;
 - barriers: ``told`` and ``noted``, by which the scheduler says that a job and its notes, if it has any, are
@@ -33,6 +35,12 @@ and of the weight loader meet at one each, and each of two workers awaits its tu
 def _cached(HOW):
     """Cache modifier for the schedule: stage 2 reads it early, when L1 may still hold an earlier call's."""
     return ".cg" if HOW.stage == 2 else ""
+
+
+@gluon.constexpr_function
+def job_words(HOW):
+    """Words of a tile in ``jobs``, a power of two."""
+    return 8 if HOW.splits else 4
 
 
 @gluon.constexpr_function
@@ -93,10 +101,10 @@ def _lanes(WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _number(numbers, i: gl.constexpr):
-    """What lanes i, i + 4 and so on hold; it is not negative."""
+def _number(numbers, i: gl.constexpr, HOW: gl.constexpr):
+    """What lanes i, i + `job_words` and so on hold; it is not negative."""
     lane = gl.arange(0, 32, layout=numbers.type.layout)
-    return gl.max(gl.where(lane % 4 == i, numbers, 0), 0)
+    return gl.max(gl.where(lane % job_words(HOW) == i, numbers, 0), 0)
 
 
 @gluon.constexpr_function
@@ -133,30 +141,66 @@ def tile_again(board, job, WARPS: gl.constexpr, HOW: gl.constexpr):
 
 
 @gluon.jit
-def _field(jobs, job, i: gl.constexpr, WARPS: gl.constexpr, HOW: gl.constexpr):
-    """Number i of the program's tile number `job`."""
-    return gl.max(jobs.index(job % HOW.jobs * 4 + i).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+def part_told(board, job, WARPS: gl.constexpr, HOW: gl.constexpr):
+    """(first step, steps, place) of the program's tile number `job`, which is on the board.
+
+    The place is 0 if the reduction is not split. Otherwise it is 1 plus the rows of the parts before this
+    one, by which results are farther down than their slots say.
+    """
+    jobs, _notes, _told, _noted, _near, _spent, _met = board
+    begin, steps = _field(jobs, job, 4, WARPS, HOW), _field(jobs, job, 5, WARPS, HOW)
+    return begin, steps, _field(jobs, job, 6, WARPS, HOW)
 
 
 @gluon.jit
-def _looked_up(TILES, tile, total, count, row_tiles, group_m, HOW: gl.constexpr):
+def steps_of(board, job, whole, WARPS: gl.constexpr, HOW: gl.constexpr):
+    """The first step and the steps of the program's tile number `job`, which is on the board; a reduction has
+    `whole` steps."""
+    begin, steps = 0, whole
+    if HOW.splits:
+        begin, steps, _place = part_told(board, job, WARPS, HOW)
+    return begin, steps
+
+
+@gluon.jit
+def _field(jobs, job, i: gl.constexpr, WARPS: gl.constexpr, HOW: gl.constexpr):
+    """Number i of the program's tile number `job`."""
+    at = job % HOW.jobs * job_words(HOW) + i
+    return gl.max(jobs.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def _looked_up(TILES, tile, total, count, of_all, split, HOW: gl.constexpr):
     """Begins to load what tile number `tile` is, by lanes in the order of ``jobs``; and whether there is one.
 
     TILES are tiles ``[count, 4]``, or for one token the ids of its experts. Past the last tile there are -1
     tokens, and of an expert id that is out of range 0.
     """
+    steps, row_tiles, group_m = of_all
     lane = _lanes(1)
+    word = lane % job_words(HOW)
     there = tile < total
-    mt, nt = _placed(gl.minimum(tile, gl.maximum(total - 1, 0)), count, row_tiles, group_m)
+    place = gl.minimum(tile, gl.maximum(total - 1, 0))
+    if HOW.splits:
+        # Parts of a tile follow each other.
+        splits, slots = split
+        part = place % splits
+        place = place // splits
+    mt, nt = _placed(place, count, row_tiles, group_m)
     if HOW.experts:
         expert = gl.load(TILES + mt + lane * 0, cache_modifier=_cached(HOW))
         known = (expert >= 0) & (expert < HOW.experts)
-        numbers = gl.where(lane % 4 == 0, gl.where(known, expert, 0), mt)
-        numbers = gl.where(lane % 4 == 2, known.to(gl.int32), numbers)
+        numbers = gl.where(word == 0, gl.where(known, expert, 0), mt)
+        numbers = gl.where(word == 2, known.to(gl.int32), numbers)
     else:
         numbers = gl.load(TILES + (mt * 4 + lane % 4), cache_modifier=_cached(HOW))
-    numbers = gl.where(lane % 4 == 2, gl.where(there, numbers + 1, 0), numbers)
-    return gl.where(lane % 4 == 3, nt, numbers), there
+    numbers = gl.where(word == 2, gl.where(there, numbers + 1, 0), numbers)
+    if HOW.splits:
+        of_each, more = steps // splits, steps % splits
+        numbers = gl.where(word == 4, part * of_each + gl.minimum(part, more), numbers)
+        numbers = gl.where(word == 5, of_each + (part < more).to(gl.int32), numbers)
+        numbers = gl.where(word == 6, gl.where(splits > 1, part * slots + 1, 0), numbers)
+    return gl.where(word == 3, nt, numbers), there
 
 
 @gluon.jit
@@ -190,9 +234,10 @@ def _tell(board, job, numbers, HOW: gl.constexpr):
     """Puts the program's tile number `job` on the board once there is room for it."""
     jobs, _notes, told, _noted, _near, spent, _met = board
     mbarrier.wait(spent.index(job % HOW.jobs), ((job // HOW.jobs) & 1) ^ 1)
-    for i in gl.static_range(4):
-        value = gl.full([1], _number(numbers, i), gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-        jobs.index(job % HOW.jobs * 4 + i).store(value)
+    WORDS: gl.constexpr = 7 if HOW.splits else 4
+    for i in gl.static_range(WORDS):
+        value = gl.full([1], _number(numbers, i, HOW), gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+        jobs.index(job % HOW.jobs * job_words(HOW) + i).store(value)
     warp_meets(SCHEDULER_MEETS)
     mbarrier.arrive(told.index(job % HOW.jobs), count=1)
 
@@ -205,27 +250,34 @@ def tile_scheduler(work, HOW: gl.constexpr):
     weights are multiplied at the same time, and find these in L2. If tiles have few steps, or there is one
     for each program at most, and for a single token, a program takes every so many of them. It then looks up
     the tile after the next one, and loads the slots of the next, while it waits for the router's weights.
+
+    `of_all` are the steps of the reduction, row tiles, and token tiles that sweep all of these together; of a
+    GEMM that may be split, `work` ends with the number of parts, and of slots.
     """
-    board, SORTED, WEIGHTS, XS, TILES, COUNTER, count, steps, row_tiles, group_m = work
+    board, SORTED, WEIGHTS, XS, TILES, COUNTER, count, of_all = work[:8]
+    steps, total = of_all[0], count * of_all[1]
+    split = work[8:]
+    if HOW.splits:
+        total *= split[0]
+        steps //= split[0]
     _jobs, notes, _told, noted, near, _spent, _met = board
-    total = count * row_tiles
     programs = gl.num_programs(0)
     late = (steps > AHEAD) & (total > programs)
     tile = gl.program_id(0)
-    numbers, there = _looked_up(TILES, tile, total, count, row_tiles, group_m, HOW)
+    numbers, there = _looked_up(TILES, tile, total, count, of_all, split, HOW)
     job = 0
     _tell(board, job, numbers, HOW)
-    numbers1, there1 = _looked_up(TILES, tile + programs, total, count, row_tiles, group_m, HOW)
-    slot = _slots(SORTED, _number(numbers, 1), _number(numbers, 2) - 1, HOW)
+    numbers1, there1 = _looked_up(TILES, tile + programs, total, count, of_all, split, HOW)
+    slot = _slots(SORTED, _number(numbers, 1, HOW), _number(numbers, 2, HOW) - 1, HOW)
     if tokens_scaled_at_end(HOW) and HOW.stage == 2:
         tl.extra.cuda.gdc_wait()  # for the scales of this GEMM's tokens
     while there:
-        first, tokens = _number(numbers, 1), _number(numbers, 2) - 1
+        first, tokens = _number(numbers, 1, HOW), _number(numbers, 2, HOW) - 1
         # A single token's tiles are never taken late; a branch that is never reached would not compile.
         if HOW.experts or not late:
-            slot1 = _slots(SORTED, _number(numbers1, 1), _number(numbers1, 2) - 1, HOW)
+            slot1 = _slots(SORTED, _number(numbers1, 1, HOW), _number(numbers1, 2, HOW) - 1, HOW)
             tile += programs
-            numbers2, there2 = _looked_up(TILES, tile + programs, total, count, row_tiles, group_m, HOW)
+            numbers2, there2 = _looked_up(TILES, tile + programs, total, count, of_all, split, HOW)
         else:
             slot = _slots(SORTED, first, tokens, HOW)
             slot1, numbers2, there2 = slot, numbers, there
@@ -240,7 +292,7 @@ def tile_scheduler(work, HOW: gl.constexpr):
             lane = _lanes(1)
             taken = gl.atomic_add(COUNTER + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
             after = programs + gl.max(gl.where(lane == 0, taken, 0), 0)
-            numbers1, there1 = _looked_up(TILES, after, total, count, row_tiles, group_m, HOW)
+            numbers1, there1 = _looked_up(TILES, after, total, count, of_all, split, HOW)
         numbers, there = numbers1, there1
         numbers1, there1 = numbers2, there2
         slot = slot1

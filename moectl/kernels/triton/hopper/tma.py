@@ -103,6 +103,11 @@ class TmaVariant:
         return True
 
     @property
+    def splits(self) -> bool:
+        """Programs have all steps of a reduction (`tile_board`)."""
+        return False
+
+    @property
     def halves(self) -> int:
         """Experts have no factors that the epilogue applies (`mid_epilogue`)."""
         return 0

@@ -207,7 +207,7 @@ def _rows_gemm_kernel(
     stream = (ring, board, ROWS, steps)
     if in_groups(HOW):
         stream += (S,)
-    order = (board, SORTED, WEIGHTS, XS, TILES, COUNTER, count, steps, row_tiles, group_m)
+    order = (board, SORTED, WEIGHTS, XS, TILES, COUNTER, count, (steps, row_tiles, group_m))
     if HOW.workers == 1:
         gl.warp_specialize(
             [

@@ -10,10 +10,13 @@ from devtools.inspection.published_kernels import MODELS, layer_without_weights
 from devtools.inspection.shipped_kernels import inspect
 
 from moectl.kernels.choice.launch import Launch
+from moectl.kernels.choice.launch_plan import CandidateLaunch
 from moectl.kernels.choice.mid_launches import REGISTERS, WIDTHS, MidTile, registers, shared_bytes
+from moectl.kernels.choice.tile_family import SPLITS
 from moectl.kernels.triton.hopper.gemm_spec import exact_weights
 from moectl.kernels.triton.hopper.mid import MID_FAMILY, _variant, launch_registers
-from moectl.kernels.triton.kernel_family import layer_of
+from moectl.kernels.triton.hopper.prefill import PREFILL_FAMILY
+from moectl.kernels.triton.kernel_family import KernelFamily, layer_of
 from moectl.layer.experts import empty_layer
 from moectl.problem.moe_problem import Activation, Dims
 from moectl.problem.padding import pad
@@ -67,8 +70,30 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
             MidTile(128, 3, 4),
             "of situ for 128",
         ),
+        (problem, replace(tile, split=0), "splits a reduction of 23 steps"),
+        (problem, replace(tile, split=24), "splits a reduction of 23 steps"),
     ):
         assert reason in MID_FAMILY.fits(changed, other)
+
+
+@pytest.mark.parametrize("family", [MID_FAMILY, PREFILL_FAMILY], ids=["mid", "prefill"])
+def test_reductions_are_split_where_tiles_are_few(family: KernelFamily) -> None:
+    few = replace(layer_without_weights(KIMI).problem, dims=Dims(4096, 14336), experts=8, local_experts=2)
+    tiles = family.candidates(pad("moectl-mtile64", few))
+    assert {tile.split for tile in tiles} == {1, *SPLITS}
+    assert not any(family.fits(few, tile) for tile in tiles)
+    for narrow in (replace(few, dims=Dims(4096, 256)), replace(few, experts=384, local_experts=384)):
+        assert {tile.split for tile in family.candidates(pad("moectl-mtile64", narrow))} == {1}
+
+
+def test_one_binary_runs_any_split_or_none() -> None:
+    few = replace(layer_without_weights(KIMI).problem, dims=Dims(4096, 14336), experts=8, local_experts=2)
+    binaries = {}
+    for tile in MID_FAMILY.candidates(few):
+        binaries.setdefault(replace(tile, split=1), set()).add(
+            CandidateLaunch.each_of(few, Launch("mid", tile))[0].binaries
+        )
+    assert all(len(its) == 1 for its in binaries.values())
 
 
 def test_int4_is_folded_with_bf16_scales_and_without_zero_points() -> None:
