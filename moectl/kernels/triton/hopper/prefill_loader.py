@@ -101,17 +101,22 @@ def _loader(load, size, HOW: gl.constexpr):
     job = 0
     tile = gl.program_id(0)
     count = gl.load(COUNT, cache_modifier=".cg")
-    total = count * ((blocks + BLOCKS - 1) // BLOCKS) * splits
+    total = count * ((blocks + BLOCKS - 1) // BLOCKS)
+    if HOW.splits:
+        total *= splits
     units = 1
     while units > 0:
-        mt, nt = _placed(tile // splits, count, blocks // BLOCKS, group_m)
+        place = tile
         begin, steps = 0, columns
         part = (0, 0)
         if HOW.splits:
+            # Parts of a tile follow each other.
+            place = tile // splits
             index = tile % splits
             begin = index * columns // splits
             steps = (index + 1) * columns // splits - begin
             part = (begin, index * T)
+        mt, nt = _placed(place, count, blocks // BLOCKS, group_m)
         real = tile < total
         expert = gl.load(TILES + mt * 4, mask=real, other=0, cache_modifier=".cg")
         first = gl.load(TILES + mt * 4 + 1, mask=real, other=0, cache_modifier=".cg")

@@ -165,8 +165,8 @@ def steps_of(board, job, whole, WARPS: gl.constexpr, HOW: gl.constexpr):
 @gluon.jit
 def _field(jobs, job, i: gl.constexpr, WARPS: gl.constexpr, HOW: gl.constexpr):
     """Number i of the program's tile number `job`."""
-    at = job % HOW.jobs * job_words(HOW) + i
-    return gl.max(jobs.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.max(jobs.index(job % HOW.jobs * job_words(HOW) + i).load(L), 0)
 
 
 @gluon.jit
