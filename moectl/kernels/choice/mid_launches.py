@@ -135,6 +135,9 @@ def _fits(problem: MoEProblem, tile: MidTile) -> str:
         return f"ptxas spills registers of two blocks of {weight} per worker"
     if weight.bits == 8 and weight.zero_point and (tile.workers, tile.tokens) == (4, 64):
         return f"ptxas spills registers of four workers of {weight} for 64 tokens"
+    wide = tile.tokens == 128 or (tile.tokens == 64 and tile.workers != 3)
+    if weight.bits == 8 and weight.group == 32 and problem.bias and wide:
+        return f"ptxas spills registers of {weight} with biases for {tile.tokens} tokens"
     if act.name == "situ" and tile.tokens == 128:
         return f"ptxas spills registers of {act.name} for 128 tokens"
     if act.name not in (GATED if act.gated else UNGATED):

@@ -70,6 +70,11 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
             MidTile(128, 3, 4),
             "of situ for 128",
         ),
+        (
+            replace(problem, scheme=Scheme(int_format(8, 32)), dtype="bf16", bias=True),
+            MidTile(64, 2, 3, programs=2),
+            "of int8 group 32 with biases for 64 tokens",
+        ),
         (problem, replace(tile, split=0), "splits a reduction of 23 steps"),
         (problem, replace(tile, split=24), "splits a reduction of 23 steps"),
     ):
