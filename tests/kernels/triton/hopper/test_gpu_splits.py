@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moectl.kernels.choice.launch import Launch
-from moectl.kernels.layer_inputs import LayerInputs, make_inputs
+from moectl.kernels.layer_inputs import make_inputs
 from moectl.kernels.prepared_layer import PreparedMoE
-from moectl.kernels.triton.triton_runner import FAMILIES, run_with
+from moectl.kernels.triton.triton_runner import FAMILIES
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.padding import pad
 from moectl.problem.schemes import FULL, MXFP4, MXFP8, NVFP4, Scheme, int_format
@@ -19,7 +19,7 @@ from support.kernel_cases import agrees, poison_new_memory
 from support.random_layers import GPT_OSS, KIMI, inputs_of, random_layer
 from support.row_cases import RELU2
 
-from .test_gpu_tma import run, same
+from .test_gpu_tma import repeats, run, same
 
 pytestmark = pytest.mark.gpu
 
@@ -84,24 +84,6 @@ def test_parts_add_up(name: str, tokens: int) -> None:
     assert {it.family for it in launches} == {"mid", "prefill"}
     for launch in launches:
         agrees(TILED[name], launch, tokens, "cuda")
-
-
-def repeats(prepared: PreparedMoE, launch: Launch, first: LayerInputs, second: LayerInputs) -> None:
-    """A hundred calls give the same bits, and so does a graph that is replayed with another routing."""
-    y = run(prepared, first, launch)
-    assert all(same(y, run(prepared, first, launch)) for _ in range(100)), launch
-    x, ids, weights = first.x.clone(), first.ids.clone(), first.weights.clone()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run_with(prepared, x, ids, weights, launch)
-    for inputs in (second, first):
-        x.copy_(inputs.x)
-        ids.copy_(inputs.ids)
-        weights.copy_(inputs.weights)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert same(captured, run(prepared, inputs, launch)), launch
 
 
 @pytest.mark.parametrize("name", TILED)
