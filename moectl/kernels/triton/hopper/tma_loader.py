@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .gluon_compat import async_load, tma_load
+from .gluon_compat import async_load, reinterpret, tma_load
 from .mid_loader import _next
 from .tile_board import AHEAD, LOADER_MEETS, notes_of, slots_of, tile_told, warp_meets
 
@@ -59,14 +59,25 @@ def gathers(HOW):
 @gluon.constexpr_function
 def arrivals(HOW):
     """Arrivals that fill a stage: of the weight loader, of a copy of tokens or the threads that gather them,
-    and one for the scales."""
-    return 1 + (32 * HOW.loaders if gathers(HOW) else 1) + int(in_blocks(HOW))
+    and one for scales that loaders multiply."""
+    return 1 + (32 * HOW.loaders if gathers(HOW) else 1) + int(in_blocks(HOW) and not scales_apart(HOW))
 
 
 @gluon.constexpr_function
 def in_blocks(HOW):
     """Whether weights have scales by blocks, and tokens of 8 bits by 128 columns, which are in the ring."""
     return HOW.scales == "block"
+
+
+@gluon.constexpr_function
+def scales_apart(HOW):
+    """Whether scales in blocks, of weights and of tokens, come to shared memory as they are, by cp.async, so
+    that loaders wait for nothing but room.
+
+    With more tokens, loaders multiply them, as workers would take longer than their products. A load of
+    scales is behind all copies of tokens before it, which such a loader therefore awaits in each step.
+    """
+    return in_blocks(HOW) and HOW.widths[-1] <= (16 if HOW.decodes else 8)
 
 
 @gluon.constexpr_function
@@ -285,6 +296,27 @@ def _factors_of(now, D: gl.constexpr, NOTES: gl.constexpr, HOW: gl.constexpr):
 
 
 @gluon.jit
+def _scales_apart(S, XS, SORTED, expert, first, tokens, nt, N, blocks, HOW: gl.constexpr):
+    """Pointers to the scales of a tile's first step, which of them exist, and their pieces: for each piece
+    those of the tokens, then the two of its rows and room for as many as there are tokens."""
+    DEPTH: gl.constexpr = HOW.depth
+    NOTES: gl.constexpr = notes_of(HOW)
+    i = gl.arange(0, 2 * DEPTH * NOTES, layout=gl.BlockedLayout([1], [32], [HOW.loaders], [0]))
+    piece = i // (2 * NOTES)
+    place = i % NOTES
+    of_rows = i // NOTES % 2 == 1
+    at, there, other_at, other_there = _scale_places(expert, first, nt, N, blocks, HOW)
+    live = of_rows & gl.where(place == 0, there, (place == 1) & other_there)
+    pointers = S + (gl.where(place == 0, at, other_at) + piece)
+    if HOW.token_scales != "none":
+        known = (place < tokens) & ~of_rows
+        row = token_rows(SORTED, first, place, known, HOW)
+        pointers = gl.where(of_rows, pointers, XS + (row * blocks + piece))
+        live = live | known
+    return pointers, live, piece
+
+
+@gluon.jit
 def token_loader(work, HOW: gl.constexpr):
     """Producer of token rows, which have `KX` bytes, and of the scales of products."""
     ring, board, places, X, COPIES, XS, S, SORTED, N, steps, KX = work
@@ -296,6 +328,7 @@ def token_loader(work, HOW: gl.constexpr):
     L: gl.constexpr = _bytes_layout(HOW)
     NOTES: gl.constexpr = notes_of(HOW)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [HOW.loaders], [0])
+    APART: gl.constexpr = scales_apart(HOW)
     _rows, into, scales, full, empty = ring
     _jobs, _notes, _told, _noted, _near, spent, _met = board
     if HOW.stage == 2:
@@ -304,12 +337,18 @@ def token_loader(work, HOW: gl.constexpr):
     phase = gl.to_tensor(1)
     column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, L)), 0)
     blocks = (KX // token_lines(HOW) + 127) // 128
+    apart = scales
+    if APART:
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        apart = reinterpret(scales, gl.float32, [HOW.stages, 2 * DEPTH * NOTES], FLAT)
     job = 0
     expert, first, tokens, nt = tile_told(board, job, HOW.loaders, HOW)
     while tokens >= 0:
         mbarrier.arrive(spent.index(job % HOW.jobs), count=1)
         coming = ()
-        if in_blocks(HOW):
+        if APART:
+            pointers, wanted, piece = _scales_apart(S, XS, SORTED, expert, first, tokens, nt, N, blocks, HOW)
+        elif in_blocks(HOW):
             place = gl.arange(0, NOTES, layout=LINE)
             known = place < tokens
             of_tokens = place
@@ -328,10 +367,13 @@ def token_loader(work, HOW: gl.constexpr):
                 sources += (_sources(SORTED, first, tokens, KX, b * ROWS, ROWS, HOW),)
         for k in range(gl.where(tokens > 0, steps, 0)):
             now = coming
-            if in_blocks(HOW):
+            if in_blocks(HOW) and not APART:
                 coming = _scales_ahead(S, of_rows, XS, of_tokens, known, k + 1, blocks, HOW)
             mbarrier.wait(empty.index(stage), phase)
-            if in_blocks(HOW):
+            if APART:
+                at = k * DEPTH
+                async_load(apart.index(stage), pointers + at, mask=wanted & (piece < blocks - at))
+            elif in_blocks(HOW):
                 for d in gl.static_range(DEPTH):
                     pair = (stage * DEPTH + d) * 2
                     factors = _factors_of(now, d, NOTES, HOW)

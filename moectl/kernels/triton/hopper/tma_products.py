@@ -21,6 +21,7 @@ from .tma_loader import (
     in_groups,
     piece_bytes,
     scale_halves,
+    scales_apart,
     token_bytes,
     two_scales,
     zero_of_lanes,
@@ -148,6 +149,19 @@ def _turned_scales(
 
 
 @gluon.jit
+def _row_factors(pair, M: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr):
+    """The scales of a worker's rows, one for all or ``[64, 1]``, of the two of a piece (`scales_apart`)."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if two_scales(HOW):
+        up = gl.arange(0, 64, layout=gl.SliceLayout(1, M)) // 8 % 2 == 1
+        gates, ups = gl.max(pair.slice(0, 1).load(L), 0), gl.max(pair.slice(1, 1).load(L), 0)
+        scale = gl.expand_dims(gl.where(up, ups, gates), 1)
+    else:
+        scale = gl.max(pair.slice(ME, 1).load(L), 0)
+    return scale
+
+
+@gluon.jit
 def _added(
     acc, part, factor, scales, stage,
     TURN: gl.constexpr, WIDTH: gl.constexpr, ME: gl.constexpr, HOW: gl.constexpr,
@@ -162,6 +176,14 @@ def _added(
     place = (stage * HOW.depth + TURN // BLOCKS) * 2
     if HOW.turned:
         for i in gl.static_range(UNITS):
+            made += (acc[BLOCK * UNITS + i] + part[i] * factor,)
+    elif scales_apart(HOW):
+        weights = _row_factors(scales.index(place + 1), M, ME, HOW)
+        for i in gl.static_range(UNITS):
+            factor = weights
+            if HOW.token_scales != "none":
+                of_tokens = scales.index(place).slice(i * UNIT, UNIT).load(gl.SliceLayout(0, M))
+                factor = gl.expand_dims(of_tokens, 0) * weights
             made += (acc[BLOCK * UNITS + i] + part[i] * factor,)
     elif in_blocks(HOW):
         for i in gl.static_range(UNITS):
