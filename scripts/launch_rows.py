@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,19 +12,30 @@ from typing import Any
 
 from moectl.bench.bench_targets import DISPATCHED, named_shares
 from moectl.bench.settings import BenchSettings
+from moectl.environment.named_devices import find_device
 from moectl.errors import UsageError
 from moectl.files.safe_reading import unreadable
 from moectl.files.strict_json import parse_json_object
 from moectl.kernels.choice.launch import Launch
 from moectl.kernels.choice.launch_plan import TILE_FAMILIES
+from moectl.kernels.choice.surveyed_times import key_of
 from moectl.kernels.choice.tile_family import launch_of
 from moectl.problem.moe_problem import Dims, MoEProblem
 from moectl.problem.published_layers import SCHEMES
 
+SETTLED_TOKENS = 1024
+"""From so many tokens on, clocks had settled before each launch in all surveys; with fewer, where rows say
+so."""
+
+UNSETTLED = 1.25
+"""How much slower than the fastest on settled clocks a launch has to be to count with a time from before the
+clocks had settled: such times were up to a quarter too short."""
+
 
 @dataclass(frozen=True)
 class TimedLaunch:
-    """A launch of a layer, or of a rank's share of it, and its microseconds on a GPU."""
+    """A launch of a layer, or of a rank's share of it, and its microseconds on a GPU; whether its clocks had
+    settled."""
 
     gpu: str
     name: str
@@ -31,6 +43,24 @@ class TimedLaunch:
     tokens: int
     launch: Launch
     us: float
+    settled: bool
+
+
+def comparable(rows: Iterable[TimedLaunch]) -> list[TimedLaunch]:
+    """The rows whose times can be compared: of two times of a launch in a cell the later.
+
+    Where several launches of a cell were timed on settled clocks, others count that are slower by far
+    (`UNSETTLED`).
+    """
+    cells: dict[Any, dict[Launch, TimedLaunch]] = defaultdict(dict)
+    for row in rows:
+        cells[find_device(row.gpu).name, key_of(row.problem), row.tokens][row.launch] = row
+    kept = []
+    for cell in cells.values():
+        settled = [row.us for row in cell.values() if row.settled]
+        least = UNSETTLED * min(settled) if len(settled) > 1 else 0.0
+        kept += [row for row in cell.values() if row.settled or row.us > least]
+    return kept
 
 
 def timed_launches(path: Path) -> Iterator[TimedLaunch]:
@@ -66,7 +96,8 @@ def _surveyed(row: Mapping[str, Any]) -> TimedLaunch | None:
         return None
     sizes = Dims(row["hidden"], row["intermediate"]), row["experts"], row["top_k"]
     problem = MoEProblem(*sizes, scheme, local_experts=row["local_experts"])
-    return TimedLaunch(row["gpu"], row["name"], problem, int(row["tokens"]), launch, float(row["us"]))
+    tokens, settled = int(row["tokens"]), row.get("settled", row["tokens"] >= SETTLED_TOKENS)
+    return TimedLaunch(row["gpu"], row["name"], problem, tokens, launch, float(row["us"]), settled)
 
 
 def _benched(row: Mapping[str, Any], gpu: str) -> TimedLaunch | None:
@@ -81,7 +112,7 @@ def _benched(row: Mapping[str, Any], gpu: str) -> TimedLaunch | None:
         return None
     problem = _share(f"{row['model']}:{formats[0]}", row["parallel"])
     name = row["model"] + (f" {row['parallel']}" if row["parallel"] != "1" else "")
-    return TimedLaunch(gpu, name, problem, row["tokens"], launch, row["median_us"])
+    return TimedLaunch(gpu, name, problem, row["tokens"], launch, row["median_us"], True)
 
 
 @cache

@@ -18,12 +18,19 @@ from support import python_forks
 ROOT = Path(__file__).parents[2]
 BENCHES = ("docs/bench_sm90_h100.jsonl", "docs/bench_sm90_h200.jsonl")
 FOUR_BITS = (
-    "docs/launches_chosen_h200.jsonl",
     "docs/bench_4_bits_h200_28_november.jsonl",
     "docs/bench_4_bits_h100.jsonl",
     "docs/bench_rows_h200_28_november.jsonl",
     "docs/bench_rows_h200_29_november.jsonl",
     "docs/bench_between_rows_h200.jsonl",
+    "docs/launches_h200.jsonl",
+    "docs/launches_mid_h200.jsonl",
+    "docs/launches_chosen_h200.jsonl",
+    "docs/launches_few_tokens_h200.jsonl",
+    "docs/launches_other_h200.jsonl",
+    "docs/launches_split_h200.jsonl",
+    "docs/launches_h100.jsonl",
+    "docs/launches_settled_h200.jsonl",
 )
 
 LAYER = ("name", "format", "hidden", "intermediate", "experts", "local_experts", "top_k")
@@ -50,8 +57,24 @@ def test_the_page_counts_the_rows_as_they_are() -> None:
     )
     assert said in page
     assert f"({sum(launches)} on an H200" in page
-    chosen = (ROOT / "docs/launches_chosen_h200.jsonl").read_text().splitlines()
-    assert f"{len(chosen)} such launches were timed" in page
+    surveyed = {
+        name: len((ROOT / f"docs/launches_{name}.jsonl").read_text().splitlines())
+        for name in (
+            "h100",
+            "mid_h200",
+            "chosen_h200",
+            "few_tokens_h200",
+            "other_h200",
+            "split_h200",
+            "settled_h200",
+        )
+    }
+    assert f"{surveyed['chosen_h200']} such launches were timed" in page
+    assert f", {surveyed['h100']} on an H100); {surveyed['mid_h200']} of [`mid`]" in page
+    assert f"[{surveyed['chosen_h200']} that models chose]" in page
+    of = [surveyed[f"{name}_h200"] for name in ("few_tokens", "other", "split", "settled")]
+    said = "{} of few tokens, {} of ranks with few experts and {} that split the second GEMM; and {} on"
+    assert said.format(*of) in page
     of_4_bits = sum(row.family != "tma" for entry in entries() for row in entry.rows)
     assert f"to all {of_4_bits} rows of the shipped table (`--table`) that are in these formats" in page
     counts = {
@@ -95,7 +118,7 @@ def test_a_fit_writes_every_coefficient_and_chooses_better_the_longer_it_runs(tm
     ("arguments", "row", "h200", "h100"),
     [
         (
-            ("docs/launches_h200.jsonl", "docs/launches_h100.jsonl", *FOUR_BITS, "--table"),
+            (*FOUR_BITS, "--table"),
             "all",
             5,
             4.5,

@@ -146,3 +146,26 @@ def test_what_cannot_be_judged_or_written_is_said(
         _run(monkeypatch, rows, "--out", tmp_path)
     assert end.value.code == 2
     assert f"cannot write {tmp_path}: Is a directory. Give --out another path." in capsys.readouterr().err
+
+
+def test_beside_times_on_settled_clocks_no_others_count_that_may_be_as_short(tmp_path: Path) -> None:
+    def row(depth: int, us: float, **other: object) -> dict[str, object]:
+        return ROW | {"tile": ROW["tile"] | {"depth": depth}, "us": us, "tokens": 64} | other
+
+    unsettled = [row(4, 80.0), row(8, 90.0), row(2, 124.0), row(1, 126.0)]
+    settled = [row(4, 104.0, settled=True), row(8, 100.0, settled=True)]
+    alone = [row(4, 80.0, tokens=9), row(8, 90.0, tokens=9), row(4, 91.0, tokens=9, settled=True)]
+    many = [row(4, 80.0, tokens=1024), row(8, 90.0, tokens=1024)]
+    launch_rows = loaded("launch_rows.py")
+    path = _rows(tmp_path / "rows", *unsettled, *settled, *alone, *many)
+    kept = launch_rows.comparable(launch_rows.timed_launches(path))
+    times = {(made.tokens, made.launch.tile.depth): made.us for made in kept}
+    assert times == {
+        (64, 4): 104.0,
+        (64, 8): 100.0,
+        (64, 1): 126.0,
+        (9, 4): 91.0,
+        (9, 8): 90.0,
+        (1024, 4): 80.0,
+        (1024, 8): 90.0,
+    }

@@ -20,9 +20,10 @@ from moectl.problem.published_layers import SCHEMES
 
 DOCS = Path(__file__).parents[2] / "docs"
 IN_4_BITS, CHOSEN, FEW_EXPERTS = "launches_h*.jsonl", "launches_chosen_*.jsonl", "launches_other_*.jsonl"
+SETTLED = "launches_settled_*.jsonl"
 IN_ROWS, PORTABLE_ONES = "launches_tma_*.jsonl", "launches_portable_*.jsonl"
-"""Recorded launches on SM90 of weights that kernels decode (the last ones of ranks with few experts) and of
-weights in rows, and of portable kernels."""
+"""Recorded launches on SM90 of weights that kernels decode (`FEW_EXPERTS` of ranks with few, `SETTLED` on
+settled clocks) and of weights in rows, and of portable kernels."""
 
 H200, H100 = GpuRates(132, 4.8e12), GpuRates(132, 3.35e12)
 H20 = GpuRates.of(78, 4e12, published_matrix_rate("NVIDIA H20"))

@@ -210,6 +210,6 @@ def test_a_file_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_plans_take_the_surveys_that_ship() -> None:
-    layer = model_problem("qwen3.5-35b", "int4-g128")
+    layer = model_problem("qwen3.5-35b", "nvfp4")
     shipped = planned(layer, H200, ON_SM90)
     assert shipped == _plan(layer, H200, *surveyed(layer)) != _plan(layer, H200)
