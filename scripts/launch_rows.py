@@ -97,6 +97,8 @@ def _surveyed(row: Mapping[str, Any]) -> TimedLaunch | None:
     sizes = Dims(row["hidden"], row["intermediate"]), row["experts"], row["top_k"]
     problem = MoEProblem(*sizes, scheme, local_experts=row["local_experts"])
     tokens, settled = int(row["tokens"]), row.get("settled", row["tokens"] >= SETTLED_TOKENS)
+    if not isinstance(settled, bool):
+        raise TypeError(f"settled is {settled!r}")
     return TimedLaunch(row["gpu"], row["name"], problem, tokens, launch, float(row["us"]), settled)
 
 

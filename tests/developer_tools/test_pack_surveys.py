@@ -94,6 +94,10 @@ def test_rows_of_benches_count_for_the_layer_of_their_sizes(
         ({"us": "fast"}, "line 1 of {path} is no row of a survey or a bench: ValueError"),
         ({"us": -1.0}, "line 1 of {path} is no row of a survey or a bench: ValueError, -1.0 us at 1 tokens"),
         ({"tile": 3}, "line 1 of {path} is no row of a survey or a bench: TypeError"),
+        (
+            {"settled": "yes"},
+            "line 1 of {path} is no row of a survey or a bench: TypeError, settled is 'yes'",
+        ),
         ({"gpu": "none"}, "no device is called 'none'"),
         ({"family": "gone"}, "the files have no cell with two launches that are known"),
     ],
